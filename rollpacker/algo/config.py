@@ -49,6 +49,9 @@ MismatchCorrection = Literal[
 ]
 
 
+Credit = Literal["trajectory", "turn"]
+
+
 # size: one field per key of `algorithm.*`.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
@@ -82,6 +85,11 @@ class AlgorithmConfig:
     """Discount per token, of the critic's estimates and of penalties per token."""
     gae_lambda: float = 0.95
     """How far advantages look ahead with a critic: 0 to the next token, 1 to the end."""
+    credit: Credit = "trajectory"
+    """Of several turns: whether a trajectory's tokens all have one advantage, or each turn that of
+    what came from there on, tokens of one turn alike. See docs/algorithms.md."""
+    turn_discount: float = 1.0
+    """With credit=turn: discount per turn of the rewards that come after it."""
     overlong_buffer_tokens: int = 0
     """DAPO's soft punishment: a response that reaches into the last so many tokens before the limit
     loses up to `overlong_penalty` of reward, linearly. 0: off."""
@@ -153,6 +161,7 @@ class AlgorithmConfig:
         self._check_own()
         self._check_numbers()
         self._check_advantages()
+        self._check_credit()
         self._check_kl(row)
         self._check_loss()
 
@@ -283,6 +292,7 @@ class AlgorithmConfig:
     def _check_numbers(self) -> None:
         self._check_range("gamma", 0, 1)
         self._check_range("gae_lambda", 0, 1)
+        self._check_range("turn_discount", 0, 1)
         self._check_range("clip_low", 0, 1)
         self._check_range("mismatch_min", 0, math.inf)
         for name in ("clip_high", "entropy_coef", "kl_coef", "overlong_penalty"):
@@ -330,6 +340,30 @@ class AlgorithmConfig:
             raise ValueError(
                 "gamma discounts from token to token, which needs advantage=gae, or "
                 "advantage=reward with normalize_mean none or batch: set gamma=1"
+            )
+
+    def _check_credit(self) -> None:
+        if self.credit == "trajectory":
+            if self.turn_discount != 1:
+                raise ValueError(
+                    "turn_discount discounts from turn to turn, which needs credit=turn: set that,"
+                    " or turn_discount=1"
+                )
+            return
+        if self.advantage == "teacher":
+            raise ValueError(
+                "credit=turn has no meaning with advantage=teacher, which asks no rewards and has"
+                " an advantage for each token: set credit=trajectory"
+            )
+        if self.advantage_function is not None or (self.own is not None and self.own.advantages):
+            raise ValueError(
+                "credit=turn does not go with advantages of your own, which are for whole"
+                " responses or for tokens: set credit=trajectory"
+            )
+        if self.gamma != 1:
+            raise ValueError(
+                "gamma discounts from token to token, and credit=turn from turn to turn: set"
+                " gamma=1, and turn_discount"
             )
 
     def _check_kl(self, row: Row) -> None:

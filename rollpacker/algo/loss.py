@@ -60,7 +60,7 @@ def token_loss(
     """
     _check_present(config, ref_log_probs, rollout_log_probs, entropy)
     old_log_probs = old_log_probs.detach()
-    ratio = _importance_ratio(log_probs - old_log_probs, sample_ids, num_samples, config)
+    ratio = _importance_ratio(log_probs, old_log_probs, sample_ids, num_samples, config)
     own = config.own_loss
     if own is None:
         loss, sums = _surrogate(ratio, log_probs, advantages, config)
@@ -173,15 +173,30 @@ def value_loss(
 
 
 def _importance_ratio(
-    log_ratio: Tensor, sample_ids: Tensor, num_samples: int, config: AlgorithmConfig
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    sample_ids: Tensor,
+    num_samples: int,
+    config: AlgorithmConfig,
 ) -> Tensor:
-    """[K]; all tokens of a sample share one if the ratio is the sequence's."""
+    """[K]; all tokens of a sample share one if the ratio is the sequence's.
+
+    Its gradient then goes to all of them, so that they all learn from the mean of their advantages.
+    Where these are the turns', each token's goes to itself instead, as in GSPO-token (arXiv
+    2507.18071, section 4.3): the same value, and the same gradient where advantages are equal.
+    """
+    log_ratio = log_probs - old_log_probs
     if config.importance_ratio != "token":
         log_ratio = _sample_sums(log_ratio, sample_ids, num_samples)
+        ones = torch.ones_like(sample_ids, dtype=log_ratio.dtype)
+        counts = _sample_sums(ones, sample_ids, num_samples).clamp(min=1)
         if config.importance_ratio == "sequence":
-            ones = torch.ones_like(sample_ids, dtype=log_ratio.dtype)
-            log_ratio = log_ratio / _sample_sums(ones, sample_ids, num_samples).clamp(min=1)
+            log_ratio = log_ratio / counts
         log_ratio = log_ratio[sample_ids]
+        if config.credit == "turn":
+            own = log_probs - log_probs.detach()
+            share = counts[sample_ids] if config.importance_ratio == "sequence-product" else 1
+            log_ratio = log_ratio.detach() + share * own
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

@@ -14,6 +14,7 @@ from rollpacker.algo.baselines import advantages as relative_rewards
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.algo.gae import discounted_sums, generalized_advantages, last_tokens
 from rollpacker.algo.kl import kl_estimate
+from rollpacker.algo.turns import Turns, generalized_turn_advantages, relative_returns
 
 WHITEN_EPSILON = 1e-8
 """Added to the standard deviation of the step's advantages."""
@@ -24,8 +25,10 @@ class StepAdvantages:
     """The advantages of some samples; float64 on the CPU."""
 
     advantages: Tensor
-    """[N], or [K] if they are `per_token`. NaN where there was no verdict."""
+    """[N], or [K] if they are `per_token`, or [T] of `turns`. NaN where there was no verdict."""
     per_token: bool
+    turns: Turns | None = None
+    """What the advantages are of. None: of samples or tokens."""
     returns: Tensor | None = None
     """[K], with a critic."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -41,6 +44,7 @@ def step_advantages(
     ref_log_probs: Tensor | None = None,
     teacher_log_probs: Tensor | None = None,
     values: Tensor | None = None,
+    turns: Turns | None = None,
     known: Mapping[str, object] | None = None,
 ) -> StepAdvantages:
     """The advantages of N samples with K response tokens, `lengths` of each.
@@ -48,9 +52,9 @@ def step_advantages(
     `rewards` [N] and `group_ids` [N] (integers); NaN is "no verdict". `log_probs`,
     `ref_log_probs`, `teacher_log_probs` and `values` are [K], sample after sample, and needed where
     `config` says so: the first two for a KL penalty in the reward, the first and third for a
-    teacher, the last for a critic. `known` is what else a function from outside of the package may
-    ask for. With `config.needs_whole_batch` these must be all samples of
-    the step.
+    teacher, the last for a critic. With `config.credit` by turn, `turns` have the rewards, and
+    `rewards` are not looked at. `known` is what else a function from outside of the package may
+    ask for. With `config.needs_whole_batch` these must be all samples of the step.
 
     Metrics, where they apply: `critic/kl_reward/mean` (per token), `critic/returns/mean`,
     `critic/values/mean`, `critic/explained_variance`, `critic/teacher_kl/mean` (per token).
@@ -72,7 +76,9 @@ def step_advantages(
             config=config,
             **(known or {}),
         )
-    if config.advantage == "teacher":
+    if config.credit == "turn":
+        step = _from_turns(turns, group_ids, penalty, values, config)
+    elif config.advantage == "teacher":
         step = _from_teacher(teacher_log_probs, log_probs)
     elif config.advantage == "gae":
         token_rewards = _token_rewards(rewards, penalty, lengths)
@@ -85,7 +91,8 @@ def step_advantages(
         step = replace(step, advantages=found, per_token=_is_per_token(found, lengths))
     found = step.advantages
     if config.whiten:
-        found = _whitened(found, None if step.per_token else lengths)
+        counts = lengths if step.turns is None else step.turns.lengths
+        found = _whitened(found, None if step.per_token else counts)
     return replace(step, advantages=found, metrics={**metrics, **step.metrics})
 
 
@@ -111,6 +118,31 @@ def _from_critic(
         per_token=True,
         returns=returns,
         metrics=_critic_metrics(returns, values),
+    )
+
+
+def _from_turns(
+    turns: Turns | None,
+    group_ids: Tensor,
+    penalty: Tensor | None,
+    values: Tensor | None,
+    config: AlgorithmConfig,
+) -> StepAdvantages:
+    """A token's penalty is a matter of its turn."""
+    if turns is None:
+        raise ValueError("credit=turn needs the turns of each sample")
+    rewards = turns.rewards if penalty is None else turns.sums(penalty)
+    if config.advantage != "gae":
+        found = relative_returns(rewards, group_ids, turns, config=config)
+        return StepAdvantages(advantages=found, per_token=False, turns=turns)
+    values = _present(values, "a critic's values")
+    found, returns = generalized_turn_advantages(rewards, values, turns, config=config)
+    return StepAdvantages(
+        advantages=found,
+        per_token=False,
+        turns=turns,
+        returns=turns.over_tokens(returns),
+        metrics=_critic_metrics(returns, values[turns.first_tokens]),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rollpacker.core.ids import SampleId
 from rollpacker.environments.environment import Episode
-from rollpacker.rewards.reward import Scored
+from rollpacker.rewards.reward import Scored, TurnRewards
 from rollpacker.rollout.engine import Response
 from rollpacker.trainer.trainer import TokenScores, TrainSample
 
@@ -63,6 +63,15 @@ class Desk:
         """Each reward's own value of these samples, by its name."""
         known = {sample: self._known[sample].verdict for group in groups for sample in group}
         return {sample: verdict.parts for sample, verdict in known.items() if verdict is not None}
+
+    def turn_rewards(self, groups: Sequence[Sequence[SampleId]]) -> dict[SampleId, TurnRewards]:
+        """What the turns of these samples are worth, of those that have several."""
+        known = {sample: self._known[sample] for group in groups for sample in group}
+        return {
+            sample: TurnRewards(one.episode.num_drawn, one.verdict.turns)
+            for sample, one in known.items()
+            if one.episode is not None and one.verdict is not None
+        }
 
     def logged(self, groups: Sequence[Sequence[SampleId]]) -> dict[str, float]:
         """What rewards logged of these samples, by name: means over those that have it."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from rollpacker.core.ids import SampleId
+from rollpacker.rewards.reward import TurnRewards
 from rollpacker.rollout.engine import Response
 from rollpacker.trainer.trainer import TokenScores, TrainSample
 
@@ -19,7 +20,8 @@ class BuildSamples(Protocol):
 
     `weights` multiply the losses of the samples. `scores`: what other models said of them, if the
     algorithm asks any. `updates`: which of the step's optimizer steps trains on each group.
-    `reward_parts`: each reward's own values. `partial`: the groups are not all of the step; the
+    `reward_parts`: each reward's own values; `turn_rewards`: those of the turns of trajectories.
+    `partial`: the groups are not all of the step; the
     token weights are then those of the whole step but for one common factor.
     """
 
@@ -32,6 +34,7 @@ class BuildSamples(Protocol):
         partial: bool = False,
         updates: Sequence[int] | None = None,
         reward_parts: Mapping[SampleId, Mapping[str, float | None]] | None = None,
+        turn_rewards: Mapping[SampleId, TurnRewards] | None = None,
     ) -> tuple[list[TrainSample], dict[str, float]]: ...
 
 

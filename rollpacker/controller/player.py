@@ -43,8 +43,8 @@ class Play:
     """The model's messages, by turn, as far as they were given to the environment."""
     drawn: tuple[int, ...] = ()
     """The tokens of the latest turn."""
-    num_turns: int = 0
-    """Of the model."""
+    num_drawn: list[int] = field(default_factory=list)
+    """Tokens that the model drew, by turn."""
     messages: list[Message] = field(default_factory=list)
     """All behind the prompt."""
     rewards: list[float | None] = field(default_factory=list)
@@ -74,7 +74,12 @@ class Play:
         self.asked_s = None
         self.trajectory = self.trajectory.and_then(Segment(response.tokens, response.log_probs))
         self.drawn, self.version = response.tokens, response.version
-        self.num_turns += 1
+        self.num_drawn.append(len(response.tokens))
+
+    @property
+    def num_turns(self) -> int:
+        """Of the model."""
+        return len(self.num_drawn)
 
     def request(self, sampling: SamplingParams, noise: SampleId | None) -> GenerationRequest:
         """For the engine: the next turn."""
@@ -219,6 +224,7 @@ class Player:
             prompt=play.prompt,
             messages=tuple(messages),
             rewards=tuple(play.rewards),
+            num_drawn=tuple(play.num_drawn),
             environment_s=play.seconds,
             answer_s=tuple(play.answer_s),
             policy_s=tuple(play.policy_s),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 from statistics import fmean
 from typing import Any
 
@@ -83,6 +83,8 @@ class SampleRows:
             advantage = trained[sample].advantage
             of_tokens = advantage if isinstance(advantage, tuple) else (advantage,)
             row["advantage"] = fmean(of_tokens)
+            if "turn_advantages" in row:
+                row["turn_advantages"] = self._turn_advantages(sample, advantage)
             row["loss_weight"] = weight
             rows.append(row)
         slowest = self.desk.slowest(NUM_SLOWEST)
@@ -105,7 +107,17 @@ class SampleRows:
             "trained": False,
             "advantage": None,
             "loss_weight": 0.0,
+            **({} if known.episode is None else _turn_columns(verdict)),
         }
+
+    def _turn_advantages(self, sample: SampleId, advantage: float | tuple[float, ...]) -> str:
+        """That of each turn's first token."""
+        episode = self.desk[sample].episode
+        assert episode is not None, "there are turns"
+        if not isinstance(advantage, tuple):
+            return json.dumps([advantage] * len(episode.num_drawn))
+        firsts = accumulate(episode.num_drawn[:-1], initial=0)
+        return json.dumps([advantage[first] for first in firsts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +191,15 @@ def _said_first(response: Response, render: Decode, episode: Episode | None) -> 
     return {
         "prompt": plain_text(episode.prompt),
         "rendered_prompt": render(response.prompt_tokens),
+    }
+
+
+def _turn_columns(verdict: Scored | Failed | None) -> dict[str, str | None]:
+    """What the turns of a trajectory were worth, as JSON lists."""
+    rewards = verdict.turns if isinstance(verdict, Scored) else None
+    return {
+        "turn_rewards": None if rewards is None else json.dumps(rewards),
+        "turn_advantages": None,
     }
 
 

@@ -122,8 +122,13 @@ class Training:
         with _diverging(step):
             scores = await self._ask_scores(groups, replicas)
             scored = self.desk.scored_groups(groups)
-            parts = self.desk.reward_parts(groups)
-            samples, _ = self.build_samples(scored, scores=scores, partial=True, reward_parts=parts)
+            samples, _ = self.build_samples(
+                scored,
+                scores=scores,
+                partial=True,
+                reward_parts=self.desk.reward_parts(groups),
+                turn_rewards=self.desk.turn_rewards(groups),
+            )
             await self.watch.by(
                 "train_s",
                 self.trainer.accumulate(samples, replicas),
@@ -148,6 +153,7 @@ class Training:
                 scores=scores | await self._ask_old(command.groups, updates),
                 updates=updates,
                 reward_parts=self.desk.reward_parts(command.groups),
+                turn_rewards=self.desk.turn_rewards(command.groups),
             )
             parts = _parts_of(samples, command.groups, updates)
             training = asyncio.ensure_future(self._accumulate(parts[0]))

@@ -152,7 +152,9 @@ class Episode:
     messages: tuple[Message, ...]
     """All behind the prompt: the model's and the environment's, by turns."""
     rewards: tuple[float | None, ...] = ()
-    """The environment's, by turn; None where it gave none."""
+    """The environment's, by turn; None where it gave none. A turn that was cut off has none."""
+    num_drawn: tuple[int, ...] = ()
+    """Tokens that the model drew, by turn."""
     environment_s: float = 0.0
     answer_s: tuple[float, ...] = ()
     """Seconds of the environment, by turn."""

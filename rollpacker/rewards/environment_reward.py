@@ -44,7 +44,8 @@ class EnvironmentReward:
     def _one(self, sample: RewardInput) -> Scored | None:
         if sample.episode is None:  # tried out before there is any
             return None
-        return Scored(value=sum(reward or 0.0 for reward in sample.episode.rewards), seconds=0.0)
+        turns = tuple(reward or 0.0 for reward in sample.episode.rewards)
+        return Scored(value=sum(turns), turns=turns, seconds=0.0)
 
     def outage(self) -> str | None:
         """See `RewardPart`."""

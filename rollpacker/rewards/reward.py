@@ -31,6 +31,15 @@ class Progress(NamedTuple):
 UNKNOWN = Progress()
 
 
+class TurnRewards(NamedTuple):
+    """A trajectory's turns."""
+
+    num_drawn: tuple[int, ...]
+    """Tokens that the model drew in each."""
+    values: tuple[float, ...]
+    """What each is worth by itself, without those behind it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardInput:
     """One sample as rewards see it."""
@@ -78,6 +87,9 @@ class Scored:
     value: float
     parts: Mapping[str, float | None] = field(default_factory=dict)
     """Each reward's own value, by name; None where it does not apply."""
+    turns: tuple[float, ...] = ()
+    """What of the value each turn of a trajectory earned; they add up to it. Empty: it speaks of
+    the whole, which in the verdict of all rewards together counts at the last turn."""
     seconds: float | None = None
     """Execution time that adaptive deadlines learn from, without any waiting; for a program with
     several tests that of the slowest. None: whoever called measures."""

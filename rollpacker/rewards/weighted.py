@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.environments.environment import Episode
 from rollpacker.rewards.functions.function_reward import RewardFunction
 from rollpacker.rewards.functions.returned import MAX_REWARD, shortened
 from rollpacker.rewards.reward import (
@@ -265,12 +266,30 @@ class WeightedReward:
         return Scored(
             value=value,
             parts=parts,
+            turns=() if sample.episode is None else self._turns(sample.episode, verdicts, value),
             seconds=seconds,
             correct=all(_is_correct(verdict) for verdict in timed) if timed else None,
             timed_out=any(verdict.timed_out for verdict in scored),
             metrics=_all(verdict.metrics for verdict in scored),
             extras=_all(verdict.extras for verdict in scored),
         )
+
+    def _turns(
+        self, episode: Episode, verdicts: Sequence[Verdict], value: float
+    ) -> tuple[float, ...]:
+        """What each turn earned: what rewards say of turns, and at the last one all that they say
+        of the whole trajectory. They add up to `value`."""
+        count = len(episode.num_drawn)
+        if count <= 1:
+            return (value,) * count
+        earned: list[list[float]] = [[] for _ in range(count)]
+        for one, verdict in zip(self._parts, verdicts, strict=True):
+            if isinstance(verdict, Scored):
+                for terms, turn in zip(earned, verdict.turns, strict=False):
+                    terms.append(one.config.weight * turn)
+                if not verdict.turns:
+                    earned[-1].append(one.config.weight * verdict.value)
+        return tuple(map(math.fsum, earned))
 
     def outage(self) -> str | None:
         """What the rewards wait for, in words, while it is down."""

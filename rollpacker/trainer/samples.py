@@ -15,12 +15,14 @@ from torch import Tensor
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.algo.shaping import shape_rewards
 from rollpacker.algo.step import StepAdvantages, step_advantages
+from rollpacker.algo.turns import Turns
 from rollpacker.algo.weights import token_weights
 from rollpacker.core.ids import SampleId
 from rollpacker.spans import outside
 from rollpacker.trainer.trainer import NonFiniteError, TokenScores, TrainSample
 
 if TYPE_CHECKING:
+    from rollpacker.rewards.reward import TurnRewards
     from rollpacker.rollout.engine import Response
 
 
@@ -34,6 +36,7 @@ def build_train_samples(
     max_response_tokens: int | None = None,
     updates: Sequence[int] | None = None,
     reward_parts: Mapping[SampleId, Mapping[str, float | None]] | None = None,
+    turn_rewards: Mapping[SampleId, TurnRewards] | None = None,
 ) -> tuple[list[TrainSample], dict[str, float]]:
     """All samples of one step, in the order given. The denominators are global, so pass the whole
     step at once.
@@ -47,7 +50,8 @@ def build_train_samples(
 
     `updates` (one per group) says which of the step's optimizer steps trains on it: each has its
     own denominators, and later ones take old log-probs from `scores`. `reward_parts`, each reward's
-    own values, are for an advantage function that asks for them.
+    own values, are for an advantage function that asks for them. `turn_rewards` are for
+    `config.credit` by turn; a sample that is not among them has one turn.
 
     `partial`: these are whole groups, but not all of the step. Their token weights then lack the
     denominator: those of the whole step are smaller by one common factor.
@@ -64,19 +68,19 @@ def build_train_samples(
     rewards = torch.tensor([reward for _, reward in flat], dtype=torch.float64)
     of_group = [0] * len(groups) if updates is None else updates
     of_update = [u for u, group in zip(of_group, groups, strict=True) for _ in group]
+    shaped = shape_rewards(rewards, lengths, config=config, max_response_tokens=max_response_tokens)
     step = step_advantages(
-        shape_rewards(rewards, lengths, config=config, max_response_tokens=max_response_tokens),
+        shaped,
         torch.tensor([index for index, group in enumerate(groups) for _ in group]),
         lengths,
         config=config,
+        turns=_turns(responses, rewards, shaped, turn_rewards or {}, config),
         known=_for_own(responses, reward_parts or {}, config),
         **_flat_scores(responses, scores, config),
     )
     denominator = 1 if partial else None
     of_token = _token_weights(responses, of_update, config, denominator, max_response_tokens)
-    of_sample = [1.0] * len(flat)
-    if weights is not None:
-        of_sample = [weight for group in weights for weight in group]
+    of_sample = [1.0] * len(flat) if weights is None else [w for group in weights for w in group]
     of_token = [t * w for t, w in zip(of_token, of_sample, strict=True)]
     samples = _samples(responses, of_token, of_sample, step, scores or {})
     if config.old_logprobs == "recomputed":
@@ -140,6 +144,37 @@ def _with_old(
     own = (scores or {}).get(sample.sample)
     assert own is not None and own.log_probs is not None, f"{sample.sample} was not asked about"
     return replace(sample, old_log_probs=own.log_probs)
+
+
+def _turns(
+    responses: Sequence[Response],
+    rewards: Tensor,
+    shaped: Tensor,
+    turn_rewards: Mapping[SampleId, TurnRewards],
+    config: AlgorithmConfig,
+) -> Turns | None:
+    """The turns of these samples. What was added to their `rewards` [N] to make them `shaped` [N]
+    speaks of the whole response: it counts at the last turn. None: nobody asks."""
+    if config.credit == "trajectory":
+        return None
+    counts: list[int] = []
+    lengths: list[int] = []
+    values: list[float] = []
+    num_drawn: tuple[int, ...]
+    of_turns: tuple[float, ...]
+    for response, reward, final in zip(responses, rewards.tolist(), shaped.tolist(), strict=True):
+        known = turn_rewards.get(response.sample)
+        if known is None or len(known.values) == 1:
+            num_drawn, of_turns = (response.num_drawn,), (final,)
+        else:
+            num_drawn = known.num_drawn
+            assert sum(num_drawn) == response.num_drawn, f"{response.sample}: tokens of its turns"
+            assert len(num_drawn) == len(known.values), f"{response.sample}: rewards of its turns"
+            of_turns = (*known.values[:-1], known.values[-1] + (final - reward))
+        counts.append(len(num_drawn))
+        lengths += num_drawn
+        values += of_turns
+    return Turns(counts, lengths, torch.tensor(values, dtype=torch.float64))
 
 
 def _for_own(
@@ -207,7 +242,7 @@ def _samples(
     step: StepAdvantages,
     scores: Mapping[SampleId, TokenScores],
 ) -> list[TrainSample]:
-    advantages = step.advantages.tolist()
+    advantages = _by_sample(step, [response.num_drawn for response in responses])
     returns = None if step.returns is None else step.returns.tolist()
     starts = list(accumulate((r.num_drawn for r in responses), initial=0))
     samples = []
@@ -221,7 +256,7 @@ def _samples(
                 response_tokens=response.tokens,
                 given=response.given,
                 rollout_log_probs=response.log_probs,
-                advantage=tuple(advantages[tokens]) if step.per_token else advantages[index],
+                advantage=advantages[index],
                 token_weight=weight,
                 loss_weight=loss_weights[index],
                 ref_log_probs=own.ref_log_probs,
@@ -230,6 +265,24 @@ def _samples(
             )
         )
     return samples
+
+
+def _by_sample(
+    step: StepAdvantages, num_drawn: Sequence[int]
+) -> Sequence[float | tuple[float, ...]]:
+    """Each sample's advantage, or those of its drawn tokens; one of a single turn is one number."""
+    if step.turns is not None:
+        per_token, has_one = step.turns.over_tokens(step.advantages), step.turns.counts
+    elif step.per_token:
+        per_token, has_one = step.advantages, [0] * len(num_drawn)
+    else:
+        found: list[float] = step.advantages.tolist()
+        return found
+    parts = torch.split(per_token, list(num_drawn))
+    return [
+        part[0].item() if count == 1 else tuple(part.tolist())
+        for part, count in zip(parts, has_one, strict=True)
+    ]
 
 
 def _metrics(step: StepAdvantages, samples: Sequence[TrainSample]) -> dict[str, float]:

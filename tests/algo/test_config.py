@@ -67,6 +67,11 @@ def test_grpo_keeps_its_defaults():
         ({"value_clip": 0.0}, "value_clip must be a number above 0"),
         ({"mismatch_max": 0.0}, "mismatch_max must be a number above 0"),
         ({"name": "ppo", "gae_lambda": 1.1}, "gae_lambda must be a number from 0 to 1"),
+        ({"turn_discount": 0.9}, "which needs credit=turn"),
+        ({"credit": "turn", "turn_discount": 1.1}, "turn_discount must be a number from 0 to 1"),
+        ({"name": "distillation", "credit": "turn"}, "no meaning with advantage=teacher"),
+        ({"name": "ppo", "credit": "turn", "gamma": 0.9}, "set gamma=1, and turn_discount"),
+        ({"credit": "turn", "advantage_function": "my.py:f"}, "advantages of your own"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings, message):

@@ -337,6 +337,7 @@ def build_samples(
     partial: bool = False,
     updates: Sequence[int] | None = None,
     reward_parts: object = None,
+    turn_rewards: object = None,
 ) -> tuple[list, dict]:
     num_samples = 1 if partial else sum(map(len, groups))
     of_sample = None if weights is None else iter([w for group in weights for w in group])
