@@ -36,6 +36,8 @@ class Play:
     trajectory: Trajectory
     prompt: tuple[Message, ...] | None = None
     """What the environment said first. None: the row's own prompt is it."""
+    dialogue: Dialogue | None = None
+    """With the tools of this episode. None: they are those of every one."""
     is_begun: bool = False
     """The environments know of it."""
     said: list[Message] = field(default_factory=list)
@@ -142,7 +144,9 @@ class Player:
         play.is_begun = True
         if begun.messages is not None and not play.num_turns:
             try:
-                prompt = self._dialogue.prompt(begun.messages)
+                if begun.tools is not None:
+                    play.dialogue = self._dialogue.with_tools(begun.tools)
+                prompt = self._dialogue_of(play).prompt(begun.messages)
             except ValueError as error:
                 return Lost(reason=str(error), cause="environment")
             if len(prompt) > self._max_prompt_tokens:
@@ -175,14 +179,14 @@ class Player:
                 if isinstance(again, Lost):
                     return again
         if len(play.said) < turn:
-            play.said.append(self._dialogue.message(play.drawn, turn))
+            play.said.append(self._dialogue_of(play).message(play.drawn, turn))
         message = play.said[-1]
         answer = await self.environments.act(play.sample, turn, message, timeout_s=timeout_s)
         if isinstance(answer, Lost):
             return answer
         if not (answer.done or answer.truncated):
             try:
-                given = self._dialogue.appended(answer.messages, play.drawn)
+                given = self._dialogue_of(play).appended(answer.messages, play.drawn)
             except ValueError as error:
                 return Lost(reason=str(error), cause="environment")
             play.trajectory = play.trajectory.and_then(Segment(given))
@@ -197,7 +201,7 @@ class Player:
         was given."""
         messages = list(play.messages)
         if len(play.said) < play.num_turns:
-            messages.append(self._dialogue.message(play.drawn, play.num_turns))
+            messages.append(self._dialogue_of(play).message(play.drawn, play.num_turns))
         return Episode(
             prompt=play.prompt,
             messages=tuple(messages),
@@ -205,6 +209,9 @@ class Player:
             environment_s=play.seconds,
             metrics=dict(play.metrics),
         )
+
+    def _dialogue_of(self, play: Play) -> Dialogue:
+        return self._dialogue if play.dialogue is None else play.dialogue
 
     def end(self, play: Play) -> None:
         """Nobody needs the episode any more. Also of one that did not begin, or was lost: what is
