@@ -20,6 +20,7 @@ from rollpacker.environments.environment import (
     Episode,
     Lost,
     Message,
+    ToolSchema,
 )
 from rollpacker.rollout.engine import GenerationRequest, Response, SamplingParams
 from rollpacker.warn_once import WarnOnce
@@ -145,7 +146,7 @@ class Player:
         if begun.messages is not None and not play.num_turns:
             try:
                 if begun.tools is not None:
-                    play.dialogue = self._dialogue.with_tools(begun.tools)
+                    play.dialogue = self._with_tools(begun.tools)
                 prompt = self._dialogue_of(play).prompt(begun.messages)
             except ValueError as error:
                 return Lost(reason=str(error), cause="environment")
@@ -209,6 +210,13 @@ class Player:
             environment_s=play.seconds,
             metrics=dict(play.metrics),
         )
+
+    def _with_tools(self, tools: Sequence[ToolSchema]) -> Dialogue:
+        """Raises `ValueError` for tools that no dialogue that is trained on can have."""
+        dialogue = self._dialogue.with_tools(tools)
+        if (why := dialogue.rewritten()) is not None:
+            raise ValueError(f"with its tools {why} A dialogue that is trained on only grows")
+        return dialogue
 
     def _dialogue_of(self, play: Play) -> Dialogue:
         return self._dialogue if play.dialogue is None else play.dialogue

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from rollpacker.dialogue.call_formats import Found, call_of, format_of
@@ -169,9 +170,16 @@ class TemplateDialogue:
                 chat_template_kwargs=self.template.kwargs,
                 end_tokens=self.template.end_tokens,
             )
-            if (rewrites := find_rewrites(template)) is not None:
-                raise TemplateError(rewrites.sentence)
             if len(self._with_tools) >= MAX_TOOL_SETS:
                 self._with_tools.clear()
             found = self._with_tools[key] = TemplateDialogue(template)
         return found
+
+    def rewritten(self) -> str | None:
+        """See `Dialogue`."""
+        return self._rewritten
+
+    @cached_property
+    def _rewritten(self) -> str | None:
+        found = find_rewrites(self.template)
+        return None if found is None else found.sentence

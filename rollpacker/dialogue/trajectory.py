@@ -106,5 +106,9 @@ class Dialogue(Protocol):
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Dialogue:
         """The same, where the model is told of these tools. Raises `ValueError` if the template
-        cannot show them, or rewrites dialogues with them."""
+        cannot show them."""
+        ...
+
+    def rewritten(self) -> str | None:
+        """How the template rewrites what came before, in a sentence. None: dialogues only grow."""
         ...

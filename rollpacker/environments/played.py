@@ -70,7 +70,9 @@ class UserEpisode:
         of_episode = getattr(environment, "tools", None)
         if not callable(of_episode) and of_episode != tools:
             if messages is None:
-                raise shapes.WrongReturn("set tools in reset and returned no prompt to go with them")
+                raise shapes.WrongReturn(
+                    "set tools in reset and returned no prompt to go with them"
+                )
             return {"messages": messages, "tools": list(of_episode or ())}
         return {"messages": messages}
 

@@ -162,7 +162,9 @@ class ProgramEndpoint:
         try:
             session = self._sessions.get(request.token)
             if session is None:
-                raise ApiError("the token is that of no episode, or of one that is over", status=401)
+                raise ApiError(
+                    "this is the token of no episode, or of one that is over", status=401
+                )
             return await self._of_session(session, request)
         except ApiError as error:
             return Answer(error.status, error.body, headers=_IN_VAIN)
