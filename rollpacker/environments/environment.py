@@ -91,9 +91,9 @@ class Environment(Protocol):
     """What a user writes: a class, made anew for each episode, whose methods may be async.
 
     It may have, besides: `tools` (schemas), which the model is told of, in an episode those that
-    `reset` sets if it sets any; `deterministic = True`; and `close()`. Blocking methods of an episode run in a thread of its own, always the same, beside
-    those of other episodes; async ones in one event loop. What else is taken (Gymnasium's methods,
-    TRL's environments): `shapes.py`.
+    `reset` sets if it sets any; `deterministic = True`; and `close()`. Blocking methods of an
+    episode run in a thread of its own, always the same, beside those of other episodes; async ones
+    in one event loop. What else is taken (Gymnasium's methods, TRL's environments): `shapes.py`.
     """
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:

@@ -12,8 +12,8 @@ from rollpacker.environments.environment import Message
 from rollpacker.environments.tools import Function, ToolBox
 
 Reply = dict[str, Any]
-"""`messages`, `tools`, `reward`, `done`, `truncated`, `metrics`, as the records have them; left out where it
-is the records' own default."""
+"""`messages`, `tools`, `reward`, `done`, `truncated`, `metrics`, as the records have them; left out
+where it is the records' own default."""
 
 
 class Played(Protocol):

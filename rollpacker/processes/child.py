@@ -53,8 +53,8 @@ class Child:
 
         A guarded child gets a guardian, which ends it and all that it started when told to and when
         this process is gone; any other child must see to that itself. It prints to the descriptor
-        `output`, errors too unless `error_output` is another. Its environment is `env`, or this process's, without ray's variables, a token's
-        among them. Raises `OSError`.
+        `output`, errors too unless `error_output` is another. Its environment is `env`, or this
+        process's, without ray's variables, a token's among them. Raises `OSError`.
         """
         variables = os.environ if env is None else env
         theirs, ours = os.pipe() if guarded else (-1, -1)
