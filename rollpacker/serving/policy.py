@@ -40,7 +40,7 @@ class EnginePolicy:
         """`n` responses to one prompt. Cancelling the call takes them from the engine. Raises
         `RequestFailed`."""
         asked = PromptId("served", 0, next(self._numbers))
-        samples = [SampleId(asked, 0, index) for index in range(n)]
+        samples = [SampleId(asked, index=index, attempt=0) for index in range(n)]
         tokens = tuple(prompt)
         requests = [
             GenerationRequest(
@@ -48,7 +48,7 @@ class EnginePolicy:
                 prompt_tokens=tokens,
                 sampling=sampling,
                 # With the same seed, the same words.
-                noise=SampleId(PromptId("served", 0, 0), 0, sample.index),
+                noise=SampleId(PromptId("served", 0, 0), index=sample.index, attempt=0),
                 turn=turn,
             )
             for sample in samples
@@ -77,7 +77,13 @@ class EnginePolicy:
         self._in_loop(lambda: self._settle(outputs))
 
     def _die(self, error: BaseException) -> None:
-        self._in_loop(lambda: self._on_error(error))
+        self._in_loop(lambda: self._give_up(error))
+
+    def _give_up(self, error: BaseException) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(RequestFailed(f"the engine died: {error}"))
+        self._on_error(error)
 
     def _in_loop(self, call: Callable[[], None]) -> None:
         try:
