@@ -42,6 +42,9 @@ class ScriptedEngine:
         self._template, self._say, self._seconds = template, say, seconds
         self.answered: list[tuple[GenerationRequest, Response]] = []
         self.aborted: list[SampleId] = []
+        self.most_at_once = 0
+        """Requests that waited for their answers."""
+        self._num_waiting = 0
         self._gone: set[SampleId] = set()
         self._kept: dict[str, tuple[int, ...]] = {}
 
@@ -49,6 +52,8 @@ class ScriptedEngine:
         self._listener, self.die = listener, on_error
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._num_waiting += len(requests)
+        self.most_at_once = max(self.most_at_once, self._num_waiting)
         asyncio.get_running_loop().call_later(self._seconds, self._answer, requests)
 
     def abort(self, samples: Sequence[SampleId]) -> None:
@@ -68,6 +73,7 @@ class ScriptedEngine:
 
     def _answer(self, requests: Sequence[GenerationRequest]) -> None:
         outputs = []
+        self._num_waiting -= len(requests)
         for request in requests:
             if request.sample in self._gone:
                 gone = SampleAborted(time_s=0.0, sample=request.sample, num_tokens=0)
