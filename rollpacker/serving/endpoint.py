@@ -92,17 +92,15 @@ class Endpoint:
                     code="context_length_exceeded",
                 )
             most = min(most, left)
-        said = {
-            "temperature": wanted.temperature,
-            "top_p": wanted.top_p or None,
-            "top_k": None if wanted.top_k is None else max(wanted.top_k, 0),
-            "stop": wanted.stop or None,
-        }
+        usual = self._sampling
         return replace(
-            self._sampling,
+            usual,
             max_response_tokens=most,
             seed=secrets.randbits(31) if wanted.seed is None else wanted.seed & (2**63 - 1),
-            **{name: value for name, value in said.items() if value is not None},
+            temperature=usual.temperature if wanted.temperature is None else wanted.temperature,
+            top_p=wanted.top_p or usual.top_p,
+            top_k=usual.top_k if wanted.top_k is None else max(wanted.top_k, 0),
+            stop=wanted.stop or usual.stop,
         )
 
     async def _told(

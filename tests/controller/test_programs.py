@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollpacker.cli.main import main
+from rollpacker.controller.player import Play
+from rollpacker.rollout.engine import Response
 from tests.dialogue.families import tokenizer_of
 
 AGENT = Path(__file__).parents[1] / "environments" / "programs" / "search_agent.py"
@@ -66,9 +67,19 @@ def entries() -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path("runs/agent/events.jsonl").read_text().splitlines()]
 
 
-def test_a_program_for_another_endpoint_trains_unchanged(folder: Path) -> None:
+def test_a_program_for_another_endpoint_trains_unchanged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its tools stand in the prompt, its rewards arrive, and what the trainer says of the drawn
     tokens is what the engine said of them."""
+    responses: list[Response] = []
+    whole = Play.response
+
+    def kept(self: Play, reason: str) -> Response:
+        responses.append(whole(self, reason))
+        return responses[-1]
+
+    monkeypatch.setattr(Play, "response", kept)
     assert main(["train", "run.yaml"]) == 0
     lines = Path("runs/agent/metrics.jsonl").read_text().splitlines()
     steps = [row for line in lines if "train/response_tokens" in (row := json.loads(line))]
@@ -78,11 +89,13 @@ def test_a_program_for_another_endpoint_trains_unchanged(folder: Path) -> None:
         assert step["episodes/turns/max"] > 1
     acted = [one for one in entries() if one.get("event") == "Acted"]
     assert acted and not [one for one in acted if one["cause"]]
-    parts = list(Path("runs/agent/samples").glob("*.parquet"))
-    table = pyarrow.parquet.read_table(parts[0])
-    prompts = table.column("rendered_prompt").to_pylist()
-    assert all('"name": "search"' in prompt for prompt in prompts)
-    assert all("Where is town" in prompt for prompt in prompts)
+    decode = tokenizer_of("chatml").decode
+    prompts = [decode(list(one.prompt_tokens)) for one in responses]
+    assert len(prompts) == 8
+    for prompt, one in zip(prompts, responses, strict=True):
+        assert '"name": "search"' in prompt and "Where is town" in prompt
+        for first, last in one.given:
+            assert "letters. And then?" in decode(list(one.tokens[first:last]))
 
 
 def test_one_that_fails_is_no_zero(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

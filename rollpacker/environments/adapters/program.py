@@ -117,7 +117,8 @@ class Program:
         session, process = self._session, self._process
         assert session is not None and process is not None
         called = session.called
-        await asyncio.wait({called, process.ended}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {called, process.ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if called.done():
             try:
                 call = called.result()

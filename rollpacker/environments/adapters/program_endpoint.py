@@ -53,7 +53,7 @@ class Session:
         self._asked: list[str] = []
         """The messages of the call that is pending, or was answered last."""
         self._num_turns = 0
-        self._has_failed = False
+        self._failure: ProgramError | None = None
 
     # -- for the environment -----------------------------------------------------------------------
 
@@ -63,6 +63,8 @@ class Session:
         wire = chat.on_wire(message)
         self._said.append(chat.as_said(chat.read_back(wire)))
         self.called = asyncio.get_running_loop().create_future()
+        if self._failure is not None:
+            self.called.set_exception(self._failure)
         self._num_turns += 1
         self._pending.set_result(wire)
 
@@ -84,7 +86,7 @@ class Session:
             # The client gave up waiting, and asks again.
             assert self._pending is not None
             return await asyncio.shield(self._pending)
-        if self._has_failed:
+        if self._failure is not None:
             raise ApiError("the episode has failed", status=410)
         try:
             self._check(asked, said)
@@ -98,10 +100,9 @@ class Session:
         return await asyncio.shield(self._pending)
 
     def _fail(self, why: str) -> None:
-        self._has_failed = True
-        if self.called.done():  # nobody has come for the call before; both are lost
-            self.called = asyncio.get_running_loop().create_future()
-        self.called.set_exception(ProgramError(why))
+        self._failure = ProgramError(why)
+        if not self.called.done():  # else `answer` tells
+            self.called.set_exception(self._failure)
 
     def _check(self, asked: ChatRequest, said: list[str]) -> None:
         number = len(self._said)
