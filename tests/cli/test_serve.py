@@ -87,6 +87,7 @@ def test_what_cannot_be_served_is_one_line(
     write_model(Path("model"))
     Path("kept").mkdir()
     Path("kept/sessions.jsonl").touch()
+    capsys.readouterr()
     assert main(["serve", *words]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
