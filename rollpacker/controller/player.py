@@ -143,23 +143,24 @@ class Player:
         if isinstance(begun, Lost):
             return begun
         play.is_begun = True
-        if begun.messages is not None and not play.num_turns:
-            try:
-                if begun.tools is not None:
-                    play.dialogue = self._with_tools(begun.tools)
-                prompt = self._dialogue_of(play).prompt(begun.messages)
-            except ValueError as error:
-                return Lost(reason=str(error), cause="environment")
-            if len(prompt) > self._max_prompt_tokens:
-                most = f"data.max_prompt_tokens={self._max_prompt_tokens}"
-                reason = f"it says a prompt of {len(prompt)} tokens, more than {most}"
-                return Lost(reason=reason, cause="environment")
-            play.trajectory, play.prompt = Trajectory(prompt), begun.messages
-            if self._prompts.setdefault(sample.prompt, prompt) != prompt:
-                self._warn_once(
-                    "the environment begins otherwise for samples of one prompt, which are compared"
-                    " with each other: let `reset` draw by row['seed'] alone"
-                )
+        try:
+            if begun.tools is not None:
+                play.dialogue = self._with_tools(begun.tools)
+            if begun.messages is None or play.num_turns:
+                return begun
+            prompt = self._dialogue_of(play).prompt(begun.messages)
+        except ValueError as error:
+            return Lost(reason=str(error), cause="environment")
+        if len(prompt) > self._max_prompt_tokens:
+            most = f"data.max_prompt_tokens={self._max_prompt_tokens}"
+            reason = f"it says a prompt of {len(prompt)} tokens, more than {most}"
+            return Lost(reason=reason, cause="environment")
+        play.trajectory, play.prompt = Trajectory(prompt), begun.messages
+        if self._prompts.setdefault(sample.prompt, prompt) != prompt:
+            self._warn_once(
+                "the environment begins otherwise for samples of one prompt, which are compared"
+                " with each other: let `reset` draw by row['seed'] alone"
+            )
         return begun
 
     async def act(
