@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
-import secrets
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +76,8 @@ class _Target:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C. Raises `ValueError` for what the user can mend."""
+    import asyncio
+
     if not 0 <= args.port < 1 << 16:
         raise ValueError(f"--port {args.port} is no port; one has a number from 0 to 65535")
     if args.token == "":
@@ -122,6 +122,9 @@ def _whole(config: ModelConfig, path: str) -> ModelConfig:
 
 
 async def _serve(args: argparse.Namespace, target: _Target) -> None:
+    import asyncio
+    import secrets
+
     from rollpacker.cli.parts import make_engine
     from rollpacker.cli.threads import set_threads
     from rollpacker.rollout.attention import install_attention
