@@ -110,7 +110,9 @@ def _target(args: argparse.Namespace) -> _Target:
         folder = newest_checkpoint(path / "checkpoints").folder
         return _Target(config.name, _whole(config.model, str(folder / "model")), config)
     if args.overrides:
-        raise ValueError(f"{path} is a model without a config, so that {args.overrides[0]} is lost")
+        raise ValueError(
+            f"{path} is a model without a config, in which {args.overrides[0]} could be set"
+        )
     if (path / "manifest.json").is_file():  # one checkpoint of a run
         return _Target(path.name, ModelConfig(path=str(path / "model")), None)
     return _Target(path.name, ModelConfig(path=args.target), None)

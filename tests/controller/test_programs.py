@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollpacker.cli.main import main
+from rollpacker.cli.serve import _target
 from rollpacker.controller.player import Play
 from rollpacker.rollout.engine import Response
 from tests.dialogue.families import tokenizer_of
@@ -89,6 +91,9 @@ def test_a_program_for_another_endpoint_trains_unchanged(
         assert step["episodes/turns/max"] > 1
     acted = [one for one in entries() if one.get("event") == "Acted"]
     assert acted and not [one for one in acted if one["cause"]]
+    served = _target(argparse.Namespace(target="runs/agent", overrides=["rollout.top_k=3"]))
+    assert served.model.path == "runs/agent/checkpoints/step_000002/model"
+    assert (served.sampling.top_k, served.sampling.max_response_tokens) == (3, 24)
     decode = tokenizer_of("chatml").decode
     prompts = [decode(list(one.prompt_tokens)) for one in responses]
     assert len(prompts) == 8
