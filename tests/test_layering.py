@@ -15,7 +15,7 @@ PACKAGE = ROOT / "rollpacker"
 PARTS = (
     *("algo", "cli", "cluster", "config", "controller", "core", "data", "dialogue"),
     *("endpoints", "environments", "processes", "remote", "report", "rewards", "rollout"),
-    *("sandbox", "sim", "trackers", "trainer", "trl"),
+    *("sandbox", "serving", "sim", "trackers", "trainer", "trl"),
 )
 CONTRACTS = (
     *("algo.config", "data.dataset", "rewards.reward", "rollout.engine", "sandbox.sandbox"),
@@ -42,7 +42,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "sandbox": ("endpoints", "processes"),
     "endpoints": (),
-    "environments": (*NOUNS, "data", "processes", "rewards", "sandbox"),
+    "environments": (
+        *(*NOUNS, "data", "processes", "rewards", "sandbox", "serving.chat", "serving.http"),
+    ),
+    "serving": (*NOUNS, "dialogue", "rollout"),
     "processes": (),
     "data": NOUNS,
     "dialogue": ("data",),

@@ -53,15 +53,7 @@ class Policy:
     @cached_property
     def engine(self) -> Engine:
         """In this process, on the model's own tensors; made when it is first asked for."""
-        from rollpacker.imports import load_function
-        from rollpacker.rollout.table import ENGINES
-
-        config = self.engine_config
-        make = load_function(ENGINES[config.name])
-        engine: Engine = make(
-            model=self.loaded.model, tokenizer=self.loaded.tokenizer, config=config
-        )
-        return engine
+        return make_engine(self.loaded, self.engine_config)
 
     @property
     def player(self) -> Player | None:
@@ -97,6 +89,16 @@ class Policy:
         """Mean number of tokens of a training prompt, rounded."""
         rows = self.train_prompts.rows
         return round(sum(len(row.tokens) for row in rows) / len(rows))
+
+
+def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
+    """In this process, on the model's own tensors."""
+    from rollpacker.imports import load_function
+    from rollpacker.rollout.table import ENGINES
+
+    make = load_function(ENGINES[config.name])
+    engine: Engine = make(model=loaded.model, tokenizer=loaded.tokenizer, config=config)
+    return engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

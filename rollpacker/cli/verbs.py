@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from rollpacker.cli.errors import EXIT_CODES
 
 VERBS = (
-    *("init", "train", "warmup", "eval", "play", "replay", "report", "compare", "dash"),
+    *("init", "train", "warmup", "eval", "play", "replay", "report", "compare", "dash", "serve"),
     *("simulate", "plan", "cluster", "doctor"),
 )
 

@@ -21,6 +21,7 @@ from rollpacker.environments.environment import (
     Episode,
     Lost,
     Message,
+    ToolSchema,
 )
 from rollpacker.rollout.engine import GenerationRequest, Response, SamplingParams
 from rollpacker.warn_once import WarnOnce
@@ -37,6 +38,8 @@ class Play:
     trajectory: Trajectory
     prompt: tuple[Message, ...] | None = None
     """What the environment said first. None: the row's own prompt is it."""
+    dialogue: Dialogue | None = None
+    """With the tools of this episode. None: they are those of every one."""
     is_begun: bool = False
     """The environments know of it."""
     said: list[Message] = field(default_factory=list)
@@ -162,21 +165,24 @@ class Player:
         if isinstance(begun, Lost):
             return begun
         play.is_begun = True
-        if begun.messages is not None and not play.num_turns:
-            try:
-                prompt = self._dialogue.prompt(begun.messages)
-            except ValueError as error:
-                return Lost(reason=str(error), cause="environment")
-            if len(prompt) > self._max_prompt_tokens:
-                most = f"data.max_prompt_tokens={self._max_prompt_tokens}"
-                reason = f"it says a prompt of {len(prompt)} tokens, more than {most}"
-                return Lost(reason=reason, cause="environment")
-            play.trajectory, play.prompt = Trajectory(prompt), begun.messages
-            if self._prompts.setdefault(sample.prompt, prompt) != prompt:
-                self._warn_once(
-                    "the environment begins otherwise for samples of one prompt, which are compared"
-                    " with each other: let `reset` draw by row['seed'] alone"
-                )
+        try:
+            if begun.tools is not None:
+                play.dialogue = self._with_tools(begun.tools)
+            if begun.messages is None or play.num_turns:
+                return begun
+            prompt = self._dialogue_of(play).prompt(begun.messages)
+        except ValueError as error:
+            return Lost(reason=str(error), cause="environment")
+        if len(prompt) > self._max_prompt_tokens:
+            most = f"data.max_prompt_tokens={self._max_prompt_tokens}"
+            reason = f"it says a prompt of {len(prompt)} tokens, more than {most}"
+            return Lost(reason=reason, cause="environment")
+        play.trajectory, play.prompt = Trajectory(prompt), begun.messages
+        if self._prompts.setdefault(sample.prompt, prompt) != prompt:
+            self._warn_once(
+                "the environment begins otherwise for samples of one prompt, which are compared"
+                " with each other: let `reset` draw by row['seed'] alone"
+            )
         return begun
 
     async def act(
@@ -197,14 +203,14 @@ class Player:
                 if isinstance(again, Lost):
                     return again
         if len(play.said) < turn:
-            play.said.append(self._dialogue.message(play.drawn, turn))
+            play.said.append(self._dialogue_of(play).message(play.drawn, turn))
         message = play.said[-1]
         answer = await self.environments.act(play.sample, turn, message, timeout_s=timeout_s)
         if isinstance(answer, Lost):
             return answer
         if not (answer.done or answer.truncated):
             try:
-                given = self._dialogue.appended(answer.messages, play.drawn)
+                given = self._dialogue_of(play).appended(answer.messages, play.drawn)
             except ValueError as error:
                 return Lost(reason=str(error), cause="environment")
             play.trajectory = play.trajectory.and_then(Segment(given))
@@ -219,7 +225,7 @@ class Player:
         was given."""
         messages = list(play.messages)
         if len(play.said) < play.num_turns:
-            messages.append(self._dialogue.message(play.drawn, play.num_turns))
+            messages.append(self._dialogue_of(play).message(play.drawn, play.num_turns))
         return Episode(
             prompt=play.prompt,
             messages=tuple(messages),
@@ -230,6 +236,16 @@ class Player:
             policy_s=tuple(play.policy_s),
             metrics=dict(play.metrics),
         )
+
+    def _with_tools(self, tools: Sequence[ToolSchema]) -> Dialogue:
+        """Raises `ValueError` for tools that no dialogue that is trained on can have."""
+        dialogue = self._dialogue.with_tools(tools)
+        if (why := dialogue.rewritten()) is not None:
+            raise ValueError(f"with its tools {why} A dialogue that is trained on only grows")
+        return dialogue
+
+    def _dialogue_of(self, play: Play) -> Dialogue:
+        return self._dialogue if play.dialogue is None else play.dialogue
 
     def end(self, play: Play) -> None:
         """Nobody needs the episode any more. Also of one that did not begin, or was lost: what is

@@ -6,14 +6,19 @@ message is never encoded again.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from rollpacker.dialogue.call_formats import Found, call_of, format_of
+from rollpacker.dialogue.rewrites import find_rewrites
 from rollpacker.dialogue.template import DialogueTemplate, TemplateError, stand_in_calls
 from rollpacker.dialogue.trajectory import Message
 
+MAX_TOOL_SETS = 256
+"""So many sets of tools that episodes brought are kept ready."""
 _THOUGHT, _WORDS = "stand-in-of-a-thought", "stand-in-of-words"
 
 
@@ -140,6 +145,7 @@ class TemplateDialogue:
         """Raises `TemplateError` as `TurnParser` does."""
         self.template = template
         self._parser = TurnParser(template)
+        self._with_tools: dict[str, TemplateDialogue] = {}
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """See `Dialogue`."""
@@ -152,3 +158,28 @@ class TemplateDialogue:
     def message(self, sampled: Sequence[int], turn: int) -> dict[str, Any]:
         """See `Dialogue`."""
         return self._parser.message(sampled, turn)
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateDialogue:
+        """See `Dialogue`."""
+        key = json.dumps(tools, sort_keys=True)
+        found = self._with_tools.get(key)
+        if found is None:
+            template = DialogueTemplate(
+                self.template.tokenizer,
+                tools=tools,
+                chat_template_kwargs=self.template.kwargs,
+                end_tokens=self.template.end_tokens,
+            )
+            if len(self._with_tools) >= MAX_TOOL_SETS:
+                self._with_tools.clear()
+            found = self._with_tools[key] = TemplateDialogue(template)
+        return found
+
+    def rewritten(self) -> str | None:
+        """See `Dialogue`."""
+        return self._rewritten
+
+    @cached_property
+    def _rewritten(self) -> str | None:
+        found = find_rewrites(self.template)
+        return None if found is None else found.sentence

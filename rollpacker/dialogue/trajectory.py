@@ -103,3 +103,12 @@ class Dialogue(Protocol):
     def message(self, sampled: Sequence[int], turn: int) -> dict[str, Any]:
         """The assistant's message of a turn's tokens, which may end anywhere. Never raises."""
         ...
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Dialogue:
+        """The same, where the model is told of these tools. Raises `ValueError` if the template
+        cannot show them."""
+        ...
+
+    def rewritten(self) -> str | None:
+        """How the template rewrites what came before, in a sentence. None: dialogues only grow."""
+        ...

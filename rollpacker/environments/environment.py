@@ -40,8 +40,8 @@ class EnvironmentConfig:
     episode has for itself."""
     function: str | None = None
     """An environment: a class with `reset` and `step`, or a function that makes one, as
-    `module:Class` or `file.py:Class`; or `gem:NAME`, `verifiers:NAME` and so on. Instead of
-    `tools`."""
+    `module:Class` or `file.py:Class`; or `gem:NAME`, `verifiers:NAME` and so on; or
+    `program:COMMAND`, a program that talks to the policy as to OpenAI's API. Instead of `tools`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments that `function` is called with, for each episode."""
     max_turns: int = 10
@@ -98,10 +98,11 @@ class EnvironmentConfig:
 class Environment(Protocol):
     """What a user writes: a class, made anew for each episode, whose methods may be async.
 
-    It may have, besides: `tools` (schemas), which the model is told of; `deterministic = True`;
-    `rows()`, the rows of a data set of kind environment; and `close()`. Blocking methods of an
-    episode run in a thread of its own, always the same, beside those of other episodes; async ones
-    in one event loop. What else is taken (Gymnasium's methods, TRL's environments): `shapes.py`.
+    It may have, besides: `tools` (schemas), which the model is told of, in an episode those that
+    `reset` sets if it sets any; `deterministic = True`; `rows()`, the rows of a data set of kind
+    environment; and `close()`. Blocking methods of an episode run in a thread of its own, always
+    the same, beside those of other episodes; async ones in one event loop. What else is taken
+    (Gymnasium's methods, TRL's environments): `shapes.py`.
     """
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:
@@ -123,6 +124,8 @@ class Begun:
 
     messages: tuple[Message, ...] | None
     """The prompt. None: the row's own."""
+    tools: tuple[ToolSchema, ...] | None = None
+    """What the model is told of in this episode. None: what it is told of in every one."""
     seconds: float = 0.0
 
 
@@ -179,7 +182,7 @@ class Environments(Protocol):
     """All environments of a run, as the controller sees them. One event loop."""
 
     tools: tuple[ToolSchema, ...]
-    """What the model is told of; the same for every episode."""
+    """What the model is told of, unless an episode has tools of its own (`Begun`)."""
     begins: bool
     """Episodes have to be begun before their first turn, since environments say the prompt. False:
     `begin` may be left out; the row's prompt is the prompt."""

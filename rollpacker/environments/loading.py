@@ -89,7 +89,7 @@ async def _environment(request: Mapping[str, Any]) -> Loaded:
     make: Callable[[], Any]
     if adapters.is_adapted(spec):
         make = adapters.load(spec, arguments)
-        in_loop = False
+        in_loop = getattr(make, "is_quick", False)
     else:
         function = _found(spec, request["sent"])
         make = functools.partial(function, **arguments)

@@ -12,8 +12,8 @@ from rollpacker.environments.environment import Message
 from rollpacker.environments.tools import Function, ToolBox
 
 Reply = dict[str, Any]
-"""`messages`, `reward`, `done`, `truncated`, `metrics`, as the records have them; left out where it
-is the records' own default."""
+"""`messages`, `tools`, `reward`, `done`, `truncated`, `metrics`, as the records have them; left out
+where it is the records' own default."""
 
 
 class Played(Protocol):
@@ -58,6 +58,7 @@ class UserEpisode:
     async def begin(self, row: Mapping[str, Any]) -> Reply:
         made = self._make() if self._in_loop else await self._calls(self._make)
         environment = self._environment = made
+        tools = getattr(environment, "tools", None)
         args, named = shapes.reset_arguments(environment.reset, row)
         said = await self._calls(environment.reset, *args, **named)
         messages = shapes.prompt_of(said)
@@ -66,6 +67,13 @@ class UserEpisode:
             self._box = ToolBox(tools, self._calls, self._max_chars)
             if isinstance(said, str) and messages is not None:
                 messages = shapes.with_observation(row.get("prompt"), messages)
+        of_episode = getattr(environment, "tools", None)
+        if not callable(of_episode) and of_episode != tools:
+            if messages is None:
+                raise shapes.WrongReturn(
+                    "set tools in reset and returned no prompt to go with them"
+                )
+            return {"messages": messages, "tools": list(of_episode or ())}
         return {"messages": messages}
 
     async def act(self, message: Message) -> Reply:

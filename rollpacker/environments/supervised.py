@@ -213,9 +213,11 @@ class SupervisedEnvironments:
         reply = await self._asked(known, life, ({"seed": seed, **row}, None), timeout_s)
         if isinstance(reply, Lost):
             return reply
-        messages = reply["messages"]
+        messages, tools = reply["messages"], reply.get("tools")
         begun = Begun(
-            messages=None if messages is None else tuple(messages), seconds=reply["seconds"]
+            messages=None if messages is None else tuple(messages),
+            tools=None if tools is None or tuple(tools) == self.tools else tuple(tools),
+            seconds=reply["seconds"],
         )
         return self._settled(known, life, begun)
 
@@ -363,6 +365,8 @@ def _digest(answer: Begun | Answered) -> bytes:
     values: list[Any] = [answer.messages]
     if isinstance(answer, Answered):
         values += [answer.reward, answer.done, answer.truncated]
+    elif answer.tools is not None:
+        values.append(answer.tools)
     text = json.dumps(values, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 

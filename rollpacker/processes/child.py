@@ -47,13 +47,14 @@ class Child:
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         output: int | None = None,
+        error_output: int | None = None,
     ) -> Child:
         """Start `command` in a session of its own, so that a Ctrl-C is for this process alone.
 
         A guarded child gets a guardian, which ends it and all that it started when told to and when
         this process is gone; any other child must see to that itself. It prints to the descriptor
-        `output`. Its environment is `env`, or this process's, without ray's variables, a token's
-        among them. Raises `OSError`.
+        `output`, errors too unless `error_output` is another. Its environment is `env`, or this
+        process's, without ray's variables, a token's among them. Raises `OSError`.
         """
         variables = os.environ if env is None else env
         theirs, ours = os.pipe() if guarded else (-1, -1)
@@ -63,7 +64,7 @@ class Child:
                 [*prefix, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=output,
+                stderr=output if error_output is None else error_output,
                 pass_fds=(*pass_fds, theirs) if guarded else pass_fds,
                 start_new_session=True,
                 env={name: v for name, v in variables.items() if not name.startswith("RAY_")},

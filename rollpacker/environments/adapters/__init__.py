@@ -1,11 +1,11 @@
 """Environments of other packages, as `Environment`: `gem:NAME`, `gymnasium:NAME`, `openenv:URL`,
-`reasoning-gym:TASK`, `verifiers:NAME`.
+`reasoning-gym:TASK`, `verifiers:NAME`; and `program:COMMAND`, which needs none.
 
 One module each, which alone imports its package; nothing here does. Each has `factory(name,
 arguments)` and `rows(name, arguments)`, which this module calls. Their environments have, beside
 `reset` and `step`, the attribute `deterministic` (the same seed and actions bring the same answers)
 and perhaps `tools` (the schemas that the model is told of) and `close`, to be called when an
-episode is over or given up."""
+episode is over or given up. A factory with `is_quick = True` makes them without blocking."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ PACKAGES = {
     "gem": "gem",
     "gymnasium": "gymnasium",
     "openenv": "openenv",
+    "program": "program",
     "reasoning-gym": "reasoning_gym",
     "verifiers": "verifiers",
 }

@@ -14,7 +14,10 @@ from rollpacker.imports import MissingPackageError
 
 
 def test_which_names_are_adapted() -> None:
-    for name in ("gem:game:Sokoban-v0-easy", "gymnasium:Taxi-v4", "openenv:http://a:1"):
+    for name in (
+        *("gem:game:Sokoban-v0-easy", "gymnasium:Taxi-v4", "openenv:http://a:1"),
+        "program:python my_agent.py",
+    ):
         assert adapters.is_adapted(name)
     for name in ("my_env.py:Guess", "package.module:Guess", "gem", "gem:", "verifier:x", ""):
         assert not adapters.is_adapted(name)

@@ -1,0 +1,209 @@
+"""The endpoint that programs of their own talk to while they are trained: one server in a process
+of environments, on the loopback address, with a session and a token for each episode.
+
+    program -- POST /v1/chat/completions --> a call of the model: `reset` or `step` returns with it
+            <-- the model's message -------- given to the next `step`
+            -- POST /v1/reward ------------> {"reward": 1.0}, unless its last line says so
+            -- GET /v1/row ----------------> the dataset's row
+
+A session is one dialogue that grows. A call that does not go on from the one before, or comes
+before that was answered, ends the episode; the one place that decides so is `Session.call`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollpacker.serving import chat
+from rollpacker.serving.chat import ApiError, ChatRequest
+from rollpacker.serving.http import LOOPBACK, Answer, Request, Server
+
+_IN_VAIN = {"x-should-retry": "false"}
+"""OpenAI's clients heed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The model is called."""
+
+    messages: tuple[dict[str, Any], ...]
+    """What is new since its last message."""
+    tools: tuple[dict[str, Any], ...]
+
+
+class Session:
+    """One program's dialogue with the model."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self.token = secrets.token_urlsafe(24)
+        self.row = json.dumps(row, default=str)
+        self.reward: Any = None
+        """What it posted."""
+        self.called: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
+        """Done with the next call; or fails with what the program did wrong."""
+        self._said: list[str] = []
+        """All messages so far, the model's too, as `chat.as_said` has them."""
+        self._tools: tuple[dict[str, Any], ...] = ()
+        self._pending: asyncio.Future[dict[str, Any]] | None = None
+        self._asked: list[str] = []
+        """The messages of the call that is pending, or was answered last."""
+        self._num_turns = 0
+        self._failure: ProgramError | None = None
+
+    # -- for the environment -----------------------------------------------------------------------
+
+    def answer(self, message: Mapping[str, Any]) -> None:
+        """Answer the call with the model's message; the next one can be waited for."""
+        assert self._pending is not None, "the model was not called"
+        wire = chat.on_wire(message)
+        self._said.append(chat.as_said(chat.read_back(wire)))
+        self.called = asyncio.get_running_loop().create_future()
+        if self._failure is not None:
+            self.called.set_exception(self._failure)
+        self._num_turns += 1
+        self._pending.set_result(wire)
+
+    def close(self) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
+        if self.called.done() and not self.called.cancelled():
+            self.called.exception()  # nobody wants to know
+        self.called.cancel()
+
+    # -- for the program ---------------------------------------------------------------------------
+
+    async def call(self, asked: ChatRequest, *, is_retry: bool) -> dict[str, Any]:
+        """The model's message, as on the wire. Raises `ApiError`, and has the episode fail, for a
+        call that does not go on from the last one."""
+        messages = chat.with_names(asked.messages)
+        said = [chat.as_said(one) for one in messages]
+        if is_retry and said == self._asked:
+            # The client gave up waiting, and asks again.
+            assert self._pending is not None
+            return await asyncio.shield(self._pending)
+        if self._failure is not None:
+            raise ApiError("the episode has failed", status=410)
+        try:
+            self._check(asked, said)
+        except ApiError as error:
+            self._fail(str(error))
+            raise
+        new = messages[len(self._said) :]
+        self._said, self._asked, self._tools = said, said, asked.tools
+        self._pending = asyncio.get_running_loop().create_future()
+        self.called.set_result(Call(new, asked.tools))
+        return await asyncio.shield(self._pending)
+
+    def _fail(self, why: str) -> None:
+        self._failure = ProgramError(why)
+        if not self.called.done():  # else `answer` tells
+            self.called.set_exception(self._failure)
+
+    def _check(self, asked: ChatRequest, said: list[str]) -> None:
+        number = len(self._said)
+        if asked.n != 1:
+            raise ApiError("n must be 1: a dialogue that trains has one answer to each call")
+        if self._pending is not None and not self._pending.done():
+            raise ApiError(
+                "the model was called again before it had answered: in training, a program holds"
+                " one dialogue, one call after another"
+            )
+        if said[:number] != self._said:
+            at = next(i for i, one in enumerate(self._said) if said[i : i + 1] != [one])
+            raise ApiError(
+                f"the dialogue was rewritten: messages[{at}] is not what it was in the call before."
+                " In training, a call adds messages behind the model's last one"
+            )
+        if number and asked.tools != self._tools:
+            raise ApiError("the tools are others than in the call before")
+        if len(said) == number or json.loads(said[-1])[0] == "assistant":
+            raise ApiError("nothing was said since the model's last message")
+
+    @property
+    def identity(self) -> str:
+        return f"chatcmpl-{self._num_turns}"
+
+
+class ProgramError(Exception):
+    """What a program did that cannot be trained on."""
+
+
+class ProgramEndpoint:
+    """Of a process: there while any session is open, and gone with the last."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._server: Server | None = None
+        self._port: asyncio.Future[int] | None = None
+
+    async def enter(self, row: Mapping[str, Any]) -> tuple[Session, str]:
+        """A new session, and the base URL for its program."""
+        session = Session(row)
+        self._sessions[session.token] = session
+        if self._server is None:
+            self._server = Server(self._answered)
+            self._port = asyncio.ensure_future(self._server.open())
+        assert self._port is not None
+        return session, f"http://{LOOPBACK}:{await asyncio.shield(self._port)}/v1"
+
+    async def leave(self, session: Session) -> None:
+        """Idempotent."""
+        session.close()
+        self._sessions.pop(session.token, None)
+        if not self._sessions and self._server is not None:
+            server, self._server = self._server, None
+            await server.close()
+
+    async def _answered(self, request: Request) -> Answer:
+        try:
+            session = self._sessions.get(request.token)
+            if session is None:
+                raise ApiError(
+                    "this is the token of no episode, or of one that is over", status=401
+                )
+            return await self._of_session(session, request)
+        except ApiError as error:
+            return Answer(error.status, error.body, headers=_IN_VAIN)
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            over = ApiError("the episode is over", status=410)
+            return Answer(over.status, over.body, headers=_IN_VAIN)
+
+    async def _of_session(self, session: Session, request: Request) -> Answer:
+        match request.method, request.path:
+            case "POST", "/v1/chat/completions":
+                return await self._completed(session, request)
+            case "GET", "/v1/models":
+                models = {"object": "list", "data": [{"id": "policy", "object": "model"}]}
+                return Answer(200, json.dumps(models).encode())
+            case "GET", "/v1/row":
+                return Answer(200, session.row.encode())
+            case "POST", "/v1/reward":
+                session.reward = _reward(request.body)
+                return Answer(200, b"{}")
+        raise ApiError(f"there is no {request.method} {request.path} here", status=404)
+
+    async def _completed(self, session: Session, request: Request) -> Answer:
+        asked = chat.read_chat(request.body, request.headers)
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        wire = await session.call(asked, is_retry=is_retry)
+        choices = [chat.Choice(message=wire, reason="stop")]
+        told = chat.completion(session.identity, asked.model or "policy", choices)
+        if not asked.stream:
+            return Answer(200, json.dumps(told).encode())
+        pieces = chat.stream(told, include_usage=asked.include_usage)
+        body = chat.opening(told["id"], told["model"]) + b"".join(pieces)
+        return Answer(200, body, "text/event-stream")
+
+
+def _reward(body: bytes) -> Any:
+    try:
+        return json.loads(body)["reward"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ApiError('a reward is {"reward": NUMBER}') from None

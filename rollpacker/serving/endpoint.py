@@ -1,0 +1,153 @@
+"""A policy behind OpenAI's chat completions: `/v1/models` and `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from rollpacker.rollout.engine import Response, SamplingParams
+from rollpacker.serving import chat
+from rollpacker.serving.chat import ApiError, ChatRequest
+from rollpacker.serving.http import Answer, Request
+from rollpacker.serving.policy import RequestFailed
+from rollpacker.serving.sessions import Asked, Sessions
+
+
+class Draw(Protocol):
+    async def __call__(
+        self, prompt: Sequence[int], sampling: SamplingParams, *, n: int = 1, turn: int = 1
+    ) -> list[Response]:
+        """See `EnginePolicy.draw`."""
+        ...
+
+
+class Endpoint:
+    """Answers requests."""
+
+    def __init__(
+        self,
+        draw: Draw,
+        sessions: Sessions,
+        *,
+        name: str,
+        token: str,
+        sampling: SamplingParams,
+        max_context_tokens: int | None,
+        text_of: Callable[[Sequence[int]], str],
+    ) -> None:
+        """`sampling`: what a request does not say. `text_of`: a few tokens as they are written."""
+        self._draw = draw
+        self._sessions = sessions
+        self._name = name
+        self._token = token
+        self._sampling = sampling
+        self._max_context_tokens = max_context_tokens
+        self._text_of = text_of
+        self._numbers = itertools.count(1)
+
+    async def answered(self, request: Request) -> Answer:
+        """The handler of a `Server`."""
+        try:
+            if not request.has_token(self._token):
+                raise ApiError(
+                    "this endpoint wants its token: Authorization: Bearer TOKEN", status=401
+                )
+            match request.method, request.path.rstrip("/"):
+                case "GET", "/v1/models":
+                    return Answer(200, self._models())
+                case "POST", "/v1/chat/completions":
+                    return await self._completed(request)
+            raise ApiError(f"there is no {request.method} {request.path} here", status=404)
+        except ApiError as error:
+            return Answer(error.status, error.body)
+
+    def _models(self) -> bytes:
+        model = {"id": self._name, "object": "model", "created": 0, "owned_by": "rollpacker"}
+        return json.dumps({"object": "list", "data": [model]}).encode()
+
+    async def _completed(self, request: Request) -> Answer:
+        wanted = chat.read_chat(request.body, request.headers)
+        asked = self._sessions.asked(wanted)
+        sampling = self._sampling_of(wanted, len(asked.tokens))
+        identity = f"chatcmpl-{next(self._numbers)}"
+        if wanted.stream:
+            pieces = self._pieces(identity, wanted, asked, sampling)
+            return Answer(200, kind="text/event-stream", pieces=pieces)
+        return Answer(200, json.dumps(await self._told(identity, wanted, asked, sampling)).encode())
+
+    def _sampling_of(self, wanted: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
+        """Raises `ApiError` if the prompt fills the model's context."""
+        most = wanted.max_tokens or self._sampling.max_response_tokens
+        if self._max_context_tokens is not None:
+            left = self._max_context_tokens - num_prompt_tokens
+            if left < 1:
+                raise ApiError(
+                    f"the messages have {num_prompt_tokens} tokens, and the model's context is"
+                    f" {self._max_context_tokens}",
+                    param="messages",
+                    code="context_length_exceeded",
+                )
+            most = min(most, left)
+        usual = self._sampling
+        return replace(
+            usual,
+            max_response_tokens=most,
+            seed=secrets.randbits(31) if wanted.seed is None else wanted.seed & (2**63 - 1),
+            temperature=usual.temperature if wanted.temperature is None else wanted.temperature,
+            top_p=wanted.top_p or usual.top_p,
+            top_k=usual.top_k if wanted.top_k is None else max(wanted.top_k, 0),
+            stop=wanted.stop or usual.stop,
+        )
+
+    async def _told(
+        self, identity: str, wanted: ChatRequest, asked: Asked, sampling: SamplingParams
+    ) -> dict[str, Any]:
+        try:
+            responses = await self._draw(asked.tokens, sampling, n=wanted.n, turn=asked.turn)
+        except RequestFailed as error:
+            raise ApiError(f"the engine could not answer: {error}", status=500) from None
+        choices = []
+        for response in responses:
+            message = asked.dialogue.message(response.tokens, asked.turn)
+            wire = chat.on_wire(message, sampling.stop)
+            self._sessions.answered(asked, response, wire)
+            choices.append(
+                chat.Choice(
+                    message=wire,
+                    reason="length" if response.is_cut_off else "stop",
+                    logprobs=self._logprobs(response) if wanted.logprobs else None,
+                    token_ids=response.tokens if wanted.return_token_ids else None,
+                )
+            )
+        return chat.completion(
+            identity,
+            wanted.model or self._name,
+            choices,
+            usage=(len(asked.tokens), sum(len(one.tokens) for one in responses)),
+            prompt_token_ids=asked.tokens if wanted.return_token_ids else None,
+        )
+
+    def _logprobs(self, response: Response) -> list[dict[str, Any]]:
+        """Of each token that was drawn, under what it was drawn from."""
+        found = []
+        for token, value in zip(response.tokens, response.log_probs, strict=True):
+            text = self._text_of([token])
+            one = {"token": text, "logprob": value, "bytes": list(text.encode())}
+            found.append({**one, "top_logprobs": []})
+        return found
+
+    async def _pieces(
+        self, identity: str, wanted: ChatRequest, asked: Asked, sampling: SamplingParams
+    ) -> AsyncIterator[bytes]:
+        yield chat.opening(identity, wanted.model or self._name)
+        try:
+            told = await self._told(identity, wanted, asked, sampling)
+        except ApiError as error:
+            yield chat.event({"error": error.told})
+            return
+        for piece in chat.stream(told, include_usage=wanted.include_usage):
+            yield piece

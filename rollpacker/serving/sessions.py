@@ -1,0 +1,168 @@
+"""Calls of a session that extend one another, as one trajectory by its tokens.
+
+A call whose messages begin with those of an earlier call and the model's answer to it goes on from
+the tokens that were drawn and given then; only what is new is rendered and encoded. Any other call
+begins a trajectory of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rollpacker.dialogue.trajectory import Dialogue, Segment, Trajectory
+from rollpacker.rollout.engine import Response
+from rollpacker.serving import chat
+from rollpacker.serving.chat import ApiError, ChatRequest
+
+MAX_HEADS = 16384
+"""Dialogues that can be gone on with; those that were longest ago go first."""
+RECORDED = "sessions.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A dialogue up to a message of the model."""
+
+    call: int
+    trajectory: Trajectory
+    drawn: tuple[int, ...]
+    """The tokens of that message."""
+    num_turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call, as tokens."""
+
+    dialogue: Dialogue
+    digest: Any
+    """Of session, tools and messages (a hash that can be gone on with)."""
+    session: str | None
+    trajectory: Trajectory
+    """Up to the generation prompt."""
+    head: Head | None = None
+    """What it goes on from."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.trajectory.prompt + self.trajectory.tokens
+
+    @property
+    def turn(self) -> int:
+        """Of the model, in its trajectory, counted from 1."""
+        return 1 if self.head is None else self.head.num_turns + 1
+
+
+class Sessions:
+    """What was said in all sessions."""
+
+    def __init__(self, dialogue: Dialogue, *, record: Path | None = None) -> None:
+        """`record`: a folder to write `RECORDED` into, a line for each answer. Raises `ValueError`
+        if it is there already, and `OSError`."""
+        self._dialogue = dialogue
+        self._heads: OrderedDict[bytes, Head] = OrderedDict()
+        self._num_calls = 0
+        self._file: IO[str] | None = None
+        if record is not None:
+            record.mkdir(parents=True, exist_ok=True)
+            path = record / RECORDED
+            if path.exists():
+                raise ValueError(f"{path} exists: record into another folder")
+            self._file = path.open("w")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def asked(self, request: ChatRequest) -> Asked:
+        """The call as tokens. Raises `ApiError` for what the template refuses."""
+        messages = chat.with_names(request.messages)
+        if messages[-1]["role"] == "assistant":
+            raise ApiError("the last message is the assistant's own", param="messages")
+        try:
+            dialogue = self._dialogue.with_tools(request.tools) if request.tools else self._dialogue
+            # A template that rewrites what came before has every prompt rendered anew.
+            grows = dialogue.rewritten() is None
+            found, digest, number = self._found(request, messages, grows=grows)
+            if found is None:
+                trajectory = Trajectory(dialogue.prompt(messages))
+            else:
+                given = dialogue.appended(messages[number:], found.drawn)
+                trajectory = found.trajectory.and_then(Segment(given))
+        except ValueError as error:
+            raise ApiError(str(error), param="messages") from None
+        return Asked(dialogue, digest, request.session, trajectory, found)
+
+    def _found(
+        self, request: ChatRequest, messages: Sequence[Mapping[str, Any]], *, grows: bool
+    ) -> tuple[Head | None, Any, int]:
+        """The longest dialogue that the messages go on from, the hash of all of them, and how many
+        messages that dialogue has."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(json.dumps([request.session, request.tools], sort_keys=True).encode())
+        found, number = None, 0
+        for index, message in enumerate(messages):
+            digest.update(chat.as_said(message).encode() + b"\0")
+            if grows and message["role"] == "assistant":
+                head = self._heads.get(digest.digest())
+                if head is not None:
+                    self._heads.move_to_end(digest.digest())
+                    found, number = head, index + 1
+        return found, digest, number
+
+    def answered(self, asked: Asked, response: Response, wire: Mapping[str, Any]) -> None:
+        """The model's answer: it can be gone on from, and is recorded."""
+        call, self._num_calls = self._num_calls, self._num_calls + 1
+        drawn = Segment(response.tokens, response.log_probs)
+        digest = asked.digest.copy()
+        digest.update(chat.as_said(chat.read_back(wire)).encode() + b"\0")
+        self._heads[digest.digest()] = Head(
+            call, asked.trajectory.and_then(drawn), response.tokens, asked.turn
+        )
+        while len(self._heads) > MAX_HEADS:
+            self._heads.popitem(last=False)
+        if self._file is not None:
+            self._file.write(json.dumps(_line(call, asked, response)) + "\n")
+            self._file.flush()
+
+
+def _line(call: int, asked: Asked, response: Response) -> dict[str, Any]:
+    line: dict[str, Any] = {"call": call, "session": asked.session}
+    if asked.head is None:
+        line["prompt"] = asked.trajectory.prompt
+    else:
+        segments = asked.trajectory.segments
+        is_given = bool(segments) and not segments[-1].is_sampled
+        line |= {"extends": asked.head.call, "given": segments[-1].tokens if is_given else ()}
+    return line | {
+        "tokens": response.tokens,
+        "log_probs": response.log_probs,
+        "finish_reason": response.finish_reason,
+        "version": response.version,
+    }
+
+
+def read_recorded(folder: Path) -> list[tuple[str | None, Trajectory]]:
+    """The trajectories that were recorded there, with their sessions; of calls that extend one
+    another the longest. A last line that is cut off is left out."""
+    found: dict[int, tuple[str | None, Trajectory]] = {}
+    extended = set()
+    for text in (folder / RECORDED).read_text().splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            break
+        if "prompt" in line:
+            trajectory = Trajectory(tuple(line["prompt"]))
+        else:
+            extended.add(line["extends"])
+            trajectory = found[line["extends"]][1].and_then(Segment(tuple(line["given"])))
+        drawn = Segment(tuple(line["tokens"]), tuple(line["log_probs"]))
+        found[line["call"]] = (line["session"], trajectory.and_then(drawn))
+    return [one for call, one in found.items() if call not in extended]
