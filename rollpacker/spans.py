@@ -12,8 +12,8 @@ Spans = tuple[tuple[int, int], ...]
 """(first, behind the last) of each stretch, in rising order, apart from each other, none empty."""
 
 Rewritten = tuple[tuple[int, tuple[int, ...]], ...]
-"""Where in a response's tokens, and the tokens that the model saw from there on in place of all that
-came before: what was drawn behind them is trained on behind them. In rising order."""
+"""Where in a response's tokens, and the tokens that the model saw from there on in place of all
+that came before: what was drawn behind them is trained on behind them. In rising order."""
 
 
 def check_spans(spans: Spans, count: int) -> None:
