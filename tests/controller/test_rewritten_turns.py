@@ -57,15 +57,17 @@ def test_such_a_template_is_refused_with_the_key_that_takes_it(
     assert error.count("\n") == 1 and not (folder / "runs").exists()
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "override", ["algorithm.name=grpo", "algorithm.name=ppo", "train.processes=2"]
+)
 def test_turns_are_trained_on_behind_the_prompts_that_they_were_drawn_behind(
     folder: Path,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
-    algorithm: str,
+    override: str,
 ) -> None:
     """The trainer's log-probs of every row are the engine's; a trajectory is one sample, whose
     length is what was drawn in all of its rows."""
-    assert train(PREFIXES, f"algorithm.name={algorithm}") == 0
+    assert train(PREFIXES, override) == 0
     assert "would be trained on (>) in 3 rows" in capsys.readouterr().out
     found, steps = entries(folder), metrics(folder)
     drawn = Counter[str]()
