@@ -93,3 +93,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(folder: Path) -> None:  # noqa: 
     assert train(PREFIXES, "name=parts", "train.steps=2") == 0
     assert train(PREFIXES, "name=parts", "--resume", "train.steps=3") == 0
     assert weights(folder, "parts") == weights(folder, "whole")
+
+
+def test_gradients_that_begin_early_are_those_of_the_step(folder: Path) -> None:  # noqa: F811
+    """A trajectory's rows are accumulated together, before its step is complete or then."""
+    more = (PREFIXES, "train.steps=1", "rollout.prompts_per_step=6")
+    assert train(*more, "name=early", "stream_trainer={enabled: true, reward_wait: true}") == 0
+    assert train(*more, "name=plain", "stream_trainer.enabled=false") == 0
+    (early,), (plain,) = metrics(folder, "early"), metrics(folder, "plain")
+    assert early["perf/samples_streamed"] > 0 == plain["perf/samples_streamed"]
+    for name in ("actor/grad_norm", "actor/entropy", "train/response_tokens", "train/tokens"):
+        assert early[name] == pytest.approx(plain[name], rel=1e-5), name
