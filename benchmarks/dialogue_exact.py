@@ -9,7 +9,12 @@ record; the text, and where every turn was canonical the tokens, against the tem
 the whole; no words may become a marker; each message is read as it was meant. Exit code 1 if there
 is any fault.
 
-    python benchmarks/dialogue_exact.py [--count 100000] [--seed 0] [--workers 2] [--minutes M]
+With --anew each turn stands behind the template's rendering of all messages before it, as where
+earlier turns are rewritten (environment.rewrites=prefixes): the rows that the trainer takes are
+held against the record of prompts and draws, token by token. Written to dialogue_rows.json.
+
+    python benchmarks/dialogue_exact.py [--anew] [--count 100000] [--seed 0] [--workers 2]
+        [--minutes M]
 """
 
 from __future__ import annotations
@@ -29,27 +34,29 @@ sys.path.insert(0, str(ROOT))
 from tests.dialogue.families import FAMILIES
 from tests.dialogue.played import Scene, play
 
-Work = tuple[str, bool, int, int, int]
+Work = tuple[str, bool, int, int, int, bool]
 SLICE = 200
 scene_of = cache(Scene.of)
 
 
 def played(work: Work) -> tuple[str, Counter[str], list[str], float]:
     """A slice of one template's dialogues, with tools or without."""
-    name, tools, first, count, seed = work
+    name, tools, first, count, seed, anew = work
     began = time.process_time()
     scene = scene_of(name, tools=tools)
     counted: Counter[str] = Counter()
     shown: list[str] = []
     for number in range(first, first + count):
-        one = play(random.Random(f"{seed} {name} {tools} {number}"), scene)
+        one = play(random.Random(f"{seed} {name} {tools} {number}"), scene, anew=anew)
         trajectory = one.trajectory
         counted["trajectories"] += 1
-        counted["turns"] += sum(1 for _ in trajectory.turns)
+        counted["turns"] += len(one.turns)
+        counted["rows"] += len(trajectory.rows)
         counted["tokens_drawn"] += trajectory.num_sampled
         counted["tokens_given"] += len(trajectory.tokens) - trajectory.num_sampled
-        counted["whole_text_compared"] += one.is_whole
-        counted["whole_tokens_compared"] += one.is_canonical and not one.is_hostile
+        counted["whole_text_compared"] += one.is_whole and not anew
+        counted["whole_tokens_compared"] += one.is_canonical and not one.is_hostile and not anew
+        counted["prompts_compared"] += len(one.turns) * (anew and not one.is_hostile)
         counted["spelling_markers"] += one.is_hostile
         counted["with_faults"] += bool(one.faults)
         shown += [f"{name}, dialogue {number}: {fault}" for fault in one.faults]
@@ -59,6 +66,7 @@ def played(work: Work) -> tuple[str, Counter[str], list[str], float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--anew", action="store_true", help="each turn's prompt is rendered anew")
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
@@ -71,7 +79,7 @@ def main() -> int:
     ]
     shares = [args.count // len(kinds) + (n < args.count % len(kinds)) for n in range(len(kinds))]
     works = [
-        (*kind, first, min(SLICE, share - first), args.seed)
+        (*kind, first, min(SLICE, share - first), args.seed, args.anew)
         for first in range(0, max(shares), SLICE)
         for kind, share in zip(kinds, shares, strict=True)
         if first < share
@@ -101,7 +109,7 @@ def main() -> int:
         "by_template": {key: dict(counted) for key, counted in by_kind.items()},
     }
     print(dict(total), f"{cpu_s:.0f} s of processor time")
-    write_result("dialogue_exact", result)
+    write_result("dialogue_rows" if args.anew else "dialogue_exact", result)
     return 1 if total["with_faults"] else 0
 
 

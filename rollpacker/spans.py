@@ -1,14 +1,19 @@
-"""Stretches of a sequence: of a response's tokens, those that the model was given, not drew."""
+"""Stretches of a sequence: of a response's tokens, those that the model was given, not drew; and
+the rows in which it is trained on, where what came before was written anew."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
 
 Spans = tuple[tuple[int, int], ...]
 """(first, behind the last) of each stretch, in rising order, apart from each other, none empty."""
+
+Rewritten = tuple[tuple[int, tuple[int, ...]], ...]
+"""Where in a response's tokens, and the tokens that the model saw from there on in place of all
+that came before: what was drawn behind them is trained on behind them. In rising order."""
 
 
 def check_spans(spans: Spans, count: int) -> None:
@@ -35,3 +40,32 @@ def outside(values: Sequence[T], spans: Spans) -> Sequence[T]:
         kept += values[start:first]
         start = behind
     return (*kept, *values[start:])
+
+
+def within(spans: Spans, first: int, behind: int) -> Spans:
+    """What these stretches cover between two places, counted from the first."""
+    cut = ((max(start, first), min(end, behind)) for start, end in spans)
+    return tuple((start - first, end - first) for start, end in cut if start < end)
+
+
+def rows_in(
+    prompt: tuple[int, ...], count: int, given: Spans, rewritten: Rewritten
+) -> Iterator[tuple[tuple[int, ...], int, int]]:
+    """The rows of a response of so many tokens: what stands before each, its first token and the
+    one behind its last. What was given at a row's end is left out, and so is a row of which nothing
+    was drawn."""
+    starts = [(0, prompt), *rewritten]
+    ends = [first for first, _ in rewritten]
+    gaps = {behind: first for first, behind in given}
+    for (first, context), end in zip(starts, [*ends, count], strict=True):
+        behind = max(gaps.get(end, end), first)
+        if num_outside(behind - first, within(given, first, behind)):
+            yield context, first, behind
+
+
+def num_in_rows(prompt: tuple[int, ...], count: int, given: Spans, rewritten: Rewritten) -> int:
+    """Tokens of all rows, with what stands before each."""
+    if not rewritten:
+        return len(prompt) + count
+    rows = rows_in(prompt, count, given, rewritten)
+    return sum(len(context) + behind - first for context, first, behind in rows)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rollpacker.controller.player import Player
     from rollpacker.data.dataset import PromptSet
     from rollpacker.dialogue.parsing import TemplateDialogue
+    from rollpacker.dialogue.rewrites import Rewrites
     from rollpacker.environments.supervised import SupervisedEnvironments
 
 SLOW_FACTOR, SLOW_S = 3.0, 30.0
@@ -36,6 +37,10 @@ class Turns:
     limits: TurnLimits
     timeout_s: float
     max_prompt_tokens: int
+    rewrites: Rewrites | None
+    """What the chat template rewrites."""
+    takes_rewrites: bool
+    """Such a template is no reason to refuse."""
     per_host: int | None
 
     def be_on(self, hosts: Hosts) -> None:
@@ -58,6 +63,7 @@ class Turns:
             limits=self.limits,
             timeout_s=self.timeout_s,
             max_prompt_tokens=self.max_prompt_tokens,
+            rewrites=self.rewrites is not None,
         )
 
     def acting(self, sources: set[str]) -> ActingConfig:
@@ -78,6 +84,7 @@ def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> Turns | No
     shows their tools. `of_tokenizer`: as `parts.of_tokenizer` says. None: there are none. Raises
     `EnvironmentSetupError` and `TemplateError`."""
     from rollpacker.dialogue.parsing import TemplateDialogue
+    from rollpacker.dialogue.rewrites import find_rewrites
     from rollpacker.dialogue.template import DialogueTemplate
     from rollpacker.environments.supervised import SupervisedEnvironments
 
@@ -104,6 +111,7 @@ def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> Turns | No
             end_tokens=of_tokenizer["end_tokens"],
         )
         dialogue = TemplateDialogue(template)
+        rewrites = find_rewrites(template)
     except ValueError:
         Caller().run(environments.close())
         raise
@@ -113,7 +121,9 @@ def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> Turns | No
         limits,
         environment.timeout_s,
         config.data.max_prompt_tokens,
-        environment.per_host,
+        rewrites,
+        takes_rewrites=environment.rewrites == "prefixes",
+        per_host=environment.per_host,
     )
 
 
@@ -151,9 +161,9 @@ def check_turns(
     turns: Turns, prompts: Mapping[str, PromptSet], tell: Callable[[str], None]
 ) -> None:
     """Show a dialogue of three turns as the model gets it. Raises `ValueError` for prompts that no
-    dialogue can follow, and for a template that rewrites what came before."""
+    dialogue can follow, and for a template that rewrites what came before unless the config takes
+    one."""
     from rollpacker.dialogue.check import dialogue_lines
-    from rollpacker.dialogue.rewrites import find_rewrites
 
     for split, of_split in prompts.items():
         if not turns.environments.begins and any(row.messages is None for row in of_split.rows):
@@ -161,15 +171,14 @@ def check_turns(
                 f"the prompts of data.{split} are texts that the chat template has no part in, and"
                 f" turns follow messages: set data.{split}.chat=true"
             )
-    rewrites = find_rewrites(turns.dialogue.template)
-    for line in dialogue_lines(
-        turns.dialogue.template, rewrites, prompts["train"].rows[0].messages
-    ):
+    template, rewrites = turns.dialogue.template, turns.rewrites
+    for line in dialogue_lines(template, rewrites, prompts["train"].rows[0].messages):
         tell(line)
-    if rewrites is not None:
+    if rewrites is not None and not turns.takes_rewrites:
         raise ValueError(
-            f"{rewrites.sentence} A dialogue that is trained on only grows. Use a template that"
-            " keeps what was said, or switch that off in model.chat_template_kwargs"
+            f"{rewrites.sentence} Set environment.rewrites=prefixes to draw and train each turn"
+            " behind what the template makes of it then; or use a template that keeps what was"
+            " said, or switch that off in model.chat_template_kwargs"
         )
 
 

@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from rollpacker.bus import Bus, Routes
 from rollpacker.controller.desk import Desk
 from rollpacker.controller.main_task import MainTask
-from rollpacker.controller.player import Play, Player, ends_of, num_given
+from rollpacker.controller.player import Play, Player, ends_of
 from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import Act, CancelAct, Conclude
@@ -150,7 +150,7 @@ class Episodes:
                 is_over = answer.done or answer.truncated
                 event = replace(
                     event,
-                    num_tokens=0 if is_over else num_given(play),
+                    num_tokens=0 if is_over else play.num_given,
                     is_over=is_over,
                     reason="truncated" if answer.truncated else "",
                     seconds=round(answer.seconds, 6),

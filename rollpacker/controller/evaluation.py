@@ -251,7 +251,7 @@ def reward_input(
     episode: Episode | None = None,
 ) -> RewardInput:
     """What the rewards see of a response, or of a trajectory."""
-    last = response.tokens[response.given[-1][1] :] if response.given else response.tokens
+    last = response.last_turn
     said = None if episode is None or episode.prompt is None else [*map(dict, episode.prompt)]
     return RewardInput(
         prompt=said or row.prompt,

@@ -3,6 +3,7 @@ neither the core nor the bus: training and evaluation play alike."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
@@ -48,6 +49,11 @@ class Play:
     """The tokens of the latest turn."""
     num_drawn: list[int] = field(default_factory=list)
     """Tokens that the model drew, by turn."""
+    num_tokens: int = 0
+    """Of the trajectory, as limits count them: all that were drawn and given; or what the next
+    turn's prompt has more than the first one's, if that is more."""
+    num_given: int = 0
+    """Of them, those that stand behind the latest turn."""
     messages: list[Message] = field(default_factory=list)
     """All behind the prompt."""
     rewards: list[float | None] = field(default_factory=list)
@@ -78,19 +84,33 @@ class Play:
         self.trajectory = self.trajectory.and_then(Segment(response.tokens, response.log_probs))
         self.drawn, self.version = response.tokens, response.version
         self.num_drawn.append(len(response.tokens))
+        self.num_tokens, self.num_given = self.num_tokens + len(response.tokens), 0
 
     @property
     def num_turns(self) -> int:
         """Of the model."""
         return len(self.num_drawn)
 
+    def grown(self, given: tuple[int, ...]) -> None:
+        """This is given to the model behind its latest turn."""
+        self._goes_on(self.trajectory.and_then(Segment(given)), len(given))
+
+    def prompted(self, prompt: tuple[int, ...], given: tuple[int, ...] = ()) -> None:
+        """The next turn has this whole prompt, whatever came before; see `Trajectory.prompted`."""
+        self._goes_on(self.trajectory.prompted(prompt, given), len(given))
+
+    def _goes_on(self, trajectory: Trajectory, num_given: int) -> None:
+        longer = len(trajectory.context) - len(trajectory.prompt) - self.num_tokens
+        self.num_given = max(num_given, longer)
+        self.num_tokens += self.num_given
+        self.trajectory = trajectory
+
     def request(self, sampling: SamplingParams, noise: SampleId | None) -> GenerationRequest:
         """For the engine: the next turn."""
         self.asked()
-        before = self.trajectory
         return GenerationRequest(
             sample=self.sample,
-            prompt_tokens=before.prompt + before.tokens,
+            prompt_tokens=self.trajectory.context,
             sampling=sampling,
             noise=noise,
             turn=self.num_turns + 1,
@@ -99,10 +119,7 @@ class Play:
     def response(self, reason: str) -> Response:
         """The whole trajectory, ended for that reason. What was given behind its last turn is no
         part of it."""
-        segments = self.trajectory.segments
-        if segments and not segments[-1].is_sampled:
-            segments = segments[:-1]
-        whole = replace(self.trajectory, segments=segments)
+        whole = self.trajectory.ended()
         return Response(
             sample=self.sample,
             prompt_tokens=whole.prompt,
@@ -111,6 +128,7 @@ class Play:
             finish_reason=reason,
             version=self.version,
             given=whole.given,
+            rewritten=whole.rewritten,
         )
 
 
@@ -127,14 +145,18 @@ class Player:
         limits: TurnLimits,
         timeout_s: float,
         max_prompt_tokens: int,
+        rewrites: bool = False,
     ) -> None:
         """`limits`: of trajectories; the core has the same. `timeout_s`: of an answer, for who
-        plays without the core. `max_prompt_tokens`: of a prompt that an environment says."""
+        plays without the core. `max_prompt_tokens`: of a prompt that an environment says.
+        `rewrites`: the template does, so that each turn has what it makes of all messages for its
+        prompt, as where the model is served."""
         self.environments = environments
         self.limits = limits
         self.timeout_s = timeout_s
         self._max_prompt_tokens = max_prompt_tokens
         self._dialogue = dialogue
+        self._rewrites = rewrites
         self._seed = seed
         self._prompts: dict[PromptId, tuple[int, ...]] = {}
         """What the environments made of prompts in this round: that of their first sample."""
@@ -149,7 +171,7 @@ class Player:
         most = self.limits.max_trajectory_tokens
         if most is None:
             return request
-        left = max(most - len(play.trajectory.tokens), 1)
+        left = max(most - play.num_tokens, 1)
         sampling = request.sampling
         if left >= sampling.max_response_tokens:
             return request
@@ -210,15 +232,32 @@ class Player:
             return answer
         if not (answer.done or answer.truncated):
             try:
-                given = self._dialogue_of(play).appended(answer.messages, play.drawn)
+                self._answered(play, message, answer.messages)
             except ValueError as error:
                 return Lost(reason=str(error), cause="environment")
-            play.trajectory = play.trajectory.and_then(Segment(given))
         play.messages += [message, *answer.messages]
         play.rewards.append(answer.reward)
         play.answer_s.append(answer.seconds)
         play.metrics.update(answer.metrics)
         return answer
+
+    def _answered(self, play: Play, said: Message, told: Sequence[Message]) -> None:
+        """What the next turn stands behind. Raises `ValueError` if the template refuses it."""
+        dialogue = self._dialogue_of(play)
+        if not self._rewrites:
+            play.grown(dialogue.appended(told, play.drawn))
+            return
+        begun = play.prompt or play.row.messages
+        if begun is None:
+            raise ValueError(
+                "the prompt is a text, and a template that rewrites earlier turns needs messages:"
+                " set data.train.chat=true, or let reset say the prompt"
+            )
+        prompt = dialogue.prompt([*begun, *play.messages, said, *told])
+        given: tuple[int, ...] = ()
+        with contextlib.suppress(ValueError):  # it cannot be told apart from what was rewritten
+            given = dialogue.appended(told, play.drawn)
+        play.prompted(prompt, given)
 
     def episode(self, play: Play) -> Episode:
         """What it came to. A turn that was cut off is a message all the same, which no environment
@@ -240,7 +279,7 @@ class Player:
     def _with_tools(self, tools: Sequence[ToolSchema]) -> Dialogue:
         """Raises `ValueError` for tools that no dialogue that is trained on can have."""
         dialogue = self._dialogue.with_tools(tools)
-        if (why := dialogue.rewritten()) is not None:
+        if not self._rewrites and (why := dialogue.rewritten()) is not None:
             raise ValueError(f"with its tools {why} A dialogue that is trained on only grows")
         return dialogue
 
@@ -256,12 +295,6 @@ class Player:
     def forget_prompts(self) -> None:
         """A step is over."""
         self._prompts.clear()
-
-
-def num_given(play: Play) -> int:
-    """Tokens that stand behind the latest turn."""
-    segments = play.trajectory.segments
-    return len(segments[-1].tokens) if segments and not segments[-1].is_sampled else 0
 
 
 def seed_of(seed: int, prompt: PromptId) -> int:
@@ -282,7 +315,14 @@ def ends_of(plays: Sequence[Play]) -> dict[str, float]:
     return {
         "episodes/turns/mean": sum(play.num_turns for play in plays) / count,
         "episodes/turns/max": float(max(play.num_turns for play in plays)),
+        **_rows_of(plays),
         "episodes/environment_s/mean": sum(play.seconds for play in plays) / count,
         "episodes/environment_s/max": max(play.seconds for play in plays),
         **{name: value / count for name, value in sorted(metrics.items())},
     }
+
+
+def _rows_of(plays: Sequence[Play]) -> dict[str, float]:
+    """How many rows a trajectory is trained on as, where that is not one."""
+    numbers = [len(play.trajectory.rows) for play in plays]
+    return {"episodes/rows/mean": sum(numbers) / len(numbers)} if max(numbers) > 1 else {}

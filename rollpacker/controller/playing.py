@@ -73,8 +73,7 @@ async def _answered(
         if isinstance(answer, Lost):
             continue
         reason = "truncated" if answer.truncated else "done" if answer.done else ""
-        tokens = len(one.trajectory.tokens)
-        reason = reason or limits.reached(one.num_turns, tokens, one.seconds)
+        reason = reason or limits.reached(one.num_turns, one.num_tokens, one.seconds)
         if reason:
             reasons[one.sample] = reason
         else:

@@ -104,7 +104,7 @@ class Training:
             budget, size = self.config.train.most_micro_batch_tokens() * len(devices), 0
             while size < len(chosen) and budget > 0:
                 responses = [self.desk[sample].response for sample in chosen[size]]
-                budget -= sum(len(r.prompt_tokens) + len(r.tokens) for r in responses)
+                budget -= sum(response.num_in_rows for response in responses)
                 size += 1
             chosen, self._to_stream = chosen[:size], chosen[size:]
         return chosen
@@ -238,6 +238,7 @@ class Training:
                 prompt_tokens=one.response.prompt_tokens,
                 response_tokens=one.response.tokens,
                 given=one.response.given,
+                rewritten=one.response.rewritten,
             )
             for one in unasked
         ]

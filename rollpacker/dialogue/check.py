@@ -19,17 +19,19 @@ def dialogue_lines(
     """Lines for the terminal: three scripted turns behind the prompt (a run's first; else a
     question), the first with a tool call if there are tools, as tokens, with `>` before those that
     would be trained on; and what the user should know of the template. `rewrites`: what
-    `find_rewrites` found."""
-    trajectory = scripted(template, prompt or [_QUESTION])
+    `find_rewrites` found; each turn that stands behind another prompt is then shown with that."""
+    trajectory = scripted(template, prompt or [_QUESTION], rewrites=rewrites is not None)
+    rows = trajectory.rows if rewrites is not None else [trajectory]
     lines = [
         f"a dialogue of three turns, {len(trajectory.prompt)} tokens of prompt and"
         f" {len(trajectory.tokens)} behind it, of which {trajectory.num_sampled} would be trained"
-        " on (>):",
-        _line(" ", trajectory.prompt, template),
+        f" on (>){f' in {len(rows)} rows' if len(rows) > 1 else ''}:",
     ]
-    lines += [
-        _line(">" if one.is_sampled else " ", one.tokens, template) for one in trajectory.segments
-    ]
+    for row in rows:
+        lines.append(_line(" ", row.prompt, template))
+        lines += [
+            _line(">" if one.is_sampled else " ", one.tokens, template) for one in row.segments
+        ]
     return lines + remarks(template, rewrites)
 
 
@@ -57,8 +59,11 @@ def remarks(template: DialogueTemplate, rewrites: Rewrites | None) -> list[str]:
     return told
 
 
-def scripted(template: DialogueTemplate, prompt: Sequence[Message]) -> Trajectory:
-    """Three turns as the template itself would write them, each ended by its own token."""
+def scripted(
+    template: DialogueTemplate, prompt: Sequence[Message], *, rewrites: bool = False
+) -> Trajectory:
+    """Three turns as the template itself would write them, each ended by its own token. `rewrites`:
+    it writes what came before anew."""
     messages = list(prompt)
     trajectory = Trajectory(template.prompt(messages))
     for turn, answers in _script(template.tools):
@@ -69,9 +74,11 @@ def scripted(template: DialogueTemplate, prompt: Sequence[Message]) -> Trajector
         if template.end_of_turn in template.end_tokens:
             sampled = (*sampled, template.end_of_turn)
         trajectory = trajectory.and_then(Segment(sampled, (0.0,) * len(sampled)))
-        if answers:
+        messages += answers
+        if answers and rewrites:
+            trajectory = trajectory.prompted(template.prompt(messages))
+        elif answers:
             trajectory = trajectory.and_then(Segment(template.appended(answers, sampled)))
-            messages += answers
     return trajectory
 
 

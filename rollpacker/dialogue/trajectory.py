@@ -4,10 +4,10 @@ a dialogue in order, as they were drawn and given. Light."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rollpacker.spans import Spans
+from rollpacker.spans import Rewritten, Spans
 
 Message = Mapping[str, Any]
 """As chat templates take it: see `environments.environment`."""
@@ -32,23 +32,71 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """What came after the prompt: sampled, given, sampled, ... It begins with a sampled segment,
-    and never has two of a kind in a row; its last may be a given one while it goes on."""
+    and never has two of a kind in a row, unless the later one stands behind another prompt; its
+    last may be a given one while it goes on."""
 
     prompt: tuple[int, ...]
     segments: tuple[Segment, ...] = ()
+    rewritten: Rewritten = ()
+    """Where in `tokens` the model saw a prompt that was written anew."""
 
     def and_then(self, segment: Segment) -> Trajectory:
         """With what came next; empty segments leave no trace."""
         if not segment.tokens:
             return self
-        if self.segments and self.segments[-1].is_sampled == segment.is_sampled:
-            last = self.segments[-1]
+        last = self.segments[-1] if self.segments and not self._begins_anew else None
+        if last is not None and last.is_sampled == segment.is_sampled:
             log_probs = None
             if last.log_probs is not None and segment.log_probs is not None:
                 log_probs = last.log_probs + segment.log_probs
             joined = Segment(last.tokens + segment.tokens, log_probs)
-            return Trajectory(self.prompt, (*self.segments[:-1], joined))
-        return Trajectory(self.prompt, (*self.segments, segment))
+            return replace(self, segments=(*self.segments[:-1], joined))
+        return replace(self, segments=(*self.segments, segment))
+
+    def prompted(self, prompt: tuple[int, ...], given: Sequence[int] = ()) -> Trajectory:
+        """With the whole prompt of the next turn. If it begins with all that there is, token by
+        token, the rest of it was given. Else it takes the place of what came before, and what is
+        drawn next is a row of its own; `given` is then what stands in between for those who read
+        the trajectory from its beginning to its end."""
+        if not self.segments:
+            return Trajectory(prompt)
+        seen = self.context
+        if prompt[: len(seen)] == seen:
+            return self.and_then(Segment(prompt[len(seen) :]))
+        grown = self.and_then(Segment(tuple(given)))
+        return replace(grown, rewritten=(*grown.rewritten, (len(grown.tokens), prompt)))
+
+    def ended(self) -> Trajectory:
+        """Without what stands behind the last turn."""
+        segments = self.segments
+        while segments and not segments[-1].is_sampled:
+            segments = segments[:-1]
+        whole = replace(self, segments=segments)
+        count = len(whole.tokens)
+        return replace(whole, rewritten=tuple(one for one in self.rewritten if one[0] < count))
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """All that the model sees before its next token."""
+        first, prompt = self.rewritten[-1] if self.rewritten else (0, self.prompt)
+        return prompt + self.tokens[first:]
+
+    @property
+    def _begins_anew(self) -> bool:
+        return bool(self.rewritten) and self.rewritten[-1][0] == len(self.tokens)
+
+    @property
+    def rows(self) -> list[Trajectory]:
+        """What is trained on as one row each: the turns behind one prompt, without what was given
+        behind the last of them."""
+        rows, start = [Trajectory(self.prompt)], 0
+        anew = dict(self.rewritten)
+        for one in self.segments:
+            if start in anew:
+                rows.append(Trajectory(anew[start]))
+            rows[-1] = rows[-1].and_then(one)
+            start += len(one.tokens)
+        return [row for row in (row.ended() for row in rows) if row.segments]
 
     @property
     def tokens(self) -> tuple[int, ...]:

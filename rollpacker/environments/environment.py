@@ -44,6 +44,11 @@ class EnvironmentConfig:
     `program:COMMAND`, a program that talks to the policy as to OpenAI's API. Instead of `tools`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments that `function` is called with, for each episode."""
+    rewrites: Literal["refuse", "prefixes"] = "refuse"
+    """A chat template that rewrites earlier turns (drops thinking once a user speaks, say). refuse:
+    the run does not start. prefixes: each turn is drawn behind what the template makes of all
+    messages before it, and trained on so, in a row of its own where that is not what came before
+    with more behind it. Other templates know no difference."""
     max_turns: int = 10
     """Of the model, in one episode."""
     max_trajectory_tokens: int | None = None

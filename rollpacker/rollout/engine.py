@@ -15,7 +15,7 @@ from rollpacker.rollout.table import (
     TENSOR_PARALLEL,
     WITHOUT_QUANTIZATION,
 )
-from rollpacker.spans import Spans, num_outside
+from rollpacker.spans import Rewritten, Spans, num_in_rows, num_outside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,10 +105,25 @@ class Response:
     given: Spans = ()
     """Of the tokens, those that the model was given between its turns rather than drew. What comes
     from an engine is one turn, and has none."""
+    rewritten: Rewritten = ()
+    """Where in the tokens a turn was drawn behind another prompt than all that came before it. Only
+    of trajectories whose chat template rewrites earlier turns."""
 
     @property
     def num_drawn(self) -> int:
         return num_outside(len(self.tokens), self.given)
+
+    @property
+    def num_in_rows(self) -> int:
+        """Tokens that training on it puts through a model."""
+        return num_in_rows(self.prompt_tokens, len(self.tokens), self.given, self.rewritten)
+
+    @property
+    def last_turn(self) -> tuple[int, ...]:
+        """What was drawn last, without interruption."""
+        given = self.given[-1][1] if self.given else 0
+        anew = self.rewritten[-1][0] if self.rewritten else 0
+        return self.tokens[max(given, anew) :]
 
     @property
     def is_cut_off(self) -> bool:

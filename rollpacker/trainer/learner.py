@@ -45,6 +45,7 @@ from rollpacker.trainer.model_set import ModelSet
 from rollpacker.trainer.open_step import OpenStep
 from rollpacker.trainer.outcome import StepOutcome
 from rollpacker.trainer.passes import LocalPasses, Look, Passes
+from rollpacker.trainer.rows import joined, rows_of
 from rollpacker.trainer.schedule import check_schedule, learning_rate
 from rollpacker.trainer.sharding import Shards, any_of_replica, any_rank, shard
 from rollpacker.trainer.trained import Trained, sum_gradients
@@ -141,13 +142,14 @@ class Learner:
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
         """See `Trainer`."""
-        return self._passes.score(requests)
+        rows = [rows_of(request) for request in requests]
+        return joined(self._passes.score([row for of in rows for row in of]), map(len, rows))
 
     def accumulate(self, samples: Sequence[TrainSample]) -> None:
         """See `Trainer`. Also raises `NonFiniteError` for an advantage that is no finite number.
         In stages, a loss that is not finite is found by `update`."""
         self._refuse_bad_advantages(samples)
-        ordered = sorted(samples, key=_by_length)
+        ordered = sorted((row for one in samples for row in rows_of(one)), key=_by_length)
         self._step.parts.append((1.0, ordered))
         finite = self._differentiate(ordered)
         if finite is not None and self._any_of_replica(not finite):

@@ -131,7 +131,8 @@ def describe_bad_losses(losses: Losses, samples: Sequence[TrainSample]) -> str:
 
 
 def named(samples: Sequence[SampleId], limit: int = 5) -> str:
-    """The first of them, and how many more there are."""
+    """The first of them, and how many more there are; those of several rows once."""
+    samples = list(dict.fromkeys(samples))
     more = f" and {len(samples) - limit} more" if len(samples) > limit else ""
     return ", ".join(map(str, samples[:limit])) + more
 

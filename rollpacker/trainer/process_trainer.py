@@ -36,6 +36,7 @@ from rollpacker.trainer.pipeline.overseer import (
     first_arrangement,
 )
 from rollpacker.trainer.pipeline.relayout import Relayout
+from rollpacker.trainer.rows import length_of
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.trainer import (
     HandOver,
@@ -341,7 +342,7 @@ class ProcessTrainer:
     ) -> dict[int, list[int]]:
         """Return the rows that each rank of these replicas takes, by their place in `rows`. All
         stages take the same."""
-        lengths = [len(row.prompt_tokens) + len(row.response_tokens) for row in rows]
+        lengths = [length_of(row) for row in rows]
         ranks = self._ranks_of(replicas)
         shares = assign(lengths, len(ranks) // self._stages)
         return dict(zip(ranks, shares * self._stages, strict=True))

@@ -255,6 +255,7 @@ def _samples(
                 prompt_tokens=response.prompt_tokens,
                 response_tokens=response.tokens,
                 given=response.given,
+                rewritten=response.rewritten,
                 rollout_log_probs=response.log_probs,
                 advantage=advantages[index],
                 token_weight=weight,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollpacker.core.ids import SampleId
 from rollpacker.core.pipeline import check_order_name
-from rollpacker.spans import Spans, num_outside
+from rollpacker.spans import Rewritten, Spans, num_outside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -226,8 +226,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
             raise ValueError("set train.steps or train.epochs")
-        counts = ("steps", "epochs", "micro_batch_tokens", "processes", "updates_per_round")
-        for name in counts:
+        for name in ("steps", "epochs", "micro_batch_tokens", "processes", "updates_per_round"):
             value = getattr(self, name)
             if value not in (None, "auto") and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
@@ -304,6 +303,8 @@ class ScoreRequest:
     response_tokens: tuple[int, ...]
     given: Spans = ()
     """Of the response's tokens, those that the model did not draw, but was given."""
+    rewritten: Rewritten = ()
+    """Where in them it saw another prompt: each is trained on as a row of its own (`rows`)."""
 
     @property
     def num_targets(self) -> int:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.dialogue.parsing import TurnParser
 from rollpacker.dialogue.rewrites import find_rewrites, first_change
 from rollpacker.dialogue.template import DialogueTemplate
 from rollpacker.dialogue.trajectory import Segment, Trajectory
+from rollpacker.spans import outside
+from rollpacker.trainer.rows import rows_of
+from rollpacker.trainer.trainer import TrainSample
 from tests.dialogue.families import FAMILIES, TOOLS, template_of, tokenizer_of
 
 WORDS = (
@@ -54,10 +59,14 @@ class Played:
     is_hostile: bool = False
     """Somebody's words spell markers."""
     faults: list[str] = field(default_factory=list)
+    turns: list[tuple[tuple[int, ...], list[int], list[float]]] = field(default_factory=list)
+    """Of each turn its whole prompt, the tokens drawn and their log-probs, where each has a prompt
+    that is rendered anew."""
 
 
-def play(rng: random.Random, scene: Scene) -> Played:
-    """One dialogue of one to five turns; what is wrong with it is told in `faults`."""
+def play(rng: random.Random, scene: Scene, *, anew: bool = False) -> Played:
+    """One dialogue of one to five turns; what is wrong with it is told in `faults`. `anew`: the
+    prompt of each turn is the rendering of all messages before it."""
     family = FAMILIES[scene.name]
     played = Played(Trajectory(()), [], [], splits=rng.random() < 0.5)
     if family.system and rng.random() < 0.5:
@@ -73,15 +82,34 @@ def play(rng: random.Random, scene: Scene) -> Played:
         given = scene.template.appended(answers, sampled)
         check_markers(scene, given, answers, sampled, played)
         message = scene.parser.message(sampled, number)
+        played.turns.append((played.trajectory.context, sampled, log_probs))
         if turn is not None and sampled[-1] in scene.template.end_tokens:
             check_message(turn, message, played)
         played.seen += [(t, True, lp) for t, lp in zip(sampled, log_probs, strict=True)]
         played.seen += [(t, False, 0.0) for t in given]
         played.trajectory = played.trajectory.and_then(Segment(tuple(sampled), tuple(log_probs)))
-        played.trajectory = played.trajectory.and_then(Segment(given))
-        played.messages += [turn or message, *answers]
-    check_whole(scene, played)
+        if anew:
+            played.messages += [message, *answers]
+            prompt_anew(scene, played, given)
+        else:
+            played.messages += [turn or message, *answers]
+            played.trajectory = played.trajectory.and_then(Segment(given))
+    if anew:
+        check_rows(scene, played)
+    else:
+        check_whole(scene, played)
     return played
+
+
+def prompt_anew(scene: Scene, played: Played, given: tuple[int, ...]) -> None:
+    template = scene.template
+    prompt = template.prompt(played.messages)
+    played.trajectory = played.trajectory.prompted(prompt, given)
+    if played.trajectory.context != prompt:
+        played.faults.append("the next turn does not stand behind the whole rendering")
+    text = template.render(played.messages, to_go_on=True)
+    if not played.is_hostile and list(prompt) != plain_ids(template, text):
+        played.faults.append("the prompt is not what the template writes")
 
 
 def words(rng: random.Random) -> str:
@@ -282,3 +310,51 @@ def check_whole(scene: Scene, played: Played) -> None:
         played.faults.append("the text is not the template's")
     if played.is_canonical and not played.is_hostile and tokens != plain_ids(template, text):
         played.faults.append("the tokens are not those of the whole rendering")
+
+
+def check_rows(scene: Scene, played: Played) -> None:
+    """What the trainer takes: every drawn token once, behind the prompt that it was drawn behind,
+    with its own numbers; and no more rows than prompts that are not what came before."""
+    whole = played.trajectory.ended()
+    numbers = tuple(p for turn in whole.turns for p in turn.log_probs or ())
+    sample = TrainSample(
+        sample=SampleId(PromptId("train", 0, 0), 0, 0),
+        prompt_tokens=whole.prompt,
+        response_tokens=whole.tokens,
+        given=whole.given,
+        rewritten=whole.rewritten,
+        rollout_log_probs=numbers,
+        advantage=tuple(float(place) for place in range(len(numbers))),
+        token_weight=1.0,
+    )
+    rows = rows_of(sample)
+    seen = [drawn for row in rows for drawn in drawn_in(row)]
+    asked = [
+        ((*prompt, *tokens[:place]), token, log_probs[place])
+        for prompt, tokens, log_probs in played.turns
+        for place, token in enumerate(tokens)
+    ]
+    if [(before, token, p) for before, token, p, _ in seen] != asked:
+        played.faults.append("not every drawn token is trained on once, behind its own prompt")
+    if [place for _, _, _, place in seen] != list(range(len(seen))):
+        played.faults.append("an advantage is another token's")
+    goes_on = [
+        later[: len(before) + len(tokens)] == (*before, *tokens)
+        for (before, tokens, _), (later, _, _) in itertools.pairwise(played.turns)
+    ]
+    if len(rows) != len(played.turns) - sum(goes_on):
+        played.faults.append("there are more rows than prompts that were written anew")
+    apart = [(row.prompt, row.tokens, row.given) for row in whole.rows]
+    if apart != [(row.prompt_tokens, row.response_tokens, row.given) for row in rows]:
+        played.faults.append("a trajectory and the trainer cut other rows")
+
+
+def drawn_in(row: TrainSample) -> Iterator[tuple[tuple[int, ...], int, float, float]]:
+    """Of each drawn token all that stands before it, itself, its log-prob and its advantage."""
+    assert isinstance(row.advantage, tuple)
+    places = outside(range(len(row.response_tokens)), row.given)
+    for place, log_prob, advantage in zip(
+        places, row.rollout_log_probs, row.advantage, strict=True
+    ):
+        before = (*row.prompt_tokens, *row.response_tokens[:place])
+        yield before, row.response_tokens[place], log_prob, advantage

@@ -35,6 +35,26 @@ def test_dialogues_grow_exactly(name: str, tools: bool) -> None:
     assert counted["hostile"] > 10
 
 
+@pytest.mark.parametrize(("name", "tools"), SCENES)
+def test_each_turn_is_trained_on_behind_its_own_prompt(name: str, tools: bool) -> None:
+    """Templates that rewrite, and those that do not: there a canonical dialogue is one row."""
+    scene = Scene.of(name, tools=tools)
+    counted: Counter[str] = Counter()
+    for number in range(60):
+        played = play(random.Random(f"{name} {tools} {number}"), scene, anew=True)
+        assert not played.faults, (number, played.faults)
+        counted["turns"] += len(played.turns)
+        counted["rows"] += len(played.trajectory.rows)
+        if played.is_canonical and not played.is_hostile:
+            counted["canonical"] += 1
+            assert scene.rewrites or len(played.trajectory.rows) == 1
+    assert counted["canonical"] > 5
+    if (name, tools) == ("thinking", False):  # a user speaks behind each turn
+        assert counted["rows"] == counted["turns"]
+    else:
+        assert counted["rows"] < counted["turns"]
+
+
 def test_a_fault_is_seen() -> None:
     """A token too few, and words encoded with the markers that they spell."""
     scene = Scene.of("chatml", tools=False)

@@ -11,9 +11,10 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from rollpacker.dialogue.check import scripted
-from rollpacker.dialogue.parsing import TurnParser
+from rollpacker.dialogue.parsing import TemplateDialogue, TurnParser
 from rollpacker.dialogue.rewrites import find_rewrites, first_change
 from rollpacker.dialogue.template import DialogueTemplate
+from rollpacker.dialogue.trajectory import Segment, Trajectory
 from tests.dialogue.families import TOOLS, byte_backend
 
 _FOUND = importlib.util.find_spec("trl")
@@ -91,3 +92,26 @@ def test_a_call_as_the_template_writes_it(name: str) -> None:
     assert text is not None
     message = TurnParser(template).message(template.canonical(text))
     assert message["tool_calls"] == [{**call, "id": "call00100"}] and message["content"] == ""
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe"])
+def test_one_row_for_each_message_of_a_user(name: str) -> None:
+    """Where thinking stays until a user speaks again, what is called in between extends the row."""
+    template = DialogueTemplate(shipped(name), tools=TOOLS)
+    dialogue = TemplateDialogue(template)
+    call = {"name": "search", "arguments": {"query": "where?", "limit": 3}}
+    calling = {**THOUGHT, "tool_calls": [{"id": "1", "type": "function", "function": call}]}
+    result = {"role": "tool", "name": "search", "tool_call_id": "1", "content": "found"}
+    messages = [USER]
+    trajectory = Trajectory(dialogue.prompt(messages))
+    for number, (turn, told) in enumerate(
+        [(calling, result), (calling, result), (THOUGHT, USER), (calling, result), (THOUGHT, USER)]
+    ):
+        text = template.turn_text([*messages, turn])
+        assert text is not None
+        end = () if template.end_of_turn is None else (template.end_of_turn,)
+        drawn = (*template.canonical(text), *end)
+        trajectory = trajectory.and_then(Segment(drawn, (0.0,) * len(drawn)))
+        messages += [dialogue.message(drawn, number), told]
+        trajectory = trajectory.prompted(dialogue.prompt(messages))
+    assert [sum(1 for _ in row.turns) for row in trajectory.rows] == [3, 2]

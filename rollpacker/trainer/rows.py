@@ -1,0 +1,77 @@
+"""Samples as the rows that go through the models: one, or of a trajectory whose template rewrites
+earlier turns as many as there were prompts. All numbers of a row are its tokens' own: a weight of
+each token that was made for the whole sample, an advantage of each turn if there are such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from rollpacker.spans import num_in_rows, num_outside, rows_in, within
+from rollpacker.trainer.trainer import ScoreRequest, TokenScores
+
+Sample = TypeVar("Sample", bound=ScoreRequest)
+
+OF_TOKENS = (
+    *("rollout_log_probs", "advantage", "ref_log_probs", "values", "returns"),
+    "old_log_probs",
+)
+"""What a `TrainSample` has one number of for each drawn token, as far as it has a tuple there."""
+
+
+def rows_of(sample: Sample) -> list[Sample]:
+    """The sample, or a sample for each of its rows, in their order."""
+    if not sample.rewritten:
+        return [sample]
+    tokens, rows, drawn = sample.response_tokens, [], 0
+    places = rows_in(sample.prompt_tokens, len(tokens), sample.given, sample.rewritten)
+    for context, first, behind in places:
+        given = within(sample.given, first, behind)
+        part = slice(drawn, drawn := drawn + num_outside(behind - first, given))
+        changed: dict[str, Any] = {
+            name: value[part]
+            for name in OF_TOKENS
+            if isinstance(value := getattr(sample, name, None), tuple)
+        }
+        rows.append(
+            replace(
+                sample,
+                prompt_tokens=context,
+                response_tokens=tokens[first:behind],
+                given=given,
+                rewritten=(),
+                **changed,
+            )
+        )
+    return rows
+
+
+def joined(scores: Sequence[TokenScores], counts: Iterable[int]) -> list[TokenScores]:
+    """The scores of samples that had so many rows each, from those of the rows. None at all, if
+    there are none: most stages of a pipeline have nothing to say."""
+    if not scores:
+        return []
+    answers, start = [], 0
+    for count in counts:
+        rows, start = scores[start : start + count], start + count
+        answers.append(rows[0] if count == 1 else _joined(rows))
+    return answers
+
+
+def length_of(sample: ScoreRequest) -> int:
+    """Tokens of all its rows, with what stands before each."""
+    count = len(sample.response_tokens)
+    return num_in_rows(sample.prompt_tokens, count, sample.given, sample.rewritten)
+
+
+def _joined(rows: Sequence[TokenScores]) -> TokenScores:
+    names = ("log_probs", "ref_log_probs", "teacher_log_probs", "values")
+    found = {name: [getattr(row, name) for row in rows] for name in names}
+    return TokenScores(
+        **{
+            name: None if None in parts else tuple(value for part in parts for value in part)
+            for name, parts in found.items()
+        }
+    )
