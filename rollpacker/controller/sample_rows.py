@@ -115,9 +115,9 @@ class SampleRows:
         episode = self.desk[sample].episode
         assert episode is not None, "there are turns"
         if not isinstance(advantage, tuple):
-            return json.dumps([advantage] * len(episode.num_drawn))
+            return plain_text([advantage] * len(episode.num_drawn))
         firsts = accumulate(episode.num_drawn[:-1], initial=0)
-        return json.dumps([advantage[first] for first in firsts])
+        return plain_text([advantage[first] for first in firsts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ def _turn_columns(verdict: Scored | Failed | None) -> dict[str, str | None]:
     """What the turns of a trajectory were worth, as JSON lists."""
     rewards = verdict.turns if isinstance(verdict, Scored) else None
     return {
-        "turn_rewards": None if rewards is None else json.dumps(rewards),
+        "turn_rewards": None if rewards is None else plain_text(rewards),
         "turn_advantages": None,
     }
 
