@@ -253,8 +253,8 @@ class RunConfig:
             )
         if self.tail_batching.carries and self.tail_batching.carry == "weighted":
             raise ValueError(
-                "tail_batching.carry=weighted does not go with environment: an environment is asked"
-                " anew for a deferred trajectory, whose tokens cannot stay as they are. Leave it out"
+                "tail_batching.carry=weighted does not go with environment: trajectories are"
+                " played anew, and tokens of older weights cannot stay as they are. Leave it out"
             )
 
     @property

@@ -8,8 +8,8 @@
     ... lost                   Act once more, or the sample has failed
 
 It is the round that it would be with single responses, but for these: what races, is aborted or
-deferred is a trajectory. `CancelAct` lets go of one that acts, without an answer of the engine. What
-a deferred one leaves is drawn anew turn by turn (`Retracing`).
+deferred is a trajectory. `CancelAct` lets go of one that acts, without an answer of the engine.
+What a deferred one leaves is drawn anew turn by turn (`Retracing`).
 """
 
 from __future__ import annotations
@@ -176,12 +176,12 @@ class TurnRound(Round):
         self, samples: list[SampleId], replaces: tuple[SampleId, ...] = ()
     ) -> list[Command]:
         episodes = self._acting.episodes
+        # Who failed before its launch is named nowhere else: name whose noise it was to have.
+        replaces = tuple((episodes[one].replaces or (one,))[0] for one in replaces)
         for sample in samples:
             group, index = self._group_of(sample)
             retracing = Retracing(group.carried_at(index).tokens)
-            episodes[sample] = Episode(
-                acts=self._begins, replaces=replaces, retracing=retracing
-            )
+            episodes[sample] = Episode(acts=self._begins, replaces=replaces, retracing=retracing)
         if not self._begins:
             return super()._launch(samples, replaces)
         return [command for sample in samples for command in self._acting.ask(sample)]

@@ -104,7 +104,12 @@ def test_a_resumed_run_carries_what_the_checkpoint_has() -> None:
     acting=ACTING,
     unkind=UNKIND,
     tail=st.sampled_from(
-        [QUEUE, POOL, replace(POOL, prompt_factor=4.0), replace(QUEUE, tiers=(Tier(prompt_factor=1.5),))]
+        [
+            QUEUE,
+            POOL,
+            replace(POOL, prompt_factor=4.0),
+            replace(QUEUE, tiers=(Tier(prompt_factor=1.5),)),
+        ]
     ),
     repeats=st.booleans(),
     mismatch=st.sampled_from([0.0, 0.2, 0.8]),

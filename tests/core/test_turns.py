@@ -213,8 +213,6 @@ def test_races_cancel_what_acts_and_abort_what_is_generated() -> None:
     assert commands_of(world, Defer)
 
 
-
-
 def test_so_many_act_at_a_time_and_the_longest_come_first() -> None:
     acting = ActingConfig(kinds={"train": KindConfig(workers=1)})
     config = job_config(acting, p0=2, r0=3, tail_batching=NO_RACE)

@@ -94,7 +94,10 @@ class Trails:
         if not leaves and self._is_before(walk, walk.has):
             return  # nobody has looked whether the environment's answer is another one
         if event.num_tokens:
-            drawn = (*walk.drawn, ("late", event.sample))  # `UnkindConfig.late_finish_rate`
+            drawn = (
+                *walk.drawn,
+                ("late", event.sample, walk.turn),
+            )  # `UnkindConfig.late_finish_rate`
             assert len(drawn) >= event.num_tokens
             walk.has += walk.given + drawn[: event.num_tokens]
         if walk.has and not self._is_before(walk, walk.has):
