@@ -99,7 +99,7 @@ def test_a_resumed_run_carries_what_the_checkpoint_has() -> None:
     assert resumed
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     acting=ACTING,
     unkind=UNKIND,
