@@ -113,13 +113,12 @@ def run(name: str, *overrides: str) -> dict[str, float]:
     ends = [one for one in log if one.get("event") in ("SampleGenerated", "SampleAborted")]
     commands = [command for one in log for command in one.get("commands", ())]
     trained = sum(len(one["groups"]) for one in commands if one["command"] == "TrainOn")
-    launched = [one.get("carried", ()) for one in commands if one["command"] == "Launch"]
     return {
         "drawn_tokens": sum(e["num_tokens"] - (e.get("num_kept") or 0) for e in ends) / trained,
         "decode_steps": sum(steps) / trained,
         "rollout_s": sum(row.get("timing_s/gen", 0.0) for row in rows) / trained,
-        "carried_tokens": sum(map(sum, launched)) / trained,
-        "kept_tokens": sum(e.get("num_kept") or 0 for e in ends) / trained,
+        "carried_tokens": sum(row.get("carry/tokens") or 0 for row in rows) / trained,
+        "kept_tokens": sum(row.get("carry/tokens_kept") or 0 for row in rows) / trained,
     }
 
 
