@@ -259,8 +259,8 @@ class RunConfig:
             )
         if self.tail_batching.carries and self.tail_batching.carry == "weighted":
             raise ValueError(
-                "tail_batching.carry=weighted does not go with environment: a deferred trajectory"
-                " begins anew. Leave it out"
+                "tail_batching.carry=weighted does not go with environment: trajectories are"
+                " played anew, and tokens of older weights cannot stay as they are. Leave it out"
             )
 
     @property
@@ -366,13 +366,16 @@ class RunConfig:
         workers and deadlines by source of prompts. `acting`: of samples that take turns with
         environments."""
         longest = None if acting is None else acting.limits.max_trajectory_tokens
+        tail = self.tail_batching
+        if acting is not None and tail.complements:  # of trajectories each is as from scratch
+            tail = replace(tail, complement=False)
         return JobConfig(
             prompts_per_step=self.rollout.prompts_per_step,
             samples_per_prompt=self.rollout.samples_per_prompt,
             max_steps=self.train.steps,
             max_response_tokens=longest or self.rollout.max_response_tokens,
             prompt_tokens=prompt_tokens,
-            tail_batching=self.tail_batching,
+            tail_batching=tail,
             dynamic_sampling=self.rollout.dynamic_sampling,
             rewards=self.reward_scheduler.schedule(self.tail_batching.race, reward_kinds or {}),
             stream=self.stream_trainer,

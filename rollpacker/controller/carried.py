@@ -1,7 +1,8 @@
 """What was generated of deferred prompts, for their next launch to take up.
 
 A deferred prompt keeps what each of its samples had, whole responses too, by *place*: the index of
-the sample whose noise it draws with. Once a prompt is trained on or dropped, nothing of it stays.
+the sample whose noise it draws with; of trajectories all that came behind the prompt, of which
+`carried_turns.py` makes drafts. Once a prompt is trained on or dropped, nothing of it stays.
 What waits at a commit goes into its checkpoint, bit for bit:
 
 checkpoints/step_000040/carried/      only if something waits
@@ -15,6 +16,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +36,7 @@ from rollpacker.rollout.engine import (
     Response,
     SamplingParams,
 )
+from rollpacker.spans import Spans, check_spans
 
 _INDEX, _TOKENS, _LOG_PROBS = "carried.json", "tokens.npy", "log_probs.npy"
 
@@ -48,6 +51,8 @@ class Kept:
     """It was cut off at so many tokens, at the furthest; 0: it was never cut off."""
     redraws: Redraws = ()
     """`Response.redraws`."""
+    given: Spans = ()
+    """`Response.given`; the log-probs of these are zero."""
 
     def under(self, cut_off_at: int | None) -> Kept:
         """The same where responses may go on from this length: one that was cut off there is at
@@ -92,9 +97,14 @@ class CarriedTokens:
     def routes(self) -> Routes:
         return {Defer: self._defer}
 
+    @property
+    def carries(self) -> bool:
+        """Anything is kept at all."""
+        return self._config.carries
+
     def metrics(self) -> dict[str, float]:
         """What waits, in bytes."""
-        if not self._config.carries:
+        if not self.carries:
             return {}
         waiting = [kept for places in self._waiting.values() for kept in places.values()]
         return {"carry/bytes": sum(kept.num_bytes for kept in waiting)}
@@ -104,7 +114,7 @@ class CarriedTokens:
     ) -> list[GenerationRequest]:
         """One for each sample of the launch, with what it takes up. `rows`: the data set's."""
         for prompt in {sample.prompt for sample in command.samples} & self._waiting.keys():
-            self._launched[prompt] = self._waiting.pop(prompt)
+            self.begun(prompt)
         for sample, replaced in zip(command.samples, command.replaces, strict=False):
             self._noise[sample] = self._noise_of(replaced)
         counts = command.carried or (0,) * len(command.samples)
@@ -119,15 +129,31 @@ class CarriedTokens:
             for sample, count in zip(command.samples, counts, strict=True)
         ]
 
+    def begun(self, prompt: PromptId) -> None:
+        """Samples of the prompt are at work again, in engines or environments."""
+        if prompt in self._waiting:
+            self._launched[prompt] = self._waiting.pop(prompt)
+
+    def taken_up(self, sample: SampleId) -> Kept:
+        """What this sample has taken up."""
+        return self._launched[sample.prompt][self._place_of(sample)]
+
     def ended(self, event: SampleGenerated | SampleAborted, response: Response | None) -> None:
         """The engine let go of a sample. One that it has not even looked at stays as it was."""
-        if not self._config.carries or response is None:
+        if not self.carries or response is None:
             return
         prompt = event.sample.prompt
         places = self._waiting.get(prompt, self._launched.get(prompt, {}))
         kept = places.get(self._place_of(event.sample))
         is_unseen = isinstance(event, SampleAborted) and event.num_kept is None
         if is_unseen and kept is not None and len(kept.tokens) == event.num_tokens:
+            return
+        self.left(response)
+
+    def left(self, response: Response) -> None:
+        """The sample has come to this, in place of what it took up."""
+        prompt = response.sample.prompt
+        if not self.carries:
             return
         if prompt in self._waiting:
             self._keep(response)
@@ -142,10 +168,11 @@ class CarriedTokens:
         return {prompt: dict(places) for prompt, places in self._waiting.items() if places}
 
     def _defer(self, command: Defer) -> None:
-        if not self._config.carries:
+        if not self.carries:
             return
         for prompt in command.prompts:
-            self._waiting[prompt] = self._launched.pop(prompt, {})
+            # A prompt whose environments have not begun yet waits as it did.
+            self._waiting[prompt] = self._launched.pop(prompt, self._waiting.get(prompt, {}))
             for response in self._ended.pop(prompt, ()):
                 self._keep(response)
 
@@ -159,9 +186,10 @@ class CarriedTokens:
             floor = max(floor, len(response.tokens))
         places[place] = Kept(
             np.array(response.tokens, dtype=np.int32),
-            np.array(response.log_probs, dtype=np.float64),
+            _log_probs(response),
             floor,
             response.redraws,
+            response.given,
         )
 
     def _take(self, sample: SampleId, count: int) -> Carried | None:
@@ -193,6 +221,16 @@ class CarriedTokens:
         return self._noise_of(sample).index
 
 
+def _log_probs(response: Response) -> NDArray[np.float64]:
+    """One per token, zero where it was given."""
+    is_drawn = np.ones(len(response.tokens), dtype=bool)
+    for first, behind in response.given:
+        is_drawn[first:behind] = False
+    found = np.zeros(len(response.tokens))
+    found[is_drawn] = response.log_probs
+    return found
+
+
 def _ceiling(siblings: Iterable[Kept]) -> int | None:
     """What had ended by itself had ended before its siblings were cut off."""
     return max([kept.floor or len(kept.tokens) for kept in siblings], default=None)
@@ -207,7 +245,10 @@ def write_carried(folder: Path, waiting: Waiting, tokenizer: str) -> None:
     folder.mkdir()
     np.save(folder / _TOKENS, np.concatenate([kept.tokens for _, _, kept in flat]))
     np.save(folder / _LOG_PROBS, np.concatenate([kept.log_probs for _, _, kept in flat]))
-    samples = [[str(prompt), place, len(k.tokens), k.floor, k.redraws] for prompt, place, k in flat]
+    samples = [
+        [str(prompt), place, len(k.tokens), k.floor, k.redraws, *([k.given] if k.given else [])]
+        for prompt, place, k in flat
+    ]
     index = {"tokenizer": tokenizer, "samples": samples}
     (folder / _INDEX).write_text(json.dumps(index) + "\n")
 
@@ -252,19 +293,21 @@ _CURE = (
 )
 
 
-def _read(folder: Path, samples: Sequence[tuple[str, int, int, int, list[list[int]]]]) -> Waiting:
+def _read(folder: Path, samples: Sequence[Sequence[Any]]) -> Waiting:
     tokens = np.load(folder / _TOKENS, allow_pickle=False)
     log_probs = np.load(folder / _LOG_PROBS, allow_pickle=False)
-    total = sum(count for _, _, count, _, _ in samples)
+    total = sum(sample[2] for sample in samples)
     if (tokens.dtype, tokens.shape) != (np.dtype(np.int32), (total,)):
         raise ValueError(f"{_TOKENS} does not hold {total} tokens")
     if (log_probs.dtype, log_probs.shape) != (np.dtype(np.float64), (total,)):
         raise ValueError(f"{_LOG_PROBS} does not hold {total} numbers")
     waiting: dict[PromptId, dict[int, Kept]] = {}
     start = 0
-    for prompt, place, count, floor, redraws in samples:
+    for prompt, place, count, floor, redraws, *given in samples:
         own = slice(start, start + count)
-        kept = Kept(tokens[own], log_probs[own], floor, tuple((a, b) for a, b in redraws))
+        spans = tuple((a, b) for a, b in given[0]) if given else ()
+        check_spans(spans, count)
+        kept = Kept(tokens[own], log_probs[own], floor, tuple((a, b) for a, b in redraws), spans)
         waiting.setdefault(PromptId.parse(prompt), {})[place] = kept
         start += count
     return waiting

@@ -308,7 +308,7 @@ class Controller:
         if player is None:
             return None
         common = (self.bus, self._main, self._desk, self._scoring, self._watch, player)
-        return Episodes(*common, rows=self.parts.prompts.rows)
+        return Episodes(*common, rows=self.parts.prompts.rows, carried=self._carried)
 
     def _of_turns(self) -> list[Port]:
         """Who obeys what is said only where samples take turns with environments."""

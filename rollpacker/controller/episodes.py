@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 from rollpacker.bus import Bus, Routes
+from rollpacker.controller.carried import CarriedTokens
+from rollpacker.controller.carried_turns import CarriedTurns
 from rollpacker.controller.desk import Desk
 from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.player import Play, Player, ends_of
 from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import Act, CancelAct, Conclude
-from rollpacker.core.events import Acted
+from rollpacker.core.events import Acted, SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.data.dataset import PromptRow
 from rollpacker.environments.environment import Answered, Begun, Lost
@@ -39,6 +41,8 @@ class Episodes:
     player: Player
     _: KW_ONLY
     rows: Sequence[PromptRow]
+    carried: CarriedTokens
+    _turns: CarriedTurns = field(init=False)
     _plays: dict[SampleId, Play] = field(default_factory=dict, init=False)
     _noise: dict[SampleId, SampleId | None] = field(default_factory=dict, init=False)
     """Whose noise a sample draws with."""
@@ -48,10 +52,13 @@ class Episodes:
     _lost: dict[str, int] = field(default_factory=dict, init=False)
     """In this step: lost episodes by cause."""
 
+    def __post_init__(self) -> None:
+        self._turns = CarriedTurns(self.carried)
+
     def routes(self) -> Routes:
         return {
-            Act: lambda command: self.main.post(self._start, command),
-            CancelAct: lambda command: self.main.post(self._cancel, command.samples),
+            Act: self._on_act,
+            CancelAct: self._on_cancel,
             Conclude: self._conclude,
         }
 
@@ -65,7 +72,7 @@ class Episodes:
             self._noise[request.sample] = request.noise
             play.asked()
             request = replace(request, prompt_tokens=play.trajectory.prompt)
-            found.append(self.player.bounded(play, request))
+            found.append(self._turns.launched(self.player.bounded(play, request)))
         return found
 
     def further(
@@ -74,22 +81,27 @@ class Episodes:
         """What the engines are to draw next of samples that go on."""
         plays = [self._plays[sample] for sample in samples]
         return [
-            self.player.bounded(play, play.request(sampling, self._noise[play.sample]))
+            self._turns.further(
+                self.player.bounded(play, play.request(sampling, self._noise[play.sample])), play
+            )
             for play in plays
         ]
 
-    def heard(self, response: Response) -> None:
+    def heard(self, event: SampleGenerated, response: Response) -> None:
         """An engine has drawn a turn."""
-        play = self._plays.get(response.sample)
-        if play is not None:  # else it was let go of meanwhile
+        play = self._plays.get(response.sample) or self._turns.play_of(response.sample)
+        if play is not None:
+            self._turns.drawn(event, play, response)
             play.heard(response)
 
-    def let_go(self, sample: SampleId) -> None:
+    def let_go(self, event: SampleAborted | SampleFailed, response: Response | None) -> None:
         """An engine has stopped, or failed on, a sample. Where an environment knows of it,
         `CancelAct` has come, or comes."""
-        play = self._plays.get(sample)
+        play = self._plays.get(event.sample)
+        if isinstance(event, SampleAborted):
+            self._turns.aborted(event, play, response)
         if play is not None and not play.is_begun:
-            del self._plays[sample]
+            del self._plays[event.sample]
 
     def _play_of(self, sample: SampleId) -> Play:
         play = self._plays.get(sample)
@@ -102,10 +114,21 @@ class Episodes:
     def _conclude(self, command: Conclude) -> None:
         """At once: the rewards may be asked for the sample next."""
         play = self._plays.pop(command.sample)
-        self.desk.lay_down(play.response(command.reason))
+        response = play.response(command.reason)
+        self._turns.concluded(response)
+        self.desk.lay_down(response)
         self.desk[command.sample].episode = self.player.episode(play)
         self._concluded.append(play)
         self.main.post(self.player.end, play)
+
+    def _on_act(self, command: Act) -> None:
+        self.carried.begun(command.sample.prompt)
+        self.main.post(self._start, command)
+
+    def _on_cancel(self, command: CancelAct) -> None:
+        plays = [self._plays.get(sample) for sample in command.samples]
+        self._turns.cancelled([play for play in plays if play is not None])
+        self.main.post(self._cancel, command.samples)
 
     def _start(self, command: Act) -> None:
         task = asyncio.ensure_future(self._act(command))
@@ -176,6 +199,7 @@ class Episodes:
         concluded, self._concluded = self._concluded, []
         lost, self._lost = self._lost, {}
         self.player.forget_prompts()
+        self._turns.settle()
         # Engines are empty: who does not act here was let go of without anybody's saying so.
         self._plays = {s: play for s, play in self._plays.items() if s in self._tasks}
         self._noise = {s: noise for s, noise in self._noise.items() if s in self._plays}

@@ -165,9 +165,9 @@ class Generation:
             return
         if self.episodes is not None:
             if isinstance(event, SampleGenerated) and response is not None:
-                self.episodes.heard(response)
+                self.episodes.heard(event, response)
             elif isinstance(event, SampleAborted | SampleFailed):
-                self.episodes.let_go(event.sample)
+                self.episodes.let_go(event, response)
         elif isinstance(event, SampleGenerated | SampleAborted) and response is not None:
             self.carried.ended(event, response)
             if isinstance(event, SampleGenerated):

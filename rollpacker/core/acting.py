@@ -69,6 +69,38 @@ class ActingConfig:
 
 
 @dataclass(slots=True)
+class Retracing:
+    """How far a trajectory has come out as its earlier launches left it. The core, who has the
+    tokens, and reports each count so, and come to the same. Places are tokens from the prompt on,
+    for all who leave out those that were given, too, as long as one does so everywhere."""
+
+    carried: int = 0
+    """Tokens that are left, the last one drawn."""
+    kept: int | None = None
+    """So many came out the same. None: none were left, or nobody has looked."""
+    goes_on: bool = field(init=False)
+    """All that was drawn here came out the same, and there is more."""
+
+    def __post_init__(self) -> None:
+        self.goes_on = self.carried > 0
+
+    def drawn(self, start: int, num_tokens: int, num_kept: int | None) -> None:
+        """A turn of so many tokens has ended, which began in place `start`, and of which so many
+        came out the same. None: what stands before it is not as it was."""
+        if not self.goes_on:
+            return
+        self.kept = (self.kept or 0) if num_kept is None else start + num_kept
+        self.goes_on = num_kept == num_tokens and self.kept < self.carried
+
+    def stopped(self, start: int, num_tokens: int, num_kept: int | None) -> bool:
+        """The same of a turn that was stopped on its way; None: nobody has looked. Whether its
+        tokens count: else they, if there are any, are those that were left."""
+        if num_kept is not None:
+            self.drawn(start, num_tokens, num_kept)
+        return num_tokens > 0 and not (self.goes_on and num_kept is None)
+
+
+@dataclass(slots=True)
 class Episode:
     """A sample's life with its environment, in the round at hand."""
 
@@ -85,6 +117,7 @@ class Episode:
     """The environment knows of it, and was not told that it is over."""
     replaces: tuple[SampleId, ...] = ()
     """See `Launch`; of one that is not launched yet."""
+    retracing: Retracing = field(default_factory=Retracing)
 
 
 class Acting(Schedule[Acted]):

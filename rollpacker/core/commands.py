@@ -54,7 +54,8 @@ class Launch:
     """Decode speculatively in this round."""
     carried: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
     """Tokens that an earlier launch of each sample's prompt left for it, aligned with `samples`;
-    empty if nobody has any. The sample takes them up (`tail_batching.carry`)."""
+    empty if nobody has any. The sample takes them up (`tail_batching.carry`). Of a trajectory all
+    that came after its prompt, given tokens too."""
     replaces: tuple[SampleId, ...] = field(default=(), metadata=OMIT_DEFAULT)
     """The samples that the engine failed on and that these are launched for, aligned with
     `samples`: each draws with the noise of the one that it replaces. Empty: nobody failed."""

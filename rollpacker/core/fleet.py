@@ -320,6 +320,7 @@ class Fleet:
         for sample in command.samples:
             seats.work[sample] = tokens
             seats.source.pop(sample, None)
+            seats.carried.pop(sample, None)
             if (home := seats.engine[sample]) in takers:
                 self.engines[home].tokens += tokens
             else:

@@ -173,8 +173,14 @@ class Group:
         left = [NOTHING_CARRIED] * (max(self.places) + 1)
         for index, place in enumerate(self.places):
             if self.states[index] is not SampleState.FAILED:
-                left[place] = CarriedLength(self.lengths[index], self.whole[index])
+                left[place] = self._left_at(index)
         return tuple(left)
+
+    def _left_at(self, index: int) -> CarriedLength:
+        tokens, whole, before = self.lengths[index], self.whole[index], self.carried_at(index)
+        if self.kept_tokens[index] == tokens < before.tokens and not whole:
+            return before  # a trajectory that was stopped while it came out the same
+        return CarriedLength(tokens, whole)
 
     def observed(self, *, complement: bool) -> tuple[list[int], list[int]]:
         """Lengths of complete responses, and where the others were stopped.

@@ -166,7 +166,8 @@ class Round:
         differ = tokens = 0
         for group in self._groups.values():
             for index, kept in enumerate(group.kept_tokens):
-                carried = group.carried_at(index).tokens
+                # A trajectory may end before all that it carries is looked at.
+                carried = min(group.carried_at(index).tokens, group.lengths[index])
                 if kept is not None and carried:
                     differ += kept < carried
                     tokens += min(kept + 1, carried)

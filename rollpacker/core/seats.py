@@ -26,7 +26,8 @@ class Seats:
         self.source: dict[SampleId, int] = {}
         """Of those that move: the engine that each comes from, and that may still end it."""
         self.carried: dict[SampleId, int] = {}
-        """Tokens that its launch gave it; none where that says nothing of it."""
+        """Tokens that its launch gave it; none where that says nothing of it, or a later turn has
+        begun."""
         self.stopping: set[SampleId] = set()
         """They were told to stop; of those that have not ended the answer is awaited."""
 

@@ -9,6 +9,7 @@
 
 It is the round that it would be with single responses, but for these: what races, is aborted or
 deferred is a trajectory. `CancelAct` lets go of one that acts, without an answer of the engine.
+What a deferred one leaves is drawn anew turn by turn (`Retracing`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from rollpacker.core.acting import Acting, Episode
+from rollpacker.core.acting import Acting, Episode, Retracing
 from rollpacker.core.commands import CancelAct, Command, Conclude, Continue, Release
 from rollpacker.core.events import Acted, SampleAborted, SampleFailed, SampleGenerated
-from rollpacker.core.groups import Group, RoundPlan, Waiting
+from rollpacker.core.groups import Group, RoundPlan
 from rollpacker.core.ids import SampleId
 from rollpacker.core.lifecycle import SampleState, check
 from rollpacker.core.reward_schedule import RewardSchedule
@@ -55,10 +56,6 @@ class TurnRound(Round):
         self._num_told = self.num_launched
         return commands
 
-    def deferred(self) -> list[Waiting]:
-        """See `Round.deferred`; a trajectory begins anew."""
-        return [Waiting(waiting.prompt, waiting.attempt) for waiting in super().deferred()]
-
     def waiting_for(self) -> str:
         """See `Round.waiting_for`."""
         episodes = self._acting.episodes
@@ -75,10 +72,15 @@ class TurnRound(Round):
     def on_generated(self, event: SampleGenerated) -> list[Command]:
         """A message has ended, and with it perhaps the trajectory."""
         sample = event.sample
-        episode, in_all = self._in_engine(event)
+        episode, start = self._in_engine(event)
+        in_all = start + event.num_tokens
         group, index = self._group_of(sample)
+        episode.retracing.drawn(start, event.num_tokens, event.num_kept)
         if group.states[index] is not LAUNCHED:
-            return self._told(super().on_generated(replace(event, num_tokens=in_all)), in_all)
+            late = replace(event, num_tokens=in_all, num_kept=episode.retracing.kept)
+            commands = super().on_generated(late)
+            group.whole[index] = False  # the trajectory is not
+            return self._told(commands, in_all)
         if event.version != self._version:
             raise self._wrong_version(event)
         self.preemptions += event.preemptions
@@ -113,9 +115,13 @@ class TurnRound(Round):
 
     def on_aborted(self, event: SampleAborted) -> list[Command]:
         """See `Round.on_aborted`."""
-        _, in_all = self._in_engine(event)
-        commands = super().on_aborted(replace(event, num_tokens=in_all))
-        return self._told(commands, in_all, is_complete=False)
+        episode, start = self._in_engine(event)
+        if episode.retracing.stopped(start, event.num_tokens, event.num_kept):
+            episode.tokens = start + event.num_tokens
+        group, index = self._group_of(event.sample)
+        num_tokens, num_kept = _let_go(episode, group, index)
+        stopped = replace(event, num_tokens=num_tokens, num_kept=num_kept)
+        return self._told(super().on_aborted(stopped), num_tokens, is_complete=False)
 
     def on_failed(self, event: SampleFailed) -> list[Command]:
         """The engine failed, and the episode cannot go on."""
@@ -149,7 +155,7 @@ class TurnRound(Round):
         """The trajectory is complete."""
         episode = self._acting.episodes[sample]
         episode.is_open = False
-        group, index = self._leave_engine(sample, episode.tokens, None)
+        group, index = self._leave_engine(sample, episode.tokens, episode.retracing.kept)
         group.whole[index] = True
         group.states[index] = check(group.states[index], GENERATED)
         self._ended.append((episode.tokens, True))
@@ -170,8 +176,12 @@ class TurnRound(Round):
         self, samples: list[SampleId], replaces: tuple[SampleId, ...] = ()
     ) -> list[Command]:
         episodes = self._acting.episodes
+        # Who failed before its launch is named nowhere else: name whose noise it was to have.
+        replaces = tuple((episodes[one].replaces or (one,))[0] for one in replaces)
         for sample in samples:
-            episodes[sample] = Episode(acts=self._begins, replaces=replaces)
+            group, index = self._group_of(sample)
+            retracing = Retracing(group.carried_at(index).tokens)
+            episodes[sample] = Episode(acts=self._begins, replaces=replaces, retracing=retracing)
         if not self._begins:
             return super()._launch(samples, replaces)
         return [command for sample in samples for command in self._acting.ask(sample)]
@@ -185,8 +195,11 @@ class TurnRound(Round):
         for sample in acting:
             episode = episodes[sample]
             episode.acts = False
-            self._leave_engine(sample, episode.tokens, None)
-            self._ended.append((episode.tokens, False))
+            group, index = self._group_of(sample)
+            num_tokens, num_kept = _let_go(episode, group, index)
+            self._leave_engine(sample, num_tokens, num_kept)
+            group.whole[index] = num_kept is None and group.carried_at(index).whole
+            self._ended.append((num_tokens, False))
         return [*super()._stop(in_engine, unneeded), *self._end_episodes(running)]
 
     def _end_episodes(self, samples: Iterable[SampleId]) -> list[Command]:
@@ -227,12 +240,20 @@ class TurnRound(Round):
     def _in_engine(
         self, event: SampleGenerated | SampleAborted | SampleFailed
     ) -> tuple[Episode, int]:
-        """The episode of a sample that the engine has, and the trajectory's tokens, with those of
-        the event."""
+        """The episode of a sample that the engine has, and where its turn begins: how many tokens
+        stand before it."""
         episode = self._acting.episodes.get(event.sample)
         if episode is None:
             raise self._stray(event.sample)
         if episode.acts:
             raise StrayEventError(f"{event}: its turn is with the environment")
-        num_tokens = 0 if isinstance(event, SampleFailed) else event.num_tokens
-        return episode, episode.tokens + episode.given + num_tokens
+        return episode, episode.tokens + episode.given
+
+
+def _let_go(episode: Episode, group: Group, index: int) -> tuple[int, int | None]:
+    """Tokens of a trajectory that ends on its way, up to the last that was drawn, and how many of
+    them came out as they were left. One that nobody has looked at has what was left."""
+    kept = episode.retracing.kept
+    if kept is None and episode.retracing.carried:
+        return group.carried_at(index).tokens, None
+    return episode.tokens, kept

@@ -12,7 +12,9 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollpacker.core.acting import Retracing
 from rollpacker.core.commands import Launch
+from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.report.step_history import CarriedInto, SampleHistory, StepHistory
 
@@ -44,9 +46,15 @@ class CarryBook:
         """By the sample whose noise it is drawn with."""
         self._replaced: dict[SampleId, SampleId] = {}
         """In this step: samples launched for failed ones, by the first that failed."""
+        self._takes_turns = False
+        self._retracing: dict[SampleId, Retracing] = {}
+        """In this step: trajectories of which earlier launches have left something, in drawn
+        tokens."""
 
     def begin_session(self, job: Mapping[str, Any]) -> None:
         self._carries = carrying(job) != "none"
+        self._takes_turns = job.get("acting") is not None
+        self._retracing.clear()
 
     def launch(self, command: Launch, known: Mapping[SampleId, SampleHistory]) -> None:
         """`known` has the launched samples."""
@@ -56,13 +64,34 @@ class CarryBook:
         for sample, num_tokens in zip(samples, command.carried, strict=False):
             if num_tokens:
                 lost = CarriedInto(num_tokens, whole=False, version=command.version)
-                known[sample].carried = self._had.get(self._place_of(sample), lost)
+                known[sample].carried = had = self._had.get(self._place_of(sample), lost)
+                if self._takes_turns:
+                    self._retracing[sample] = Retracing(had.num_tokens)
+
+    def drawn(self, sample: SampleHistory, event: SampleGenerated | SampleAborted) -> None:
+        """An engine has these tokens more of the sample, and says how many of those that were left
+        came out the same; of a trajectory those of a turn."""
+        retracing = self._retracing.get(sample.sample)
+        if retracing is None:
+            sample.num_tokens += event.num_tokens
+            sample.num_kept = event.num_kept
+            return
+        turn = (sample.num_tokens, event.num_tokens, event.num_kept)
+        counts = True
+        if isinstance(event, SampleAborted):
+            counts = retracing.stopped(*turn) or retracing.kept is None
+        else:
+            retracing.drawn(*turn)
+        sample.num_tokens += event.num_tokens if counts else 0
+        sample.num_kept = retracing.kept
 
     def end(self, sample: SampleHistory, version: int) -> None:
         """The engine let go of a sample that it had under this version of the weights."""
         if not self._carries:
             return
-        before = sample.carried
+        before, retracing = sample.carried, self._retracing.get(sample.sample)
+        if retracing is not None and retracing.goes_on:
+            return  # so far it is what was left, and there is more
         if before is not None and sample.num_kept is None:
             if not sample.is_finished and sample.num_tokens == before.num_tokens:
                 return  # it was not looked at
@@ -74,6 +103,7 @@ class CarryBook:
         """The step is over. Of all other prompts nothing is carried any more."""
         self._had = {place: had for place, had in self._had.items() if place.prompt in waiting}
         self._replaced.clear()
+        self._retracing.clear()
 
     def _place_of(self, sample: SampleId) -> SampleId:
         return self._replaced.get(sample, sample)._replace(attempt=0)
@@ -147,8 +177,10 @@ def step_carrying(step: StepHistory) -> CarryCounts:
                 continue
             counts.looked_at += carried.num_tokens
             counts.kept += sample.num_kept
-            counts.verified[age] += min(sample.num_kept + 1, carried.num_tokens)
-            counts.mismatches[age] += sample.num_kept < carried.num_tokens
+            # A trajectory may have been stopped before all of it was looked at.
+            num_there = min(carried.num_tokens, sample.num_tokens)
+            counts.verified[age] += min(sample.num_kept + 1, num_there)
+            counts.mismatches[age] += sample.num_kept < num_there
     counts.prompts = len(prompts)
     return counts
 

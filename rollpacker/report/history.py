@@ -234,9 +234,9 @@ class History:
 
     def _let_go(self, sample: SampleHistory, event: SampleGenerated | SampleAborted) -> None:
         """The engine did, with so many tokens."""
-        sample.num_tokens += event.num_tokens  # of this turn
+        self._carrying.drawn(sample, event)
         sample.preemptions += event.preemptions
-        sample.num_kept, sample.num_redraws = event.num_kept, event.num_redraws
+        sample.num_redraws = event.num_redraws
         if self.step.rounds:
             self._carrying.end(sample, self.step.rounds[-1].version)
 

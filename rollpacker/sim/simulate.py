@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from rollpacker.bus import Sink
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
@@ -11,6 +12,7 @@ from rollpacker.core.job_config import JobConfig
 from rollpacker.core.parallelism import ParallelismConfig
 from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
 from rollpacker.core.stream_plan import DeviceLayout
+from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.latency import Calibration, DatasheetModel
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.pipeline_machine import pipeline_of
@@ -95,7 +97,7 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
         max_steps=None,
         max_response_tokens=scenario.max_tokens,
         prompt_tokens=rollout.prompt_tokens,
-        tail_batching=scenario.tail_batching,
+        tail_batching=_tail(scenario),
         rewards=RewardScheduleConfig(
             overlap=scheduler.overlap,
             order=scheduler.order,
@@ -122,6 +124,13 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
             num_devices=scenario.cluster.gpus if scenario.parallelism_planner.enabled else None,
         ),
     )
+
+
+def _tail(scenario: Scenario) -> TailBatchingConfig:
+    """Deferred trajectories begin anew here: that some of their tokens are drawn in one pass is not
+    simulated."""
+    tail = scenario.tail_batching
+    return replace(tail, carry="none") if scenario.turns is not None and tail.carries else tail
 
 
 def _reward_kind(stage: RewardStage, adaptive: bool) -> RewardKindConfig:

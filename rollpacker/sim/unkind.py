@@ -113,6 +113,7 @@ class Unkind:
                         finish_reason="stop",
                         version=self._version,
                         preemptions=event.preemptions,
+                        num_kept=event.num_kept,
                         engine=event.engine,
                         incarnation=event.incarnation,
                     )

@@ -284,6 +284,9 @@ def _carried_memory(config: RunConfig, on_cuda: bool, notes: list[str]) -> list[
     if not prompts:
         return []
     samples, tokens = config.rollout.samples_per_prompt, config.rollout.max_response_tokens
+    if config.environment is not None:  # where nothing bounds them, without what is given
+        turns = config.environment.max_turns
+        tokens = config.environment.max_trajectory_tokens or turns * tokens
     size = prompts * samples * tokens * CARRIED_TOKEN_BYTES
     formula = (
         f"at most {prompts} deferred prompts x {samples} samples x {tokens} tokens x "

@@ -71,6 +71,8 @@ class Request:
     length: int
     """Of the message at hand."""
     is_cut_off: bool = False
+    num_kept: int | None = None
+    """Of the carried tokens, so many come out the same; None: there are none."""
 
 
 @dataclass
@@ -168,13 +170,11 @@ class Engines:
             assert sample not in self.requests, "launched twice"
             before = self.requests.get(origin)
             noise = before.noise if before else world.config.tail_batching.noise_of(origin)
-            assert tokens in (0, world.left.get(noise)), "carried is what was left"
-            length = max(tokens, world.length(noise, world.rng("length", noise)))
-            self.requests[sample] = Request(noise, tokens, length, self.cuts_off(sample, 1))
+            self.requests[sample] = self.request(sample, noise, tokens)
             world.environments.goes_on(sample)
             self.where[sample] = None
             if number != NOWHERE:
-                self.start(sample, number, tokens)
+                self.start(sample, number, self.requests[sample].carried)
         if command.round == world.stop_at_round:
             world.push(0.0, StopRequested(time_s=0.0))
 
@@ -185,21 +185,35 @@ class Engines:
             assert sample not in self.where and sample not in self.stopping
             world.environments.goes_on(sample)
             turn = world.environments.played[sample].messages + 1
-            noise = self.requests[sample].noise
-            length = world.length(noise, world.rng("length", noise, turn))
-            self.requests[sample] = Request(noise, 0, length, self.cuts_off(sample, turn))
+            noise, given = self.requests[sample].noise, world.environments.played[sample].given
+            length, num_kept = world.walking.go_on(sample, given)
+            is_cut_off = self.cuts_off(sample, turn)
+            self.requests[sample] = Request(noise, num_kept or 0, length, is_cut_off, num_kept)
             before, self.where[sample] = self.last.get(sample), None
             if number != NOWHERE:
                 takes = before is not None and before.ready and before.engine not in self.released
                 assert not takes or number == before.engine, "another has what came before"
-                self.start(sample, number, 0)
+                self.start(sample, number, num_kept or 0)
+
+    def request(self, sample: SampleId, noise: SampleId, carried: int) -> Request:
+        """Of a launch."""
+        world = self.world
+        if world.config.acting is None:
+            assert carried in (0, world.left.get(noise)), "carried is what was left"
+            length = max(carried, world.length(noise, world.rng("length", noise)))
+            return Request(noise, carried, length, num_kept=carried or None)
+        assert carried in (0, len(world.trails.get(noise, ()))), "carried is what was left"
+        length, num_kept = world.walking.begin(sample, noise, carried > 0)
+        is_cut_off = self.cuts_off(sample, 1)
+        return Request(noise, num_kept or 0, length, is_cut_off, num_kept)
 
     def cuts_off(self, sample: SampleId, turn: int) -> bool:
         """Whether this message runs into the limit of a turn."""
         if self.world.config.acting is None:
             return False
         rate = self.world.dialogues.cut_off_rate
-        return self.world.rng("cut off", sample, turn).random() < rate
+        who = self.world.environments.who(sample)
+        return self.world.rng("cut off", who, turn).random() < rate
 
     def start(self, sample: SampleId, number: int, tokens: int) -> None:
         life = self.current(number)
@@ -216,7 +230,7 @@ class Engines:
             finish_reason="length" if request.is_cut_off else "stop",
             version=life.version,
             preemptions=self.world.preemptions(sample),
-            num_kept=request.carried or None,
+            num_kept=request.num_kept,
             **life.name,
         )
         life.runs[sample] = Run(self.world.time_s - tokens, event)
@@ -242,7 +256,7 @@ class Engines:
                 time_s=0.0,
                 sample=sample,
                 num_tokens=run.tokens(self.world.time_s),
-                num_kept=self.requests[sample].carried or None,
+                num_kept=self.requests[sample].num_kept,
                 **life.name,
             )
             run.event = event
@@ -387,7 +401,9 @@ class Engines:
         """What the sample has is there for its next launch, unless a zombie said so."""
         if isinstance(event, SampleGenerated | SampleAborted):
             life = self.lives[event.engine, event.incarnation]
-            if not life.lost:
+            if not life.lost and self.world.config.acting is not None:
+                self.world.walking.heard(event)
+            elif not life.lost:
                 self.world.left[self.requests[event.sample].noise] = event.num_tokens
 
     def moved(self, event: SampleMoved) -> Event | None:

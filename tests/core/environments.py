@@ -33,6 +33,10 @@ class Dialogues:
     """Of the answers: those that take up to ten times as long."""
     seconds: float = 4.0
     """The others take up to so long."""
+    repeats: bool = False
+    """Every launch of a prompt's sample gets the same answers."""
+    mismatch: float = 0.0
+    """Of the messages: those that an update of the weights changes."""
 
 
 @dataclass
@@ -103,7 +107,7 @@ class Environments:
 
     def answer(self, command: Act) -> Acted | None:
         world, sample, turn, dialogues = self.world, command.sample, command.turn, self.dialogues
-        rng = world.rng("answer", sample, turn)
+        rng = world.rng("answer", self.who(sample), turn)
         slow = 10.0 if rng.random() < dialogues.slow_rate else 1.0
         seconds = slow * dialogues.seconds * rng.random()
         given, is_over = rng.randint(0, dialogues.most_given), rng.random() < dialogues.over_rate
@@ -125,6 +129,10 @@ class Environments:
             seconds=seconds,
             reason=rng.choice(("", "no_tool_call")) if is_over else "",
         )
+
+    def who(self, sample: SampleId) -> SampleId:
+        """By whom answers are drawn."""
+        return sample._replace(attempt=0) if self.dialogues.repeats else sample
 
     def cancel(self, command: CancelAct) -> None:
         assert command.samples
@@ -164,6 +172,7 @@ class Environments:
             case _:
                 assert played.over is not None and reason == (played.over or "done")
         played.concluded = reason
+        self.world.walking.conclude(sample)
         played.is_open = played.to_continue = played.waits = False
 
     def goes_on(self, sample: SampleId) -> None:

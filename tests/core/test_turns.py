@@ -213,16 +213,6 @@ def test_races_cancel_what_acts_and_abort_what_is_generated() -> None:
     assert commands_of(world, Defer)
 
 
-def test_what_is_deferred_begins_anew() -> None:
-    tail = TailBatchingConfig(stragglers="pool")
-    assert tail.carries
-    world = World(job_config(tail_batching=tail), num_rows=60)
-    check_run(world.run())
-    launches = commands_of(world, Launch)
-    assert any(s.attempt for c in launches for s in c.samples)
-    assert not any(c.carried for c in launches)
-
-
 def test_so_many_act_at_a_time_and_the_longest_come_first() -> None:
     acting = ActingConfig(kinds={"train": KindConfig(workers=1)})
     config = job_config(acting, p0=2, r0=3, tail_batching=NO_RACE)

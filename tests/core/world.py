@@ -47,6 +47,7 @@ from rollpacker.sim.unkind import Unkind, UnkindConfig
 from tests.core.engines import Engines, Faults
 from tests.core.environments import Dialogues, Environments
 from tests.core.pools import EVALUATION_S, Broker, Driver, check_now
+from tests.core.trails import Trail, Trails
 from tests.core.trainer import Trainer, TrainerFaults
 
 
@@ -86,6 +87,8 @@ class World:
         self.counter = 0
         self.left: dict[SampleId, int] = {}
         """Tokens that an aborted or finished sample had, by whose noise it had."""
+        self.trails: dict[SampleId, Trail] = {}
+        """The same of trajectories: the tokens."""
         self.checking: set[SampleId] = set()
         self.retried: set[SampleId] = set()
         self.version = 0
@@ -95,8 +98,8 @@ class World:
         self.streamed: list[tuple[SampleId, ...]] = []
         """Groups whose gradients were begun, of this step."""
         self.snapshots: dict[int, tuple[dict, tuple[int, int], int]] = {}
-        self.left_at: dict[int, dict[SampleId, int]] = {}
-        """`left`, as a checkpoint would hold it."""
+        self.left_at: dict[int, tuple[dict[SampleId, int], dict[SampleId, Trail]]] = {}
+        """`left` and `trails`, as a checkpoint would hold them."""
         self.committed_s: dict[int, float] = {}
         """When each step was committed: a resumed run's clock goes on from there."""
         self.committed: Committed | None = None
@@ -127,7 +130,7 @@ class World:
         world = copy_of(self, config=config or self.config)
         world.job = restore_job(world.config, state)
         world.cursor, world.version = cursor, version
-        world.left = dict(self.left_at[step])
+        world.left, world.trails = map(dict, self.left_at[step])
         world.time_s = self.committed_s[step]
         world.begin(Committed(time_s=0.0, step=step, checkpointed=True))
         return world.go_on()
@@ -136,6 +139,7 @@ class World:
         """Join the parts; the run begins with this event, or with an evaluation before it."""
         self.engines = Engines(self, self.faults)
         self.environments = Environments(self, self.dialogues)
+        self.walking = Trails(self)
         self.misfortune = Unkind(self.unkind, self, self.engines, self.environments, seed=self.seed)
         self.trainer = Trainer(self, self.trainer_faults)
         self.driver = None if self.broker is None else Driver(self, self.broker)
@@ -287,7 +291,7 @@ class World:
 
     def commit(self, command: Commit) -> None:
         self.snapshots[command.step] = (self.job.state(), self.cursor, self.version)
-        self.left_at[command.step] = dict(self.left)
+        self.left_at[command.step] = dict(self.left), dict(self.trails)
         self.committed_s[command.step] = self.time_s
         if command.step == self.stop_at_step:
             self.push(0.0, StopRequested(time_s=0.0))
