@@ -17,8 +17,8 @@ trainer are not. Arms:
     fixed_60_s     no races; 60 s for every answer, the default of `environment.timeout_s`
 
 In each block `neither` runs beside the others, which come one after another. Seconds of steps are
-the runs' own. An episode says a number of its own by its reward, and writes it to a file, another one
-if it hangs: what was trained on is looked up there.
+the runs' own. An episode says a number of its own by its reward; one that hangs writes its number
+to a file, in which what was trained on is looked up.
 
 `chaos`: processes of deterministic environments are ended by SIGKILL or held by SIGSTOP, 200 times,
 while a run goes on; `exactly_once.py` reads its log.
@@ -119,7 +119,7 @@ def waited(folder: Path, arm: str) -> dict[str, Any]:
     """One run of this arm."""
     code, limit_s, overrides, steps = ARMS[arm]
     folder.mkdir()
-    turns_runs.write_run(folder, "Waits", source())
+    turns_runs.write_run(folder, "Waits", source(), model=folder.parent / "model")
     timeout = f"environment.timeout_s={limit_s / SCALE}"
     said = folder / "said.txt"
     run = turns_runs.start(
@@ -155,6 +155,7 @@ def lines(path: Path) -> set[str]:
 
 def waits(blocks: int, folder: Path) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+    turns_runs.write_model(folder / "model")
 
     def run(arms: tuple[str, ...], block: int) -> None:
         for arm in arms:
@@ -222,7 +223,8 @@ def struck(run: Any, num_faults: int, chance: random.Random) -> Counter[str]:
 
 def chaos(num_faults: int, folder: Path) -> dict[str, Any]:
     folder.mkdir()
-    turns_runs.write_run(folder, "Follows", source())
+    turns_runs.write_model(folder / "model")
+    turns_runs.write_run(folder, "Follows", source(), model=folder / "model")
     said, began = folder / "said.txt", time.monotonic()
     more = ("environment.workers=4", "train.steps=100000", "train.epochs=1000")
     run = turns_runs.start(folder, *more, said=said)
@@ -240,7 +242,6 @@ def chaos(num_faults: int, folder: Path) -> dict[str, Any]:
     followed = lines(folder / "followed.txt")
     acted = [one for one in found if one.get("event") == "Acted"]
     read = check(path / "events.jsonl")
-    under_way = 0 if read["fetched"] == read["trained"] + read["dropped"] else -1
     problems = [one for one in read["problems"] if not one.endswith("was settled 0 times")]
     waiting = len(read["problems"]) - len(problems)
     committed = [one for one in found if one.get("event") == "Committed"]
@@ -253,7 +254,7 @@ def chaos(num_faults: int, folder: Path) -> dict[str, Any]:
         "lost_answers": dict(Counter(one["cause"] for one in acted if one.get("cause"))),
         "dropped_prompts": read["dropped"],
         "prompts_not_settled_when_it_ended": waiting,
-        "log_says": problems[:20] if under_way else problems,
+        "log_says": problems[:20],
         "rewards_that_do_not_follow": sum(
             bool(row["reward"])
             and f"{json.loads(row['row'])['number']} {row['reward']!r}" not in followed

@@ -46,15 +46,14 @@ def write_model(folder: Path) -> None:
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def write_run(folder: Path, environment: str, source: str) -> None:
+def write_run(folder: Path, environment: str, source: str, *, model: Path) -> None:
     """A folder in which `start` runs. `source`: the file in which the class `environment` is."""
-    write_model(folder / "model")
     (folder / "played.py").write_text(source)
     rows = [{"prompt": f"Row {n}", "number": n} for n in range(NUM_ROWS)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
         "name": "run",
-        "model": {"path": "model"},
+        "model": {"path": str(model)},
         "data": {
             "train": {"kind": "jsonl", "path": "rows.jsonl", "chat": True},
             "max_prompt_tokens": 64,
