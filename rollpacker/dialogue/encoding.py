@@ -26,6 +26,8 @@ class Encoder:
         """`template_texts`: what the template writes by itself. The tokens of the added vocabulary
         that stand there are markers, besides the special ones."""
         self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        """Of tokens that were asked for, which are few: those that end turns."""
         written = "\n".join(template_texts)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._ids = {
@@ -94,11 +96,14 @@ class Encoder:
         return self.encode(text, held)
 
     def text_of(self, token: int) -> str:
-        return str(
-            self._tokenizer.decode(
-                [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = str(
+                self._tokenizer.decode(
+                    [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
             )
-        )
+        return text
 
     def whole_marker(self, text: str, length: int) -> int:
         """The largest length up to `length` that cuts no marker of the text in two."""

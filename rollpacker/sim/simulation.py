@@ -25,6 +25,7 @@ from rollpacker.core.commands import Act, CancelAct, Conclude, Drop, Finish, Res
 from rollpacker.core.events import Event, RunStarted
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.pooled_job import make_job
+from rollpacker.sim.carried_turns import CarriedTurns
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.ports.cursor import Cursor
@@ -67,6 +68,8 @@ class Simulation:
         trajectories, turns = workload.trajectories, None
         if trajectories is not None:
             turns = Turns(trajectories, responses, keep_rows=machine.keep_rows)
+            if machine.carries_turns:
+                responses.carried_turns = CarriedTurns(workload, machine.mismatch)
         self.rollout = Rollout(clock, machine, responses, tally, work, cap, num_engines, turns)
         parts = clock, machine, workload, responses, cap
         rewards = Rewards(*parts)
@@ -142,7 +145,9 @@ class Simulation:
         if done < steps:
             hint = "lower the rates of unkind" if self._unkind else "simulate fewer steps"
             raise ValueError(f"the run ended after {done} steps: {self._finished}; {hint}")
-        mismatch = self._responses.verified.mismatch
+        carried_turns = self._responses.carried_turns
+        verified = self._responses.verified if carried_turns is None else carried_turns.verified
+        mismatch = verified.mismatch
         result = self._tally.result(self.job.stream.num_releases, mismatch)
         if self._pipeline is None:
             return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from rollpacker.sim.responses import Responses
@@ -25,11 +26,26 @@ class Turns:
         self._keep_rows = keep_rows
         self._ended: dict[int, int] = {}
         self._homes: dict[int, Home] = {}
+        self._starts: dict[int, int] = {}
+        """Tokens that stand before the message at hand."""
 
     def clear(self) -> None:
         """Another round begins."""
         self._ended.clear()
         self._homes.clear()
+        self._starts.clear()
+
+    def launch(self, keys: Iterable[int]) -> dict[int, int]:
+        """The first message of these begins. Tokens that it has been left, where it has any."""
+        found = {}
+        for key in keys:
+            if left := self._take_up(key, 0):
+                found[key] = left
+        return found
+
+    def start(self, key: int) -> int:
+        """Tokens that stand before the message at hand."""
+        return self._starts[key]
 
     def end(self, key: int, home: Home) -> bool:
         """A message has ended in this engine; whether it was cut off."""
@@ -40,17 +56,26 @@ class Turns:
 
     def begin(self, key: int) -> int:
         """What the environment gave stands behind what the sample has, and its next message begins.
-        Tokens that it has then."""
+        Tokens that it has then, those that were left of the message included."""
         responses = self._responses
         turns, turn = self._trajectories.turns(responses.noises[key]), self._ended[key]
         has = responses.lengths[key] + turns[turn - 1].given
-        responses.done[key], responses.lengths[key] = has, has + turns[turn].tokens
-        return has
+        responses.lengths[key] = has + turns[turn].tokens
+        return has + self._take_up(key, has)
 
     def to_compute(self, key: int, home: Home) -> int | None:
-        """Of these, so many this engine has to take in first: those that were given. None: all, and
-        the prompt."""
+        """Of these, so many this engine has to take in first: those that were given or left. None:
+        all, and the prompt."""
         if not self._keep_rows or self._homes[key] != home:
             return None
         turns = self._trajectories.turns(self._responses.noises[key])
-        return turns[self._ended[key] - 1].given
+        left = self._responses.done[key] - self._starts[key]
+        return turns[self._ended[key] - 1].given + left
+
+    def _take_up(self, key: int, start: int) -> int:
+        """A message begins behind so many tokens. Those of it that need not be decoded."""
+        responses = self._responses
+        self._starts[key] = start
+        done = min(max(responses.same.get(key, 0), start), responses.lengths[key])
+        responses.done[key] = done
+        return done - start
