@@ -11,9 +11,9 @@ billion parameters; a message has 100 tokens on average. Reward and trainer take
 its rollout alone, which a real one is longer than.
 
 Counted is the processor time of the controller's process, without that of the engine's stand-in;
-that of its event loop alone beside it. `parts` are shares by cProfile, of the event loop and of what
-the controller does in the engine's thread, in a run of its own; what built-in functions take counts
-for those who call them. Exit code 1 above 5 % of a step.
+that of its event loop alone beside it. `parts` are shares by cProfile, of the event loop and of
+what the controller does in the engine's thread, in a run of its own; what built-in functions take
+counts for those who call them. Exit code 1 above 5 % of a step.
 """
 
 from __future__ import annotations
