@@ -8,36 +8,54 @@ comes out differently is decoded; it has the lengths that it had, an approximati
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
+from rollpacker.bus import Routes
+from rollpacker.core.commands import Defer
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.sim.machine import Machine
+from rollpacker.sim.responses import Responses, Verified
 from rollpacker.sim.workload import Workload
 
 
-@dataclass(slots=True)
-class Verified:
-    """Carried tokens that were drawn again in the whole run."""
-
-    num_tokens: int = 0
-    num_mismatches: int = 0
-    """So many of them came out differently: of a response at most the first."""
-
-    @property
-    def mismatch(self) -> float:
-        return self.num_mismatches / self.num_tokens if self.num_tokens else 0.0
-
-
 class CarriedTurns:
-    """By place of the sample: tokens from the prompt on, given ones included."""
+    """Obeys `Defer` where trajectories carry. Tokens are counted from the prompt on, given ones
+    included."""
 
-    def __init__(self, workload: Workload, mismatch: float) -> None:
+    def __init__(self, workload: Workload, mismatch: float, responses: Responses) -> None:
         assert workload.trajectories is not None
         self.verified = Verified()
         """Given tokens are left out."""
-        self._workload, self._mismatch = workload, mismatch
+        self.same: dict[int, int] = {}
+        """By key of the sample, in the step at hand: tokens that come out as they were left."""
+        self._workload, self._mismatch, self._responses = workload, mismatch, responses
         self._trajectories = workload.trajectories
         self._left: dict[tuple[PromptId, int], tuple[int, int]] = {}
-        """Tokens, and the version of the weights that they are draws from."""
+        """By place of the sample: tokens, and the version of the weights that drew them."""
+        self._version = 0
+        """Of the step at hand."""
+
+    @classmethod
+    def of(cls, machine: Machine, workload: Workload, responses: Responses) -> CarriedTurns | None:
+        """None: nothing is carried, or nothing takes turns."""
+        return cls(workload, machine.mismatch, responses) if machine.carries_turns else None
+
+    def routes(self) -> Routes:
+        return {Defer: self._defer}
+
+    def launch(self, keys: Iterable[int], version: int) -> None:
+        """Trajectories begin; what was left of them need not be decoded."""
+        samples, noises, self._version = self._responses.samples, self._responses.noises, version
+        for key in keys:
+            self.same[key] = self.take_up(samples[key], noises[key], version)
+
+    def _defer(self, command: Defer) -> None:
+        prompts, responses = set(command.prompts), self._responses
+        for key, sample in enumerate(responses.samples):
+            if sample.prompt in prompts:
+                tokens = responses.reached.get(key, responses.lengths[key])
+                tokens = max(tokens, self.same[key])
+                self.keep(responses.noises[key], tokens, self._version)
 
     def keep(self, noise: SampleId, tokens: int, version: int) -> None:
         """The prompt is deferred, and of this sample there were so many tokens."""

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rollpacker.bus import Routes
 from rollpacker.core.commands import Defer, Launch
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.tail_batching import TailBatchingConfig
-from rollpacker.sim.carried_turns import CarriedTurns, Verified
 from rollpacker.sim.workload import Workload
 
 MAX_REDRAWS = 16
@@ -45,6 +45,19 @@ class Draw(NamedTuple):
     """It was cut off at so many tokens, at the furthest; 0: it was never cut off."""
     ceiling: int
     """One of which tokens come out differently may grow to so many."""
+
+
+@dataclass(slots=True)
+class Verified:
+    """Carried tokens that were drawn again in the whole run."""
+
+    num_tokens: int = 0
+    num_mismatches: int = 0
+    """So many of them came out differently: of a response at most the first."""
+
+    @property
+    def mismatch(self) -> float:
+        return self.num_mismatches / self.num_tokens if self.num_tokens else 0.0
 
 
 class Responses:
@@ -75,10 +88,6 @@ class Responses:
         self._bounds: dict[int, tuple[int, int]] = {}
         """Floor and ceiling of those that were deferred."""
         self.verified = Verified()
-        self.carried_turns: CarriedTurns | None = None
-        """What deferred trajectories have left. None: they begin anew."""
-        self.same: dict[int, int] = {}
-        """Tokens of trajectories that come out as they were left; given ones included."""
         self._to_come: dict[int, list[int]] = {}
         """Lengths of the redraws to come, the next one last."""
         self._workload = workload
@@ -101,11 +110,9 @@ class Responses:
         self.keys.update(zip(samples, keys, strict=True))
         self.noises += self._noises(command)
         self._add_lengths(self.noises[keys.start :])
-        if self._workload.trajectories is not None:
-            self.done += [0] * len(samples)
-            self._retrace(keys)
-            return keys
         self.done += command.carried or [0] * len(samples)
+        if self._workload.trajectories is not None:  # these begin anew, always
+            return keys
         if command.replaces and self._tail.selection == "none":
             self._repeat(keys, [self.keys[sample] for sample in command.replaces])
         elif self._left:
@@ -115,7 +122,7 @@ class Responses:
     def clear(self) -> None:
         for known in (self.samples, self.lengths, self.noises, self.done, self.keys):
             known.clear()
-        for few in (self.reached, self.kept, self.redraws, self.same):
+        for few in (self.reached, self.kept, self.redraws):
             few.clear()
         self._bounds.clear()
         self._to_come.clear()
@@ -214,31 +221,9 @@ class Responses:
         if len(redraws) > 1:
             self._to_come[key] = redraws[:0:-1]
 
-    def _retrace(self, keys: range) -> None:
-        """Trajectories begin; what was left of them need not be decoded."""
-        if self.carried_turns is None:
-            return
-        for key in keys:
-            sample, noise = self.samples[key], self.noises[key]
-            if same := self.carried_turns.take_up(sample, noise, self._version):
-                self.same[key] = same
-
-    def _keep_turns(self, command: Defer) -> None:
-        if self.carried_turns is None:
-            return
-        prompts = set(command.prompts)
-        for key, sample in enumerate(self.samples):
-            if sample.prompt in prompts:
-                tokens = self.reached.get(key, self.lengths[key])
-                tokens = max(tokens, self.same.get(key, 0))
-                self.carried_turns.keep(self.noises[key], tokens, self._version)
-
     def _keep(self, command: Defer) -> None:
         """The prompts will be launched again."""
-        if self._workload.trajectories is not None:
-            self._keep_turns(command)
-            return
-        if self._tail.selection == "published":
+        if self._tail.selection == "published" or self._workload.trajectories is not None:
             return
         ceilings = dict.fromkeys(command.prompts, 0)
         left: dict[tuple[PromptId, int], Draw] = {}

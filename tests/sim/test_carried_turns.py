@@ -16,6 +16,7 @@ from rollpacker.core.records import Entry, Record
 from rollpacker.sim.carried_turns import CarriedTurns
 from rollpacker.sim.plan import compare
 from rollpacker.sim.plan_ideas import Candidate, ScenarioEvaluate, order_idea, plan_base
+from rollpacker.sim.responses import Responses
 from rollpacker.sim.scenario import Scenario, load_scenario
 from rollpacker.sim.simulate import simulate
 from rollpacker.sim.workload import Workload
@@ -86,7 +87,7 @@ def test_places_are_counted_with_what_was_given() -> None:
     for row in range(30):
         sample = SampleId(PromptId("none", 0, row), 0, 0)
         first, *more = trajectories.turns(sample)
-        carried = CarriedTurns(workload, 0.0)
+        carried = CarriedTurns(workload, 0.0, Responses(workload))
         carried.keep(sample, first.tokens + 5, 1)
         assert carried.take_up(SampleId(sample.prompt, 0, 1), sample, 2) == first.tokens + 5
         drawn = first.tokens + (max(5 - first.given, 0) if more else 0)

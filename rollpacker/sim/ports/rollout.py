@@ -148,7 +148,7 @@ class Rollout:
         keys = self._responses.add(command)
         self._num_generating += len(keys)
         if self._turns is not None:
-            self._carried.update(self._turns.launch(keys))
+            self._carried.update(self._turns.launch(keys, command.version))
         elif command.carried:
             self._carried.update(zip(keys, command.carried, strict=True))
         assert command.engines or len(self._fleet) == 1, "which engine, the core has to say"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from rollpacker.sim.carried_turns import CarriedTurns
 from rollpacker.sim.responses import Responses
 from rollpacker.sim.trajectories import Trajectories
 
@@ -18,12 +19,19 @@ class Turns:
     """Messages that ended, by key of the sample, and who generated the last one."""
 
     def __init__(
-        self, trajectories: Trajectories, responses: Responses, *, keep_rows: bool
+        self,
+        trajectories: Trajectories,
+        responses: Responses,
+        *,
+        keep_rows: bool,
+        carried: CarriedTurns | None = None,
     ) -> None:
-        """`keep_rows`: an engine keeps what it has of a sample while its environment answers."""
+        """`keep_rows`: an engine keeps what it has of a sample while its environment answers.
+        `carried`: what deferred ones have left; None: they begin anew."""
         self._trajectories = trajectories
         self._responses = responses
         self._keep_rows = keep_rows
+        self._carried = carried
         self._ended: dict[int, int] = {}
         self._homes: dict[int, Home] = {}
         self._starts: dict[int, int] = {}
@@ -35,8 +43,10 @@ class Turns:
         self._homes.clear()
         self._starts.clear()
 
-    def launch(self, keys: Iterable[int]) -> dict[int, int]:
+    def launch(self, keys: Iterable[int], version: int) -> dict[int, int]:
         """The first message of these begins. Tokens that it has been left, where it has any."""
+        if self._carried is not None:
+            self._carried.launch(keys, version)
         found = {}
         for key in keys:
             if left := self._take_up(key, 0):
@@ -76,6 +86,7 @@ class Turns:
         """A message begins behind so many tokens. Those of it that need not be decoded."""
         responses = self._responses
         self._starts[key] = start
-        done = min(max(responses.same.get(key, 0), start), responses.lengths[key])
+        same = 0 if self._carried is None else self._carried.same[key]
+        done = min(max(same, start), responses.lengths[key])
         responses.done[key] = done
         return done - start
