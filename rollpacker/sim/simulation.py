@@ -65,11 +65,9 @@ class Simulation:
         responses = Responses(workload, config.tail_batching, machine.mismatch)
         work, cap = GradientWork(), config.max_response_tokens
         num_engines = 1 if config.fleet is None else config.fleet.num_engines
-        trajectories, keep_rows = workload.trajectories, machine.keep_rows
+        trajectories = workload.trajectories
         carried = CarriedTurns.of(machine, workload, responses)
-        turns = trajectories and Turns(
-            trajectories, responses, keep_rows=keep_rows, carried=carried
-        )
+        turns = Turns.of(machine, workload, responses, carried)
         self.rollout = Rollout(clock, machine, responses, tally, work, cap, num_engines, turns)
         parts = clock, machine, workload, responses, cap
         rewards = Rewards(*parts)

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from rollpacker.sim.carried_turns import CarriedTurns
+from rollpacker.sim.machine import Machine
 from rollpacker.sim.responses import Responses
 from rollpacker.sim.trajectories import Trajectories
+from rollpacker.sim.workload import Workload
 
 
 class Home(NamedTuple):
@@ -36,6 +38,20 @@ class Turns:
         self._homes: dict[int, Home] = {}
         self._starts: dict[int, int] = {}
         """Tokens that stand before the message at hand."""
+
+    @classmethod
+    def of(
+        cls,
+        machine: Machine,
+        workload: Workload,
+        responses: Responses,
+        carried: CarriedTurns | None,
+    ) -> Turns | None:
+        """None: samples are single responses."""
+        trajectories = workload.trajectories
+        if trajectories is None:
+            return None
+        return cls(trajectories, responses, keep_rows=machine.keep_rows, carried=carried)
 
     def clear(self) -> None:
         """Another round begins."""
