@@ -88,6 +88,8 @@ class Engines:
         """Of those that are to move: where they were."""
         self._ended: set[str] = set()
         self._aborted: set[str] = set()
+        self._concluded: set[str] = set()
+        """Trajectories that are over; of them a turn ends at a time."""
 
     def read(self, entry: dict[str, Any]) -> list[str]:
         """What cannot be, in words."""
@@ -103,6 +105,16 @@ class Engines:
                     over = (self._ended | self._aborted).intersection(samples)
                     problems += [f"{s} was placed, and is over" for s in over]
                     self._at.update(zip(samples, where, strict=True))
+                case "Continue":
+                    over = (self._concluded | self._aborted).intersection(samples)
+                    problems += [f"{s} goes on, and is over" for s in over]
+                    problems += [f"{s} goes on in mid-turn" for s in {*samples} - self._ended]
+                    self._ended.difference_update(samples)
+                    self._at.update(zip(samples, where, strict=True))
+                case "Conclude":
+                    if command["sample"] in self._concluded:
+                        problems.append(f"{command['sample']} was concluded twice")
+                    self._concluded.add(command["sample"])
                 case "Move":
                     self._from.update({s: self._at[s] for s in samples})
                     self._at.update(dict.fromkeys(samples, command["engine"]))

@@ -7,7 +7,7 @@ that such texts are encoded as the letters that they are. All other text is enco
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Held = Mapping[str, str]
@@ -26,6 +26,8 @@ class Encoder:
         """`template_texts`: what the template writes by itself. The tokens of the added vocabulary
         that stand there are markers, besides the special ones."""
         self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        """Of tokens that were asked for, which are few: those that end turns."""
         written = "\n".join(template_texts)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._ids = {
@@ -94,9 +96,19 @@ class Encoder:
         return self.encode(text, held)
 
     def text_of(self, token: int) -> str:
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self.decode([token])
+        return text
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Their text, markers included, as it is."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:  # what `decode` does, without its look at each token
+            return str(backend.decode(list(tokens), skip_special_tokens=False))
         return str(
             self._tokenizer.decode(
-                [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
+                list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
 
@@ -108,6 +120,11 @@ class Encoder:
         return length
 
     def _whole_ids(self, text: str) -> list[int]:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None and not (
+            backend.truncation or backend.padding or backend.encode_special_tokens
+        ):  # what the call does, in half of its time
+            return list(backend.encode(text, add_special_tokens=False).ids)
         return list(
             self._tokenizer(
                 text, add_special_tokens=False, return_attention_mask=False, verbose=False

@@ -95,11 +95,7 @@ class DialogueTemplate:
         """What was sampled, with its markers, without the token that ended it."""
         if sampled and sampled[-1] in self.end_tokens:
             sampled = sampled[:-1]
-        return str(
-            self.tokenizer.decode(
-                list(sampled), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return self._encoder.decode(sampled)
 
     def render(
         self, messages: Sequence[Message], *, to_go_on: bool = False, with_tools: bool = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
 from rollpacker.spans import Rewritten, Spans
@@ -101,7 +102,7 @@ class Trajectory:
     @property
     def tokens(self) -> tuple[int, ...]:
         """All that came after the prompt."""
-        return tuple(token for one in self.segments for token in one.tokens)
+        return tuple(chain.from_iterable([one.tokens for one in self.segments]))
 
     @property
     def mask(self) -> tuple[bool, ...]:

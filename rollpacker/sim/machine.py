@@ -40,6 +40,8 @@ class Machine:
     """Of a run; instead of what the workload says of them."""
     keep_rows: bool = True
     """Engines keep what they have of a sample while its environment answers."""
+    carries_turns: bool = False
+    """Deferred trajectories take up what they had."""
     mismatch: float = 0.0
     """Chance per token and update that a token drawn before comes out differently under newer
     weights."""

@@ -247,6 +247,11 @@ class Scenario:
                 f"oracle.reorder_window is {self.oracle.reorder_window}, which sorts more than "
                 f"{MAX_SAMPLES:,} samples together: lower it"
             )
+        if self.turns is not None and tail.carries and tail.carry == "weighted":
+            raise ValueError(
+                "tail_batching.carry=weighted does not go with turns: environments are asked anew, "
+                "and tokens behind their answers cannot stay as they are. Leave it out"
+            )
         if tail.debias != "none" and self.stream_trainer.enabled:
             raise ValueError(
                 f"tail_batching.debias is {tail.debias}, but a sample's weight is known only when "

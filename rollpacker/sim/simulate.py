@@ -79,6 +79,7 @@ def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
         drafts=rollout.drafts,
         check_slowdown={"judge": 1 / share},
         keep_rows=scenario.turns is None or scenario.turns.keep_rows,
+        carries_turns=scenario.turns is not None and scenario.tail_batching.carries,
         mismatch=scenario.carry.mismatch,
         resize_s=scenario.parallelism_planner.resize_s,
         pipeline=pipeline_of(scenario, latency),

@@ -25,6 +25,7 @@ from rollpacker.core.commands import Act, CancelAct, Conclude, Drop, Finish, Res
 from rollpacker.core.events import Event, RunStarted
 from rollpacker.core.job_config import JobConfig
 from rollpacker.core.pooled_job import make_job
+from rollpacker.sim.carried_turns import CarriedTurns
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.ports.cursor import Cursor
@@ -61,12 +62,12 @@ class Simulation:
         self.job = make_job(config)
         self.clock = clock = VirtualClock()
         self._tally = tally = Tally(machine.gpus, workload, machine.train_gpus or 0)
-        self._responses = responses = Responses(workload, config.tail_batching, machine.mismatch)
+        responses = Responses(workload, config.tail_batching, machine.mismatch)
         work, cap = GradientWork(), config.max_response_tokens
         num_engines = 1 if config.fleet is None else config.fleet.num_engines
-        trajectories, turns = workload.trajectories, None
-        if trajectories is not None:
-            turns = Turns(trajectories, responses, keep_rows=machine.keep_rows)
+        trajectories = workload.trajectories
+        carried = CarriedTurns.of(machine, workload, responses)
+        turns = Turns.of(machine, workload, responses, carried)
         self.rollout = Rollout(clock, machine, responses, tally, work, cap, num_engines, turns)
         parts = clock, machine, workload, responses, cap
         rewards = Rewards(*parts)
@@ -92,14 +93,14 @@ class Simulation:
                 *ports,
                 Training(clock, machine, responses, tally, work, self._on_step),
                 Cursor(clock, workload),
-                responses,
+                carried or responses,
                 Recorded(Drop, RestoreTrainer),  # a simulated trainer is never lost
                 pools or OwnPools(lambda event: self._bus.take(event)),
                 self,
             ),
             sinks=() if observe is None else (observe,),
         )
-        self._pipeline = machine.pipeline
+        self._pipeline, self._verified = machine.pipeline, (carried or responses).verified
         self._num_steps = 0
         """Asked for."""
         self._progress: Callable[[int], None] = lambda steps: None
@@ -142,7 +143,7 @@ class Simulation:
         if done < steps:
             hint = "lower the rates of unkind" if self._unkind else "simulate fewer steps"
             raise ValueError(f"the run ended after {done} steps: {self._finished}; {hint}")
-        mismatch = self._responses.verified.mismatch
+        mismatch = self._verified.mismatch
         result = self._tally.result(self.job.stream.num_releases, mismatch)
         if self._pipeline is None:
             return result

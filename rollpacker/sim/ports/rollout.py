@@ -147,7 +147,9 @@ class Rollout:
     def _deal(self, command: Launch, now: float) -> None:
         keys = self._responses.add(command)
         self._num_generating += len(keys)
-        if command.carried:
+        if self._turns is not None:
+            self._carried.update(self._turns.launch(keys, command.version))
+        elif command.carried:
             self._carried.update(zip(keys, command.carried, strict=True))
         assert command.engines or len(self._fleet) == 1, "which engine, the core has to say"
         self._give(keys, command.engines or (0,) * len(keys), now)
@@ -260,7 +262,7 @@ class Rollout:
         is_cut_off = length >= self._cap
         if self._turns is not None:
             is_cut_off = self._turns.end(key, Home(lane.number, self._incarnations[lane.number]))
-            length -= done
+            length -= self._turns.start(key)
         return SampleGenerated(
             time_s=0.0,
             sample=responses.samples[key],
@@ -308,7 +310,7 @@ class Rollout:
                 SampleAborted(
                     time_s=0.0,
                     sample=sample,
-                    num_tokens=tokens if self._turns is None else tokens - responses.done[key],
+                    num_tokens=tokens if self._turns is None else tokens - self._turns.start(key),
                     preemptions=preemptions,
                     num_kept=responses.kept.get(key),
                     num_redraws=responses.redraws.get(key, 0),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from rollpacker.sim.carried_turns import CarriedTurns
+from rollpacker.sim.machine import Machine
 from rollpacker.sim.responses import Responses
 from rollpacker.sim.trajectories import Trajectories
+from rollpacker.sim.workload import Workload
 
 
 class Home(NamedTuple):
@@ -17,19 +21,57 @@ class Turns:
     """Messages that ended, by key of the sample, and who generated the last one."""
 
     def __init__(
-        self, trajectories: Trajectories, responses: Responses, *, keep_rows: bool
+        self,
+        trajectories: Trajectories,
+        responses: Responses,
+        *,
+        keep_rows: bool,
+        carried: CarriedTurns | None = None,
     ) -> None:
-        """`keep_rows`: an engine keeps what it has of a sample while its environment answers."""
+        """`keep_rows`: an engine keeps what it has of a sample while its environment answers.
+        `carried`: what deferred ones have left; None: they begin anew."""
         self._trajectories = trajectories
         self._responses = responses
         self._keep_rows = keep_rows
+        self._carried = carried
         self._ended: dict[int, int] = {}
         self._homes: dict[int, Home] = {}
+        self._starts: dict[int, int] = {}
+        """Tokens that stand before the message at hand."""
+
+    @classmethod
+    def of(
+        cls,
+        machine: Machine,
+        workload: Workload,
+        responses: Responses,
+        carried: CarriedTurns | None,
+    ) -> Turns | None:
+        """None: samples are single responses."""
+        trajectories = workload.trajectories
+        if trajectories is None:
+            return None
+        return cls(trajectories, responses, keep_rows=machine.keep_rows, carried=carried)
 
     def clear(self) -> None:
         """Another round begins."""
         self._ended.clear()
         self._homes.clear()
+        self._starts.clear()
+
+    def launch(self, keys: Iterable[int], version: int) -> dict[int, int]:
+        """The first message of these begins. Tokens that it has been left, where it has any."""
+        if self._carried is not None:
+            self._carried.launch(keys, version)
+        found = {}
+        for key in keys:
+            if left := self._take_up(key, 0):
+                found[key] = left
+        return found
+
+    def start(self, key: int) -> int:
+        """Tokens that stand before the message at hand."""
+        return self._starts[key]
 
     def end(self, key: int, home: Home) -> bool:
         """A message has ended in this engine; whether it was cut off."""
@@ -40,17 +82,27 @@ class Turns:
 
     def begin(self, key: int) -> int:
         """What the environment gave stands behind what the sample has, and its next message begins.
-        Tokens that it has then."""
+        Tokens that it has then, those that were left of the message included."""
         responses = self._responses
         turns, turn = self._trajectories.turns(responses.noises[key]), self._ended[key]
         has = responses.lengths[key] + turns[turn - 1].given
-        responses.done[key], responses.lengths[key] = has, has + turns[turn].tokens
-        return has
+        responses.lengths[key] = has + turns[turn].tokens
+        return has + self._take_up(key, has)
 
     def to_compute(self, key: int, home: Home) -> int | None:
-        """Of these, so many this engine has to take in first: those that were given. None: all, and
-        the prompt."""
+        """Of these, so many this engine has to take in first: those that were given or left. None:
+        all, and the prompt."""
         if not self._keep_rows or self._homes[key] != home:
             return None
         turns = self._trajectories.turns(self._responses.noises[key])
-        return turns[self._ended[key] - 1].given
+        left = self._responses.done[key] - self._starts[key]
+        return turns[self._ended[key] - 1].given + left
+
+    def _take_up(self, key: int, start: int) -> int:
+        """A message begins behind so many tokens. Those of it that need not be decoded."""
+        responses = self._responses
+        self._starts[key] = start
+        same = 0 if self._carried is None else self._carried.same[key]
+        done = min(max(same, start), responses.lengths[key])
+        responses.done[key] = done
+        return done - start

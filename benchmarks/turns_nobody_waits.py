@@ -1,0 +1,289 @@
+"""Environments that hang and environments that are slow: what a run of several turns waits for.
+
+    python benchmarks/turns_nobody_waits.py [--blocks 3] [--part waits|chaos]
+
+Real runs: engine, trainer, controller, and environments in processes of their own. A model of two
+small layers plays 3 to 8 turns with an environment whose answers take a second on average; one of
+20 episodes hangs at one of its turns, another one of 20 is ten times slower. All seconds of
+environments, deadlines and hangs are divided by `SCALE`, so that it ends; those of engine and
+trainer are not. Arms:
+
+    as_it_is       what a user gets: races (tail batching) and adaptive deadlines (an answer may
+                   take 30 s, or three times the longest so far; 60 s at most)
+    neither        no races, and no deadline but the hang's own end after 600 s, the default of the
+                   HTTP clients by which environments are reached most (httpx as openai sets it)
+    fixed_60_s     no races; 60 s for every answer, the default of `environment.timeout_s`
+
+In each block `neither` runs beside the others, which come one after another. Seconds of steps are
+the runs' own. An episode says a number of its own by its reward; one that hangs writes its number
+to a file, in which what was trained on is looked up.
+
+`chaos`: processes of deterministic environments are ended by SIGKILL or held by SIGSTOP, 200 times,
+while a run goes on; `exactly_once.py` reads its log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import turns_runs
+from exactly_once import check
+from machine import write_result
+
+SCALE = 10.0
+HANG_S, FIXED_S = 600.0, 60.0
+SOURCE = """
+import hashlib, os, random, time
+
+SCALE, HANG_S = {scale}, {hang_s}
+
+def write(name, text):
+    with open(name, "a") as file:  # short lines: whole ones, whoever else writes
+        file.write(text + chr(10))
+
+class Waits:
+    def reset(self, row):
+        self.random = random.SystemRandom()
+        self.last = 3 + row["seed"] % 6
+        self.turn, self.number = 0, self.random.uniform(1, 2)
+        chance = self.random.random()
+        self.hangs_at = self.random.randint(1, self.last) if chance < 0.05 else 0
+        self.times = 10 if 0.05 <= chance < 0.1 else 1
+        return [{{"role": "user", "content": f"Begin {{row['number']}}."}}]
+
+    def step(self, message):
+        self.turn += 1
+        if self.turn == self.hangs_at:
+            write("hung.txt", repr(self.number))
+            time.sleep(HANG_S / SCALE)
+            raise TimeoutError("nobody answered")
+        time.sleep(self.times * self.random.expovariate(1) / SCALE)
+        reward = self.number if self.turn == 1 else 0.0
+        return [{{"role": "user", "content": "Go on."}}], reward, self.turn == self.last
+
+class Follows:
+    deterministic = True
+
+    def reset(self, row):
+        self.row, self.turn, self.total = row, 0, 0.0
+        self.said = hashlib.sha256(str(row["seed"]).encode())
+        self.last = 3 + row["seed"] % 6
+        return [{{"role": "user", "content": f"Begin {{row['number']}}."}}]
+
+    def step(self, message):
+        self.turn += 1
+        self.said.update(message["content"].encode())
+        reward = 1 + int(self.said.hexdigest()[:12], 16) / 2**48
+        self.total += reward
+        time.sleep(0.05)
+        write("followed.txt", f"{{self.row['number']}} {{self.total!r}}")
+        return [{{"role": "user", "content": "Go on."}}], reward, self.turn == self.last
+"""
+ADAPTIVE = f"import rollpacker.cli.environments as e; e.SLOW_S = {30.0 / SCALE}"
+FIXED = "import rollpacker.cli.environments as e; e.SLOW_S = 1e9"
+NO_RACES = "tail_batching.enabled=false"
+ARMS: dict[str, tuple[str, float, tuple[str, ...], int]] = {
+    "as_it_is": (ADAPTIVE, FIXED_S, (), 8),
+    "neither": (FIXED, 2 * HANG_S, (NO_RACES,), 3),
+    "fixed_60_s": (FIXED, FIXED_S, (NO_RACES,), 4),
+}
+"""What is executed before, seconds that an answer may take, overrides, and steps."""
+LONGEST_S = 1800.0
+FAULT_EVERY_S = 0.7
+
+
+def source() -> str:
+    return SOURCE.format(scale=SCALE, hang_s=HANG_S)
+
+
+def waited(folder: Path, arm: str) -> dict[str, Any]:
+    """One run of this arm."""
+    code, limit_s, overrides, steps = ARMS[arm]
+    folder.mkdir()
+    turns_runs.write_run(folder, "Waits", source(), model=folder.parent / "model")
+    timeout = f"environment.timeout_s={limit_s / SCALE}"
+    said = folder / "said.txt"
+    run = turns_runs.start(
+        folder, timeout, f"train.steps={steps}", *overrides, code=code, said=said
+    )
+    assert run.wait(LONGEST_S) == 0, said.read_text()
+    found = turns_runs.entries(folder / "runs/run")
+    acted = [one for one in found if one.get("event") == "Acted"]
+    late = {one["sample"] for one in acted if one.get("cause")}
+    samples, rows = turns_runs.trained(found), turns_runs.rows_of(folder / "runs/run")
+    hung = lines(folder / "hung.txt")
+    cut_off = [row for row in rows if row["finish_reason"] == "length"]
+    seconds = turns_runs.steps_s(folder / "runs/run")
+    return {
+        "steps": len(seconds),
+        "seconds": round(sum(seconds), 2),
+        "step_s": [round(one, 2) for one in seconds],
+        "episodes_that_hung": len(hung),
+        "answers_lost": dict(Counter(one["cause"] for one in acted if one.get("cause"))),
+        "trained": len(samples),
+        "trained_and_lost": len(late.intersection(samples)),
+        "trained_and_hung": len(hung & {repr(row["reward"]) for row in rows}),
+        "zeros_that_no_limit_explains": sum(not row["reward"] for row in rows)
+        - sum(not row["reward"] for row in cut_off),
+        "trained_twice": len(samples) - len(set(samples)),
+        "rows": len(rows),
+    }
+
+
+def lines(path: Path) -> set[str]:
+    return set(path.read_text().splitlines()) if path.exists() else set()
+
+
+def waits(blocks: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+    turns_runs.write_model(folder / "model")
+
+    def run(arms: tuple[str, ...], block: int) -> None:
+        for arm in arms:
+            found[arm].append(waited(folder / f"{arm}-{block}", arm))
+            print(arm, found[arm][-1], flush=True)
+
+    for block in range(blocks):
+        beside = threading.Thread(target=run, args=(("neither",), block))
+        beside.start()
+        run(("as_it_is", "fixed_60_s"), block)
+        beside.join()
+    rates = {
+        arm: [60 * one["steps"] / one["seconds"] for one in runs] for arm, runs in found.items()
+    }
+    names = ("trained_and_lost", "trained_and_hung", "zeros_that_no_limit_explains")
+    ratios = {
+        arm: [own / other for own, other in zip(rates["as_it_is"], of, strict=True)]
+        for arm, of in rates.items()
+    }
+    return {
+        "scale": SCALE,
+        "steps_a_minute": {arm: [round(r, 2) for r in of] for arm, of in rates.items()},
+        "as_it_is_over": {
+            arm: {"median": round(statistics.median(of), 2), "least": round(min(of), 2)}
+            for arm, of in ratios.items()
+            if arm != "as_it_is"
+        },
+        "hung_and_trained_on": sum(
+            one[name] for runs in found.values() for one in runs for name in names
+        ),
+        "runs": found,
+    }
+
+
+# -- kills and stops -------------------------------------------------------------------------------
+
+
+def at_work_in(folder: Path) -> dict[int, str]:
+    """Processes that work in this folder, as all of a run do, and their commands."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (path / "cwd").readlink() == folder:
+                command = (path / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(path.name)] = command.decode(errors="replace")
+    return found
+
+
+def struck(run: Any, folder: Path, num_faults: int, chance: random.Random) -> Counter[str]:
+    """Strike at processes of environments until that is done, or the run is over."""
+    faults: Counter[str] = Counter()
+    while sum(faults.values()) < num_faults and run.poll() is None:
+        time.sleep(chance.uniform(0.5, 1.5) * FAULT_EVERY_S)
+        workers = [
+            pid
+            for pid, text in at_work_in(folder).items()
+            if "environments.worker" in text and "guardian" not in text
+        ]
+        if workers:
+            how = chance.choice((signal.SIGKILL, signal.SIGSTOP))
+            with suppress(ProcessLookupError):
+                os.kill(chance.choice(workers), how)
+                faults[how.name] += 1
+    return faults
+
+
+def chaos(num_faults: int, folder: Path) -> dict[str, Any]:
+    folder.mkdir()
+    turns_runs.write_model(folder / "model")
+    turns_runs.write_run(folder, "Follows", source(), model=folder / "model")
+    said, began = folder / "said.txt", time.monotonic()
+    more = ("environment.workers=4", "train.steps=100000", "train.epochs=1000")
+    run = turns_runs.start(folder, *more, said=said)
+    while not (folder / "runs/run/events.jsonl").exists() and run.poll() is None:
+        time.sleep(0.2)
+    faults = struck(run, folder, num_faults, random.Random(0))
+    assert run.poll() is None, said.read_text()[-3000:]
+    run.send_signal(signal.SIGTERM)  # it ends after the step at hand
+    run.wait(LONGEST_S)
+    seconds = time.monotonic() - began
+    time.sleep(1.0)
+    path = folder / "runs/run"
+    found, rows = turns_runs.entries(path), turns_runs.rows_of(path)
+    samples = turns_runs.trained(found)
+    followed = lines(folder / "followed.txt")
+    acted = [one for one in found if one.get("event") == "Acted"]
+    read = check(path / "events.jsonl")
+    problems = [one for one in read["problems"] if not one.endswith("was settled 0 times")]
+    waiting = len(read["problems"]) - len(problems)
+    committed = [one for one in found if one.get("event") == "Committed"]
+    return {
+        "faults": dict(faults),
+        "steps": len(committed),
+        "trajectories_trained_on": len(samples),
+        "trained_twice": len(samples) - len(set(samples)),
+        "answers": len(acted),
+        "lost_answers": dict(Counter(one["cause"] for one in acted if one.get("cause"))),
+        "dropped_prompts": read["dropped"],
+        "prompts_not_settled_when_it_ended": waiting,
+        "log_says": problems[:20],
+        "rewards_that_do_not_follow": sum(
+            bool(row["reward"])
+            and f"{json.loads(row['row'])['number']} {row['reward']!r}" not in followed
+            for row in rows
+        ),
+        "rows": len(rows),
+        "processes_left": len(at_work_in(folder)),
+        "exit_code": run.returncode,
+        "seconds": round(seconds, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--part", choices=("waits", "chaos"))
+    parser.add_argument("--no-result", action="store_true", help="write no result file")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        for part in ("waits", "chaos") if args.part is None else (args.part,):
+            folder = Path(name) / part
+            if part == "waits":
+                folder.mkdir()
+                result = waits(args.blocks, folder)
+            else:
+                result = chaos(args.faults, folder)
+            print(json.dumps({k: v for k, v in result.items() if k != "runs"}, indent=1))
+            if not args.no_result:
+                write_result(f"turns_{'nobody_waits' if part == 'waits' else part}", result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

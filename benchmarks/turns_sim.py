@@ -1,0 +1,84 @@
+"""What races and carrying are worth over trajectories, in simulation.
+
+    python benchmarks/turns_sim.py [--steps 18] [--seeds 1]
+
+`configs/scenarios/agent-7b.yaml`, whose turns, tokens and seconds are made up for want of published
+ones, on half of its GPUs with a quarter of its prompts, so that it ends soon; and the same with
+environments that hang at one of a hundred answers. Arms:
+
+    none      no races: each step awaits all of its trajectories
+    anew      races that only change the order; what is deferred begins anew, in a long round
+    carried   the same, and what was drawn is taken up: a pass over it instead of decoding, with the
+              environment's seconds once more in full, no token coming out differently
+    pool      the same, but what is deferred races on in the next round
+    surplus   the published races: 1.25 times the samples too; short trajectories are selected
+
+Seconds of a step are means over all steps. The first steps have no long round behind them: a
+multiple of three steps sees as many long rounds as come in the long run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from machine import ROOT, write_result
+
+from rollpacker.sim.scenario import load_scenario
+from rollpacker.sim.simulate import simulate
+
+SCENARIO = ROOT / "configs/scenarios/agent-7b.yaml"
+SMALL = ("cluster.gpus=8", "rollout.prompts_per_step=16")
+VARIANTS = {"as it is": (), "one answer of 100 hangs": ("unkind={act_hang_rate: 0.01}",)}
+ARMS = {
+    "none": ("tail_batching.enabled=false",),
+    "anew": ("tail_batching.stragglers=queue", "tail_batching.carry=none"),
+    "carried": ("tail_batching.stragglers=queue", "tail_batching.carry=exact"),
+    "pool": ("tail_batching.stragglers=pool", "tail_batching.carry=exact"),
+    "surplus": ("tail_batching={selection: published}",),
+}
+
+
+def measured(overrides: tuple[str, ...], steps: int, seeds: int) -> dict[str, Any]:
+    step_s, generated, trained, lengths, policy = [], 0, 0, [], []
+    for seed in range(seeds):
+        scenario = load_scenario(SCENARIO, [*SMALL, *overrides, f"steps={steps}", f"seed={seed}"])
+        result = simulate(scenario)
+        step_s += [step.total_s for step in result.steps]
+        generated += result.tokens_generated
+        trained += result.tokens_trained
+        lengths.append(result.trained_length_mean)
+        policy.append(result.own_length_mean)
+    return {
+        "step_s": round(sum(step_s) / len(step_s), 1),
+        "longest_step_s": round(max(step_s), 1),
+        "generated_over_trained": round(generated / trained, 3),
+        "length_shift": round(sum(lengths) / sum(policy) - 1, 4),
+        "trained_tokens_per_s": round(trained / sum(step_s)),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=18)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--no-result", action="store_true", help="write no result file")
+    args = parser.parse_args()
+    found: dict[str, dict[str, Any]] = {}
+    for variant, of_variant in VARIANTS.items():
+        found[variant] = {}
+        for arm, of_arm in ARMS.items():
+            one = measured((*of_variant, *of_arm), args.steps, args.seeds)
+            first = found[variant].get("none", one)
+            one["over_none"] = round(first["step_s"] / one["step_s"], 2)
+            found[variant][arm] = one
+            print(variant, arm, one, flush=True)
+    if not args.no_result:
+        settings = {"steps": args.steps, "seeds": args.seeds, "overrides": list(SMALL)}
+        write_result("turns_sim", {**settings, "variants": found})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

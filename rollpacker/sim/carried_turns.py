@@ -1,0 +1,95 @@
+"""What deferred trajectories have left, and how much of it their next launch takes up.
+
+A message that was drawn before is not decoded again: an engine takes its tokens in, in one pass,
+and keeps those before the first that comes out differently (`carry.mismatch`, for each token drawn
+and each update). The environment is asked anew, with all its seconds. What follows a token that
+comes out differently is decoded; it has the lengths that it had, an approximation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollpacker.bus import Routes
+from rollpacker.core.commands import Defer
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.sim.machine import Machine
+from rollpacker.sim.responses import Responses, Verified
+from rollpacker.sim.workload import Workload
+
+
+class CarriedTurns:
+    """Obeys `Defer` where trajectories carry. Tokens are counted from the prompt on, given ones
+    included."""
+
+    def __init__(self, workload: Workload, mismatch: float, responses: Responses) -> None:
+        assert workload.trajectories is not None
+        self.verified = Verified()
+        """Given tokens are left out."""
+        self.same: dict[int, int] = {}
+        """By key of the sample, in the step at hand: tokens that come out as they were left."""
+        self._workload, self._mismatch, self._responses = workload, mismatch, responses
+        self._trajectories = workload.trajectories
+        self._left: dict[tuple[PromptId, int], tuple[int, int]] = {}
+        """By place of the sample: tokens, and the version of the weights that drew them."""
+        self._version = 0
+        """Of the step at hand."""
+
+    @classmethod
+    def of(cls, machine: Machine, workload: Workload, responses: Responses) -> CarriedTurns | None:
+        """None: nothing is carried, or nothing takes turns."""
+        return cls(workload, machine.mismatch, responses) if machine.carries_turns else None
+
+    def routes(self) -> Routes:
+        return {Defer: self._defer}
+
+    def launch(self, keys: Iterable[int], version: int) -> None:
+        """Trajectories begin; what was left of them need not be decoded."""
+        samples, noises, self._version = self._responses.samples, self._responses.noises, version
+        for key in keys:
+            self.same[key] = self.take_up(samples[key], noises[key], version)
+
+    def _defer(self, command: Defer) -> None:
+        prompts, responses = set(command.prompts), self._responses
+        for key, sample in enumerate(responses.samples):
+            if sample.prompt in prompts:
+                tokens = responses.reached.get(key, responses.lengths[key])
+                tokens = max(tokens, self.same[key])
+                self.keep(responses.noises[key], tokens, self._version)
+
+    def keep(self, noise: SampleId, tokens: int, version: int) -> None:
+        """The prompt is deferred, and of this sample there were so many tokens."""
+        self._left[noise.prompt, noise.index] = tokens, version
+
+    def take_up(self, sample: SampleId, noise: SampleId, version: int) -> int:
+        """Of a sample that is launched: how many tokens come out as they were."""
+        tokens, drawn_by = self._left.pop((noise.prompt, noise.index), (0, version))
+        drawn = self._drawn(noise, tokens)
+        if not drawn:
+            return 0
+        rate = 1 - (1 - self._mismatch) ** (version - drawn_by)
+        again = SampleId(noise.prompt, noise.index, sample.attempt)
+        kept = self._workload.first_mismatch(again, drawn, rate)
+        self.verified.num_tokens += min(kept + 1, drawn)
+        self.verified.num_mismatches += kept < drawn
+        return tokens if kept == drawn else self._place(noise, kept)
+
+    def _drawn(self, noise: SampleId, tokens: int) -> int:
+        """Of the first `tokens` of the trajectory, those that the policy drew."""
+        drawn = 0
+        for turn in self._trajectories.turns(noise):
+            drawn += min(turn.tokens, tokens)
+            tokens -= turn.tokens + turn.given
+            if tokens <= 0:
+                break
+        return drawn
+
+    def _place(self, noise: SampleId, drawn: int) -> int:
+        """Tokens of the trajectory before the drawn one with this number, from 0."""
+        place = 0
+        for turn in self._trajectories.turns(noise):
+            if drawn < turn.tokens:
+                break
+            drawn -= turn.tokens
+            place += turn.tokens + turn.given
+        return place + drawn
