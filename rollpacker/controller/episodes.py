@@ -8,7 +8,7 @@ commands, and what engines have drawn.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 from rollpacker.bus import Bus, Routes
@@ -39,6 +39,8 @@ class Episodes:
     player: Player
     _: KW_ONLY
     rows: Sequence[PromptRow]
+    let_go_of: Callable[[Sequence[SampleId]], None] = lambda samples: None
+    """Engines need not keep what they have of these. Under the bus's lock."""
     _plays: dict[SampleId, Play] = field(default_factory=dict, init=False)
     _noise: dict[SampleId, SampleId | None] = field(default_factory=dict, init=False)
     """Whose noise a sample draws with."""
@@ -77,10 +79,11 @@ class Episodes:
             for play in plays
         ]
 
-    def heard(self, response: Response) -> None:
-        """An engine has drawn a turn."""
+    def heard(self, response: Response, num_reused: int) -> None:
+        """An engine has drawn a turn, with so many tokens before it that it had kept."""
         play = self._plays.get(response.sample)
         if play is not None:  # else it was let go of meanwhile
+            play.count_kept(num_reused)
             play.heard(response)
 
     def let_go(self, sample: SampleId) -> None:
@@ -100,6 +103,7 @@ class Episodes:
 
     def _conclude(self, command: Conclude) -> None:
         """At once: the rewards may be asked for the sample next."""
+        self.let_go_of([command.sample])
         play = self._plays.pop(command.sample)
         self.desk.lay_down(play.response(command.reason))
         self.desk[command.sample].episode = self.player.episode(play)
@@ -112,6 +116,8 @@ class Episodes:
         task.add_done_callback(lambda done: self._done(command, done))
 
     def _cancel(self, samples: Sequence[SampleId]) -> None:
+        with self.bus.lock:
+            self.let_go_of(samples)
         for sample in samples:
             task = self._tasks.get(sample)
             if task is not None:

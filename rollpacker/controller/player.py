@@ -53,12 +53,25 @@ class Play:
     metrics: Counter[str] = field(default_factory=Counter)
     version: int = 0
     """Of the weights that drew it."""
+    kept_tokens: int = 0
+    """Of what stood before its turns: tokens that the engine had kept since an earlier one ..."""
+    recomputed_tokens: int = 0
+    """... and that it had to compute again."""
 
     def heard(self, response: Response) -> None:
         """The engine has drawn the next turn."""
         self.trajectory = self.trajectory.and_then(Segment(response.tokens, response.log_probs))
         self.drawn, self.version = response.tokens, response.version
         self.num_turns += 1
+
+    def count_kept(self, num_reused: int) -> None:
+        """The next turn was drawn, with so many tokens before it that the engine had kept. The
+        first one's are nobody's to keep."""
+        if self.num_turns:
+            before = len(self.trajectory.prompt) + len(self.trajectory.tokens) - num_given(self)
+            kept = min(num_reused, before - 1)  # the latest drawn one was never fed
+            self.kept_tokens += kept
+            self.recomputed_tokens += before - 1 - kept
 
     def request(self, sampling: SamplingParams, noise: SampleId | None) -> GenerationRequest:
         """For the engine: the next turn."""
@@ -120,8 +133,10 @@ class Player:
         return Play(sample, row, Trajectory(row.tokens))
 
     def bounded(self, play: Play, request: GenerationRequest) -> GenerationRequest:
-        """With as many tokens as are left of the trajectory's, one at least."""
-        most = self.limits.max_trajectory_tokens
+        """With as many tokens as are left of the trajectory's, one at least; kept by the engine
+        unless it is the last turn that there can be."""
+        max_turns, most = self.limits.max_turns, self.limits.max_trajectory_tokens
+        request = replace(request, keep=max_turns is None or play.num_turns + 1 < max_turns)
         if most is None:
             return request
         left = max(most - len(play.trajectory.tokens), 1)
@@ -243,5 +258,7 @@ def ends_of(plays: Sequence[Play]) -> dict[str, float]:
         "episodes/turns/max": float(max(play.num_turns for play in plays)),
         "episodes/environment_s/mean": sum(play.seconds for play in plays) / count,
         "episodes/environment_s/max": max(play.seconds for play in plays),
+        "episodes/kept_tokens/mean": sum(play.kept_tokens for play in plays) / count,
+        "episodes/recomputed_tokens/mean": sum(play.recomputed_tokens for play in plays) / count,
         **{name: value / count for name, value in sorted(metrics.items())},
     }

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from rollpacker.core.acting import Acting, Episode
-from rollpacker.core.commands import CancelAct, Command, Conclude, Continue, Release
+from rollpacker.core.commands import CancelAct, Command, Conclude, Continue, LetGo, Release
 from rollpacker.core.events import Acted, SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.groups import Group, RoundPlan, Waiting
 from rollpacker.core.ids import SampleId
@@ -78,7 +78,9 @@ class TurnRound(Round):
         episode, in_all = self._in_engine(event)
         group, index = self._group_of(sample)
         if group.states[index] is not LAUNCHED:
-            return self._told(super().on_generated(replace(event, num_tokens=in_all)), in_all)
+            commands = super().on_generated(replace(event, num_tokens=in_all))
+            let_go = [LetGo(samples=(sample,))] if event.num_held else []
+            return [*self._told(commands, in_all), *let_go]
         if event.version != self._version:
             raise self._wrong_version(event)
         self.preemptions += event.preemptions
@@ -87,7 +89,9 @@ class TurnRound(Round):
         if event.finish_reason == "stop":
             group.states[index] = check(LAUNCHED, ACTING)
             episode.acts = True
-            return self._acting.ask(sample, episode.tokens)
+            let_go = self._acting.kept.leave(event)
+            asked = self._acting.ask(sample, episode.tokens)
+            return [*asked, LetGo(samples=tuple(let_go))] if let_go else asked
         most = self._acting.config.limits.max_trajectory_tokens
         cut_off = most is not None and episode.tokens >= most
         return self._told(self._conclude(sample, "tokens" if cut_off else event.finish_reason))
@@ -95,6 +99,7 @@ class TurnRound(Round):
     def on_acted(self, event: Acted, retry: int) -> list[Command]:
         """The environment's answer, to an act that was said `retry` times before."""
         sample = event.sample
+        self._acting.kept.back(sample, None if event.cause else event.time_s)
         episode = self._acting.episodes.get(sample)
         if episode is None or not episode.acts:
             self._late["Acted"] += event.cause != "cancelled"
@@ -195,6 +200,7 @@ class TurnRound(Round):
         samples = [sample for sample in samples if sample in episodes and episodes[sample].is_open]
         for sample in samples:
             episodes[sample].is_open = False
+            self._acting.kept.back(sample)
         return [CancelAct(samples=tuple(samples))] if samples else []
 
     def _start_waiting(self, sample: SampleId) -> list[Command]:

@@ -106,5 +106,5 @@ class KeptRows:
         return self._allocated + self.num_tokens > self._slots.budget_tokens
 
     def _is_wasteful(self, num_positions: int) -> bool:
-        """Whether so many would do with half of the slots: each shrinking is paid for by growing."""
+        """Whether half of the slots would do for so many: what shrinks is soon to grow again."""
         return 2 * num_positions <= self._allocated

@@ -119,6 +119,7 @@ class LoopEngine(ABC):
 
     def _forget_kept(self) -> None:
         """Nothing that was computed so far is of use any more. While nothing runs."""
+        return
 
     @property
     def _is_on_device(self) -> bool:

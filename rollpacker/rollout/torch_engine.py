@@ -233,9 +233,7 @@ class TorchEngine(LoopEngine):
         self._num_generated += self._extender.take_up(first)
         return self._collect_ended(first)
 
-    def _parted(
-        self, entries: list[Pending]
-    ) -> tuple[list[Pending], list[Pending], list[KeptRow]]:
+    def _parted(self, entries: list[Pending]) -> tuple[list[Pending], list[Pending], list[KeptRow]]:
         """Those of which nothing is there; the others, and what is there of each."""
         fresh, going_on, kept = [], [], []
         for entry in entries:
