@@ -5,7 +5,7 @@ lengths of messages. The arms, kept and computed anew at each turn, take turns i
 an engine of its own. Tokens per second count drawn tokens, over seconds of the processor; those of
 the clock are beside them.
 
-    python benchmarks/turn_slots.py [--repeats 3]
+    python benchmarks/turn_slots.py [--repeats 2]
 """
 
 from __future__ import annotations
@@ -204,16 +204,22 @@ async def _renew(arms: dict[str, Talk]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--points", nargs="*", default=list(POINTS), choices=list(POINTS))
     args = parser.parse_args()
     torch.set_num_threads(1)
     points = {}
+    settings = {
+        "trajectories": TRAJECTORIES,
+        "turns": TURNS,
+        "drawn": DRAWN,
+        "threads": 1,
+        "repeats": args.repeats,
+    }
     for name in args.points:
         points[name] = measure(name, args.repeats)
         print(name, points[name], flush=True)
-    settings = {"trajectories": TRAJECTORIES, "turns": TURNS, "drawn": DRAWN, "threads": 1}
-    write_result("turn_slots", {**settings, "repeats": args.repeats, "points": points})
+        write_result("turn_slots", {**settings, "points": points})
 
 
 if __name__ == "__main__":
