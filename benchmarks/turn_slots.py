@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import threading
 import time
@@ -21,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from machine import machine_info, write_result
+from machine import RESULTS, machine_info, write_result
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rollpacker.core.events import SampleGenerated
@@ -181,6 +182,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
     pairs = zip(cpu["anew"], cpu["kept"], strict=True)
     result = {
         **point,
+        "repeats": repeats,
         "drawn_tokens": drawn,
         "tokens_before_turns": before,
         "of_these_kept": arms["kept"].num_reused,
@@ -202,24 +204,24 @@ async def _renew(arms: dict[str, Talk]) -> None:
         await talk.engine.update_weights(0)
 
 
+def earlier() -> dict[str, Any]:
+    """Points that other calls have measured."""
+    path = RESULTS / "turn_slots.json"
+    found: dict[str, Any] = json.loads(path.read_text())["points"] if path.exists() else {}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--points", nargs="*", default=list(POINTS), choices=list(POINTS))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    points = {}
-    settings = {
-        "trajectories": TRAJECTORIES,
-        "turns": TURNS,
-        "drawn": DRAWN,
-        "threads": 1,
-        "repeats": args.repeats,
-    }
+    settings = {"trajectories": TRAJECTORIES, "turns": TURNS, "drawn": DRAWN, "threads": 1}
     for name in args.points:
-        points[name] = measure(name, args.repeats)
-        print(name, points[name], flush=True)
-        write_result("turn_slots", {**settings, "points": points})
+        found = measure(name, args.repeats)
+        print(name, found, flush=True)
+        write_result("turn_slots", {**settings, "points": {**earlier(), name: found}})
 
 
 if __name__ == "__main__":

@@ -79,8 +79,8 @@ class TurnRound(Round):
         group, index = self._group_of(sample)
         if group.states[index] is not LAUNCHED:
             commands = super().on_generated(replace(event, num_tokens=in_all))
-            let_go = [LetGo(samples=(sample,))] if event.num_held else []
-            return [*self._told(commands, in_all), *let_go]
+            commands = self._told(commands, in_all)
+            return [*commands, LetGo(samples=(sample,))] if event.num_held else commands
         if event.version != self._version:
             raise self._wrong_version(event)
         self.preemptions += event.preemptions
