@@ -181,12 +181,15 @@ class Decoder:
         others have, who yield only to what is needed."""
         num_rows = self.rows.num_rows + len(entries)
         width = max(entry.width for entry in (*self.rows.pending, *entries))
+        keeps = any(entry.request.keep for entry in entries)
+        wider = width + width // 2
+        if keeps and width > self.slots.width and self.slots.fits(2 * num_rows, wider):
+            width = wider  # they come again, and are longer then: slots need not move each time
         if self._static:
             width = -(-width // STATIC_WIDTH_CHUNK) * STATIC_WIDTH_CHUNK
             num_slots = self._max_slots
             # Where rows are to be kept between turns, half of the memory is left to them.
-            times = 2 if any(entry.request.keep for entry in entries) else 1
-            while not self.slots.fits(times * num_slots, width) and num_slots > num_rows:
+            while not self.slots.fits((1 + keeps) * num_slots, width) and num_slots > num_rows:
                 num_slots = max(num_rows, num_slots // 2)
             num_rows = num_slots
         else:
