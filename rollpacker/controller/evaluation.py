@@ -176,8 +176,7 @@ async def evaluate(
     player: Player | None = None,
 ) -> EvalResult:
     """Draw responses to the prompts and judge them, as `config.eval` says. `progress` is what
-    rewards are told of the run. `player`: they are trajectories, of which engines keep what they
-    computed, between turns, until they `let_go` of it.
+    rewards are told of the run. `player`: they are trajectories; engines `let_go` of those over.
 
     The noise depends on seed, row and sample alone, so two evaluations in one run differ by their
     weights only. Samples without a verdict are left out and counted.
@@ -219,8 +218,7 @@ async def evaluate(
         metrics["eval/reward"] = sum(scored) / len(scored)
     metrics.update(_means_by_reward(verdicts))
     if responses:
-        lengths = [response.num_drawn for response in responses]
-        metrics["eval/response_length"] = sum(lengths) / len(lengths)
+        metrics["eval/response_length"] = statistics.fmean(one.num_drawn for one in responses)
     metrics["eval/samples"] = float(len(requests))
     metrics["eval/no_verdict"] = float(len(requests) - len(scored))
     texts = [one.completion for one in inputs]
