@@ -61,7 +61,9 @@ def measure(model: PreTrainedModel, repeats: int) -> list[dict[str, Any]]:
         engine = TorchEngine(model=model.eval(), tokenizer=None, config=EngineConfig())
         sizes = [tokens for tokens in (0, *TOKENS) if num_rows * tokens <= MAX_POSITIONS]
         with torch.inference_mode():
-            engine._decoder.admit([_entry(row) for row in range(num_rows)], None)
+            entries = [_entry(row) for row in range(num_rows)]
+            engine._decoder.reserve(entries)
+            engine._decoder.admit(entries, None)
             for depth in DEPTHS:
                 while int(engine._decoder.rows.host_column("count")[0]) < depth:
                     engine._decoder.step()

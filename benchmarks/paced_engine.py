@@ -51,6 +51,9 @@ class PacedEngine:
                     heapq.heappush(self._heap, (0.0, sample))
             self._changed.notify()
 
+    def let_go(self, samples: Sequence[SampleId]) -> None:
+        """It keeps nothing."""
+
     async def update_weights(self, version: int, weights: Any = None) -> None:
         pass
 

@@ -159,6 +159,7 @@ async def _evaluate(config: RunConfig, model: str) -> EvalResult:
             config,
             policy.eval_prompts,
             generate=lambda requests: collect(policy.engine, requests),
+            let_go=policy.engine.let_go,
             score=policy.reward.score,
             decode=policy.decode,
             progress=Progress(num_steps, num_steps),

@@ -420,7 +420,7 @@ def build_carried(
     let go."""
     from rollpacker.controller.carried import CarriedTokens, read_carried
 
-    tail = config.tail_batching
+    tail = config.tail
     if checkpoint is None or not tail.carries:
         return CarriedTokens(tail)
     waiting = [*job.queues.long, *(one for tier in job.queues.tiers for one in tier)]

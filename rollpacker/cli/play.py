@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rollpacker.cli.stage import Stage
     from rollpacker.config.schema import RunConfig
     from rollpacker.controller.player import Player
-    from rollpacker.controller.playing import Generate
+    from rollpacker.controller.playing import Generate, LetGo
     from rollpacker.core.ids import SampleId
     from rollpacker.data.dataset import PromptRow
 
@@ -112,12 +112,14 @@ async def _play(config: RunConfig, args: argparse.Namespace, model: str | None) 
         player.environments = stage
         await stage.open()
         generate: Generate
+        let_go: LetGo = lambda samples: None
         if policy is None:
             generate = ByHand(turns.dialogue.template, stage.console).generate
         else:
             engine = policy.engine
             generate = lambda requests: collect(engine, requests)  # noqa: E731
-        await _episode(config, inputs, player, stage, generate, (sample, row))
+            let_go = engine.let_go
+        await _episode(config, inputs, player, stage, generate, let_go, (sample, row))
     finally:
         if policy is not None:
             await policy.engine.close()
@@ -146,6 +148,7 @@ async def _episode(
     player: Player,
     stage: Stage,
     generate: Generate,
+    let_go: LetGo,
     asked: tuple[SampleId, PromptRow],
 ) -> None:
     """Raises `ValueError` if the environment was lost."""
@@ -159,7 +162,7 @@ async def _episode(
     stage.starts(sample, row, inputs.turns)
     try:
         responses, episodes = await play_all(
-            player, [asked], stage.shown(generate), config.sampling
+            player, [asked], stage.shown(generate), config.sampling, let_go
         )
     except StoppedByHand:
         stage.stopped()

@@ -355,6 +355,19 @@ class RunConfig:
         assert self.train.epochs is not None
         return math.ceil(num_prompts * self.train.epochs / self.rollout.prompts_per_step)
 
+    @property
+    def tail(self) -> TailBatchingConfig:
+        """As it is with environments: of trajectories each is as from scratch, and those whose
+        earlier turns a template rewrites carry nothing, since each turn has a prompt of its own."""
+        tail, environment = self.tail_batching, self.environment
+        if environment is None:
+            return tail
+        if tail.complements:
+            tail = replace(tail, complement=False)
+        if tail.carries and environment.rewrites == "prefixes":
+            tail = replace(tail, carry="none")
+        return tail
+
     def job(
         self,
         *,
@@ -366,16 +379,13 @@ class RunConfig:
         workers and deadlines by source of prompts. `acting`: of samples that take turns with
         environments."""
         longest = None if acting is None else acting.limits.max_trajectory_tokens
-        tail = self.tail_batching
-        if acting is not None and tail.complements:  # of trajectories each is as from scratch
-            tail = replace(tail, complement=False)
         return JobConfig(
             prompts_per_step=self.rollout.prompts_per_step,
             samples_per_prompt=self.rollout.samples_per_prompt,
             max_steps=self.train.steps,
             max_response_tokens=longest or self.rollout.max_response_tokens,
             prompt_tokens=prompt_tokens,
-            tail_batching=tail,
+            tail_batching=self.tail,
             dynamic_sampling=self.rollout.dynamic_sampling,
             rewards=self.reward_scheduler.schedule(self.tail_batching.race, reward_kinds or {}),
             stream=self.stream_trainer,

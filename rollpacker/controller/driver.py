@@ -295,6 +295,7 @@ class Controller:
             num_steps=self.config.num_steps(len(parts.prompts.rows)),
             prompts=parts.eval_prompts,
             generate=self._generation.collect,
+            let_go=self._generation.let_go,
             pools=self._pools,
             reward=parts.reward,
             decode=parts.decode,

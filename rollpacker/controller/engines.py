@@ -24,10 +24,12 @@ from rollpacker.controller.held import (
     Handle,
     Held,
     Layout,
+    moved,
     stamped,
     taken_along,
     with_earlier,
 )
+from rollpacker.controller.keepers import Keepers
 from rollpacker.core.commands import NOWHERE
 from rollpacker.core.events import (
     EngineLost,
@@ -84,6 +86,7 @@ class Engines:
         self.weights = Weights(0, None)
         self.is_closed = False
         self._held: dict[SampleId, Held] = {}
+        self._keepers = Keepers()
         self._not_numbers: set[Handle] = set()
         """Whose logits were no numbers, with the weights at hand."""
         self._listen: Callable[[Handle], None] = lambda handle: None
@@ -127,6 +130,7 @@ class Engines:
             handle = self._living_at(number)
             for request in part:
                 self._held[request.sample] = Held(request, handle)
+            self._let_go([request.sample for request in part], handle)
             if handle is not None:
                 self._give(handle, part)
 
@@ -172,8 +176,17 @@ class Engines:
             handle = self._living_at(number)
             held.at, held.moves_to = handle, None
             if handle is not None:
-                self._tell(_moved(held.request.sample, handle, 0))
+                self._tell(moved(held.request.sample, handle, 0))
                 self._give(handle, [held.request])
+
+    def let_go(self, samples: Sequence[SampleId]) -> None:
+        """What an engine keeps of these, whose environments have the turn, is not needed."""
+        self._let_go(samples)
+
+    def _let_go(self, samples: Sequence[SampleId], to: Handle | None = None) -> None:
+        for handle, part in self._keepers.leave(samples, to).items():
+            with self._losing(handle):
+                handle.let_go(part)
 
     def _stop(self, samples: Sequence[SampleId]) -> None:
         """Abort those that an engine has; one that has just ended is ignored there."""
@@ -194,13 +207,16 @@ class Engines:
     # -- for what the core does not route ----------------------------------------------------------
 
     def submit_anywhere(self, requests: Sequence[GenerationRequest]) -> None:
-        """The samples of one prompt to the same engine, prompts in turn. With no engine alive they
-        wait for `place_anywhere`."""
+        """The samples of one prompt to the same engine, prompts in turn, but for those that an
+        engine keeps. With no engine alive they wait for `place_anywhere`."""
         living = [handle.number for handle in self.living] or [NOWHERE]
         turns: dict[tuple[int, ...], int] = {}
         for request in requests:
             turns.setdefault(request.prompt_tokens, len(turns))
-        self.submit(requests, [living[turns[one.prompt_tokens] % len(living)] for one in requests])
+        where = [living[turns[one.prompt_tokens] % len(living)] for one in requests]
+        kept = [self._keepers.of(one.sample) for one in requests]
+        pairs = zip(where, kept, strict=True)
+        self.submit(requests, [number if at is None else at for number, at in pairs])
 
     def place_anywhere(self) -> None:
         """Start all again that no engine has, if one lives."""
@@ -237,6 +253,8 @@ class Engines:
         if held.moves_to is not None and isinstance(event, SampleAborted):
             return self._go_on(held, event, response), None
         del self._held[event.sample]
+        if isinstance(event, SampleGenerated) and event.finish_reason == "stop":
+            self._keepers.keeps(handle, held.request)
         return with_earlier(event, held), response
 
     def _why_wrong(
@@ -274,7 +292,7 @@ class Engines:
         if not to.lives:
             return None
         kept = request.carried
-        return _moved(event.sample, to, 0 if kept is None or kept.verify else len(kept.tokens))
+        return moved(event.sample, to, 0 if kept is None or kept.verify else len(kept.tokens))
 
     def _start_anew(self, held: Held) -> Ended | None:
         """It has been let go of, or has ended there, which nobody asks for any more."""
@@ -428,13 +446,3 @@ class Engines:
             if self.make is None:
                 raise
             self.lose(handle, str(error))
-
-
-def _moved(sample: SampleId, to: Handle, num_tokens: int) -> SampleMoved:
-    return SampleMoved(
-        time_s=0.0,
-        sample=sample,
-        engine=to.number,
-        incarnation=to.incarnation,
-        num_tokens=num_tokens,
-    )

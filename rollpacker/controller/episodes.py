@@ -8,7 +8,7 @@ commands, and what engines have drawn.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 from rollpacker.bus import Bus, Routes
@@ -42,6 +42,8 @@ class Episodes:
     _: KW_ONLY
     rows: Sequence[PromptRow]
     carried: CarriedTokens
+    let_go_of: Callable[[Sequence[SampleId]], None] = lambda samples: None
+    """Engines need not keep what they have of these. Under the bus's lock."""
     _turns: CarriedTurns = field(init=False)
     _plays: dict[SampleId, Play] = field(default_factory=dict, init=False)
     _noise: dict[SampleId, SampleId | None] = field(default_factory=dict, init=False)
@@ -92,6 +94,7 @@ class Episodes:
         play = self._plays.get(response.sample) or self._turns.play_of(response.sample)
         if play is not None:
             self._turns.drawn(event, play, response)
+            play.count_kept(event.num_reused)
             play.heard(response)
 
     def let_go(self, event: SampleAborted | SampleFailed, response: Response | None) -> None:
@@ -113,6 +116,7 @@ class Episodes:
 
     def _conclude(self, command: Conclude) -> None:
         """At once: the rewards may be asked for the sample next."""
+        self.let_go_of([command.sample])
         play = self._plays.pop(command.sample)
         response = play.response(command.reason)
         self._turns.concluded(response)
@@ -136,6 +140,8 @@ class Episodes:
         task.add_done_callback(lambda done: self._done(command, done))
 
     def _cancel(self, samples: Sequence[SampleId]) -> None:
+        with self.bus.lock:
+            self.let_go_of(samples)
         for sample in samples:
             task = self._tasks.get(sample)
             if task is not None:

@@ -15,7 +15,7 @@ from rollpacker.config.schema import RunConfig
 from rollpacker.controller.audience import Audience
 from rollpacker.controller.errors import Decode
 from rollpacker.controller.player import Player
-from rollpacker.controller.playing import play_all
+from rollpacker.controller.playing import Generate, LetGo, play_all
 from rollpacker.controller.pools import Pools
 from rollpacker.controller.sample_rows import EvaluationRows
 from rollpacker.controller.watch import Watch
@@ -33,7 +33,6 @@ JUDGED_AT_ONCE = 32
 """Samples of an evaluation that are judged in one call; each batch is a sign of life."""
 
 Judge = Callable[[Sequence[RewardInput]], Awaitable[Sequence[Scored | Failed]]]
-Generate = Callable[[Sequence[GenerationRequest]], Awaitable[Sequence[Response]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +85,7 @@ class Evaluator:
     prompts: PromptSet | None
     """None: the run has nothing to evaluate on."""
     generate: Generate
+    let_go: LetGo
     reward: Reward
     decode: Decode
     audience: Audience
@@ -114,6 +114,7 @@ class Evaluator:
             self.config,
             self.prompts,
             generate=generate,
+            let_go=self.let_go,
             score=self._judge,
             decode=self.decode,
             progress=Progress(step, self.num_steps),
@@ -170,13 +171,14 @@ async def evaluate(
     prompts: PromptSet,
     *,
     generate: Generate,
+    let_go: LetGo,
     score: Judge,
     decode: Decode,
     progress: Progress,
     player: Player | None = None,
 ) -> EvalResult:
     """Draw responses to the prompts and judge them, as `config.eval` says. `progress` is what
-    rewards are told of the run. `player`: they are trajectories.
+    rewards are told of the run. `player`: they are trajectories; engines `let_go` of those over.
 
     The noise depends on seed, row and sample alone, so two evaluations in one run differ by their
     weights only. Samples without a verdict are left out and counted.
@@ -197,7 +199,7 @@ async def evaluate(
         drawn = await generate(requests)
     else:
         asked = [(request.sample, rows[request.sample.prompt.row]) for request in requests]
-        drawn, episodes = await play_all(player, asked, generate, sampling)
+        drawn, episodes = await play_all(player, asked, generate, sampling, let_go)
     responses = sorted(drawn, key=lambda response: response.sample)
     inputs = [
         reward_input(rows[r.sample.prompt.row], r, decode, progress, episodes.get(r.sample))
@@ -218,8 +220,7 @@ async def evaluate(
         metrics["eval/reward"] = sum(scored) / len(scored)
     metrics.update(_means_by_reward(verdicts))
     if responses:
-        lengths = [response.num_drawn for response in responses]
-        metrics["eval/response_length"] = sum(lengths) / len(lengths)
+        metrics["eval/response_length"] = statistics.fmean(one.num_drawn for one in responses)
     metrics["eval/samples"] = float(len(requests))
     metrics["eval/no_verdict"] = float(len(requests) - len(scored))
     texts = [one.completion for one in inputs]

@@ -27,12 +27,13 @@ from rollpacker.controller.scoring import Scoring
 from rollpacker.controller.shared_devices import SharedDevices
 from rollpacker.controller.waiting import Collecting
 from rollpacker.controller.watch import Watch
-from rollpacker.core.commands import Abort, Continue, Launch, Move, Place, Release
+from rollpacker.core.commands import Abort, Continue, Launch, LetGo, Move, Place, Release
 from rollpacker.core.events import (
     SampleAborted,
     SampleFailed,
     SampleGenerated,
 )
+from rollpacker.core.ids import SampleId
 from rollpacker.data.dataset import PromptRow
 from rollpacker.rollout.engine import (
     NOT_NUMBERS,
@@ -73,7 +74,10 @@ class Generation:
     """The run ends for it; what the engine still reports is not looked at."""
 
     def routes(self) -> Routes:
-        further: Routes = {} if self.episodes is None else {Continue: self._continue}
+        further: Routes = {}
+        if self.episodes is not None:
+            let_go = self.engines.let_go
+            further = {Continue: self._continue, LetGo: lambda command: let_go(command.samples)}
         return {
             **further,
             Launch: self._launch,
@@ -85,6 +89,8 @@ class Generation:
 
     def start(self) -> None:
         """Listen to the engines from now on."""
+        if self.episodes is not None:
+            self.episodes.let_go_of = self.engines.let_go
         self.salvage.wake = lambda: self.main.post(self._tell_salvaged)
         self._let_salvage_answer()
         self.engines.start(self._on_outputs, self._on_error, self._tell)
@@ -111,6 +117,11 @@ class Generation:
         finally:
             watching.cancel()
             self._collecting = self.main.awaited = None
+
+    def let_go(self, samples: Sequence[SampleId]) -> None:
+        """Engines need not keep anything of these. For what the core does not know of."""
+        with self.bus.lock:
+            self.engines.let_go(samples)
 
     def _launch(self, command: Launch) -> None:
         self.desk.round_kind = self.desk.round_kind or command.kind

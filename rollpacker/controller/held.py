@@ -10,7 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
+from rollpacker.core.events import (
+    SampleAborted,
+    SampleFailed,
+    SampleGenerated,
+    SampleMoved,
+)
 from rollpacker.core.ids import SampleId
 from rollpacker.rollout.engine import Carried, Engine, GenerationRequest, Response
 
@@ -64,6 +69,10 @@ class Handle:
             samples = self.salvage.stop(samples)
         if samples:
             self._tell(partial(self.engine.abort, samples))
+
+    def let_go(self, samples: Sequence[SampleId]) -> None:
+        """See `Engine`."""
+        self._tell(partial(self.engine.let_go, samples))
 
     def come_back(self) -> None:
         """Tell it what waits."""
@@ -160,4 +169,15 @@ def taken_along(held: Held, event: SampleAborted, response: Response | None) -> 
     return replace(
         held.request,
         carried=Carried(tokens=response.tokens, log_probs=response.log_probs, verify=False),
+    )
+
+
+def moved(sample: SampleId, to: Handle, num_tokens: int) -> SampleMoved:
+    """It goes on there, with so many tokens."""
+    return SampleMoved(
+        time_s=0.0,
+        sample=sample,
+        engine=to.number,
+        incarnation=to.incarnation,
+        num_tokens=num_tokens,
     )

@@ -67,6 +67,10 @@ class Play:
     metrics: Counter[str] = field(default_factory=Counter)
     version: int = 0
     """Of the weights that drew it."""
+    kept_tokens: int = 0
+    """Of what stood before its turns: tokens that the engine had kept since an earlier one ..."""
+    recomputed_tokens: int = 0
+    """... and that it had to compute again."""
 
     @property
     def seconds(self) -> float:
@@ -104,6 +108,15 @@ class Play:
         self.num_given = max(num_given, longer)
         self.num_tokens += self.num_given
         self.trajectory = trajectory
+
+    def count_kept(self, num_reused: int) -> None:
+        """The next turn was drawn, with so many tokens before it that the engine had kept. The
+        first one's are nobody's to keep."""
+        if self.num_turns:
+            before = max(len(self.trajectory.context) - self.num_given, 1)
+            kept = min(num_reused, before - 1)  # the latest drawn one was never fed
+            self.kept_tokens += kept
+            self.recomputed_tokens += before - 1 - kept
 
     def request(self, sampling: SamplingParams, noise: SampleId | None) -> GenerationRequest:
         """For the engine: the next turn."""
@@ -167,8 +180,10 @@ class Player:
         return Play(sample, row, Trajectory(row.tokens))
 
     def bounded(self, play: Play, request: GenerationRequest) -> GenerationRequest:
-        """With as many tokens as are left of the trajectory's, one at least."""
-        most = self.limits.max_trajectory_tokens
+        """With as many tokens as are left of the trajectory's, one at least; kept by the engine
+        unless it is the last turn that there can be."""
+        max_turns, most = self.limits.max_turns, self.limits.max_trajectory_tokens
+        request = replace(request, keep=max_turns is None or play.num_turns + 1 < max_turns)
         if most is None:
             return request
         left = max(most - play.num_tokens, 1)
@@ -318,6 +333,8 @@ def ends_of(plays: Sequence[Play]) -> dict[str, float]:
         **_rows_of(plays),
         "episodes/environment_s/mean": sum(play.seconds for play in plays) / count,
         "episodes/environment_s/max": max(play.seconds for play in plays),
+        "episodes/kept_tokens/mean": sum(play.kept_tokens for play in plays) / count,
+        "episodes/recomputed_tokens/mean": sum(play.recomputed_tokens for play in plays) / count,
         **{name: value / count for name, value in sorted(metrics.items())},
     }
 

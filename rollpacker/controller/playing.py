@@ -13,6 +13,7 @@ from rollpacker.environments.environment import Episode, Lost
 from rollpacker.rollout.engine import GenerationRequest, Response, SamplingParams
 
 Generate = Callable[[Sequence[GenerationRequest]], Awaitable[Sequence[Response]]]
+LetGo = Callable[[Sequence[SampleId]], None]
 
 
 async def play_all(
@@ -20,10 +21,12 @@ async def play_all(
     asked: Sequence[tuple[SampleId, PromptRow]],
     generate: Generate,
     sampling: SamplingParams,
+    let_go: LetGo,
 ) -> tuple[list[Response], dict[SampleId, Episode]]:
     """Whole trajectories of these samples, and what was said in them. Those whose environment was
     lost, or on which the engine failed, are left out. A round of turns at a time: the engine draws
-    the next ones of all that go on, then the environments answer.
+    the next ones of all that go on, then the environments answer. `let_go`: engines need not keep
+    anything of these any more.
     """
     limits, timeout_s = player.limits, player.timeout_s
     plays = {sample: player.new(sample, row) for sample, row in asked}
@@ -44,6 +47,8 @@ async def play_all(
                     reasons[one.sample] = reason
             going = [one for one in going if one.sample not in reasons]
             going = await _answered(player, going, limits, timeout_s, reasons)
+            going_on = {one.sample for one in going}
+            let_go([sample for sample in turns if sample not in going_on])
     finally:
         for one in plays.values():
             player.end(one)

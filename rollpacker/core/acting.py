@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from rollpacker.core.commands import Act, Command
 from rollpacker.core.events import Acted
 from rollpacker.core.ids import SampleId
+from rollpacker.core.kept_rows import KeptRows
 from rollpacker.core.schedule import KindConfig, Order, Schedule
 
 
@@ -134,10 +135,12 @@ class Acting(Schedule[Acted]):
         self.config = config
         self.episodes: dict[SampleId, Episode] = {}
         """Of the round at hand, by sample."""
+        self.kept = KeptRows()
 
     def begin_round(self) -> None:
         super().begin_round()
         self.episodes.clear()
+        self.kept.begin_round()
 
     def _act(self, *, sample: SampleId, timeout_s: float | None, retry: int) -> Command:
         episode = self.episodes[sample]

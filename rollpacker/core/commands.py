@@ -155,6 +155,15 @@ class Continue:
 
 
 @command
+class LetGo:
+    """Engines need not keep what they computed of these, which are with their environments: the
+    room is for others. They are computed again when they go on. Of those of `Conclude` and
+    `CancelAct` nothing is kept, unsaid."""
+
+    samples: tuple[SampleId, ...]
+
+
+@command
 class Conclude:
     """The trajectory is over: its episode can end, and what it came to is laid down as the sample's
     response. Tokens that were given after its last message are no part of it."""
@@ -168,7 +177,7 @@ class Conclude:
 LIMITS = frozenset(("length", "tokens", "turns", "environment_s", "truncated"))
 """Finish reasons of what a limit ended; the last of them: one of the environment's own."""
 
-OF_TURNS = (Act, CancelAct, Continue, Conclude)
+OF_TURNS = (Act, CancelAct, Continue, LetGo, Conclude)
 """Said only where samples take turns with environments (`JobConfig.acting`)."""
 
 
@@ -325,6 +334,7 @@ Command = (
     | Act
     | CancelAct
     | Continue
+    | LetGo
     | Conclude
     | Score
     | CancelScore

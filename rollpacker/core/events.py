@@ -57,6 +57,14 @@ class SampleGenerated:
     num_redraws: int = field(default=0, metadata=OMIT_DEFAULT)
     """How often its end was drawn anew, because it came before the place where the response had
     been cut off (`tail_batching.complement`)."""
+    num_reused: int = field(default=0, metadata=OMIT_DEFAULT)
+    """Of the tokens before it, those that the engine had not to compute for it: it had kept them
+    since an earlier turn."""
+    num_held: int = field(default=0, metadata=OMIT_DEFAULT)
+    """Tokens that it keeps now for the next turn, the prompt's among them."""
+    room: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    """So many more it can keep beside the rows that run; negative: so many should go for those that
+    wait, and for what comes next. None: it does not say."""
     engine: int = field(default=0, metadata=OMIT_DEFAULT)
     """The engine that says so ..."""
     incarnation: int = field(default=0, metadata=OMIT_DEFAULT)

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from rollpacker.core.acting import Acting, Episode, Retracing
-from rollpacker.core.commands import CancelAct, Command, Conclude, Continue, Release
+from rollpacker.core.commands import CancelAct, Command, Conclude, Continue, LetGo, Release
 from rollpacker.core.events import Acted, SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.groups import Group, RoundPlan
 from rollpacker.core.ids import SampleId
@@ -80,7 +80,8 @@ class TurnRound(Round):
             late = replace(event, num_tokens=in_all, num_kept=episode.retracing.kept)
             commands = super().on_generated(late)
             group.whole[index] = False  # the trajectory is not
-            return self._told(commands, in_all)
+            commands = self._told(commands, in_all)
+            return [*commands, LetGo(samples=(sample,))] if event.num_held else commands
         if event.version != self._version:
             raise self._wrong_version(event)
         self.preemptions += event.preemptions
@@ -89,7 +90,9 @@ class TurnRound(Round):
         if event.finish_reason == "stop":
             group.states[index] = check(LAUNCHED, ACTING)
             episode.acts = True
-            return self._acting.ask(sample, episode.tokens)
+            let_go = self._acting.kept.leave(event)
+            asked = self._acting.ask(sample, episode.tokens)
+            return [*asked, LetGo(samples=tuple(let_go))] if let_go else asked
         most = self._acting.config.limits.max_trajectory_tokens
         cut_off = most is not None and episode.tokens >= most
         return self._told(self._conclude(sample, "tokens" if cut_off else event.finish_reason))
@@ -97,6 +100,7 @@ class TurnRound(Round):
     def on_acted(self, event: Acted, retry: int) -> list[Command]:
         """The environment's answer, to an act that was said `retry` times before."""
         sample = event.sample
+        self._acting.kept.back(sample, None if event.cause else event.time_s)
         episode = self._acting.episodes.get(sample)
         if episode is None or not episode.acts:
             self._late["Acted"] += event.cause != "cancelled"
@@ -208,6 +212,7 @@ class TurnRound(Round):
         samples = [sample for sample in samples if sample in episodes and episodes[sample].is_open]
         for sample in samples:
             episodes[sample].is_open = False
+            self._acting.kept.back(sample)
         return [CancelAct(samples=tuple(samples))] if samples else []
 
     def _start_waiting(self, sample: SampleId) -> list[Command]:

@@ -128,25 +128,27 @@ class Decoder:
 
     def num_admissible(self, waiting: Iterable[Pending]) -> int:
         """How many of these, from the first on, can join the live rows and surely be finished."""
+        return self.would_have(waiting)[0] - self.rows.num_rows
+
+    def would_have(self, waiting: Iterable[Pending]) -> tuple[int, int]:
+        """Rows that there are once those of these have joined that can, and the most positions that
+        one of them may need."""
         num_rows = self.rows.num_rows
         width = max((entry.width for entry in self.rows.pending), default=1)
-        count = 0
         for entry in waiting:
-            width = max(width, entry.width)
-            if num_rows + count >= self._max_slots or not self.slots.fits(
-                num_rows + count + 1, width
-            ):
+            wider = max(width, entry.width)
+            if num_rows >= self._max_slots or not self.slots.fits(num_rows + 1, wider):
                 break
-            count += 1
-        return count
+            num_rows, width = num_rows + 1, wider
+        return num_rows, width
 
     def admit(self, entries: Sequence[Pending], next_prompt: Prompt | None) -> None:
-        """Prefill these, once per run of equal prompts, and draw their first tokens.
+        """Prefill these, for which slots are reserved, once per run of equal prompts, and draw
+        their first tokens.
 
         `next_prompt` is that of the first request still waiting: if it is the last one here, what
         its prefill gave is kept for it.
         """
-        self._reserve(entries)
         groups = [list(run) for _, run in groupby(entries, key=lambda e: e.request.prompt_tokens)]
         if self._kept is not None and groups[0][0].request.prompt_tokens == self._kept.prompt:
             self._join(groups.pop(0), self._kept)
@@ -174,19 +176,25 @@ class Decoder:
         if self._graphs is not None:
             self._graphs.forget()
 
-    def _reserve(self, entries: Sequence[Pending]) -> None:
-        """Slots as wide as any of these rows may become."""
+    def reserve(self, entries: Sequence[Pending], beside: int = 0) -> None:
+        """Slots for these rows, as wide as any may become. `beside`: positions of the budget that
+        others have, who yield only to what is needed."""
         num_rows = self.rows.num_rows + len(entries)
         width = max(entry.width for entry in (*self.rows.pending, *entries))
+        keeps = any(entry.request.keep for entry in entries)
+        wider = width + width // 2
+        if keeps and width > self.slots.width and self.slots.fits(2 * num_rows, wider):
+            width = wider  # they come again, and are longer then: slots need not move each time
         if self._static:
             width = -(-width // STATIC_WIDTH_CHUNK) * STATIC_WIDTH_CHUNK
             num_slots = self._max_slots
-            while not self.slots.fits(num_slots, width) and num_slots > num_rows:
+            # Where rows are to be kept between turns, half of the memory is left to them.
+            while not self.slots.fits((1 + keeps) * num_slots, width) and num_slots > num_rows:
                 num_slots = max(num_rows, num_slots // 2)
             num_rows = num_slots
         else:
             width |= 1  # Rows a power of two apart would compete for the same cache lines.
-        moved = self.slots.reserve(num_rows, width)
+        moved = self.slots.reserve(num_rows, width, beside)
         moved |= self.rows.reserve(self.slots.num_slots)
         if self._plain is not None:
             moved |= self._plain.reserve(self.slots.width)
@@ -212,7 +220,7 @@ class Decoder:
         first = self.rows.num_rows
         noise = self.rows.add(entries)
         self.slots.restore(kept.cache, slice(first, self.rows.num_rows))
-        self._draw_first(first, kept.logits.expand(len(entries), -1), noise)
+        self.draw_first(first, kept.logits.expand(len(entries), -1), noise)
 
     def _prefill_batches(self, groups: list[list[Pending]]) -> Iterable[list[list[Pending]]]:
         """Groups, sorted by prompt length, in batches that keep to the token budget."""
@@ -250,7 +258,7 @@ class Decoder:
             row = first + sum(len(group) for group in groups[:place])
             cache = self.slots.snapshot(row, lengths[place])
             self._kept = KeptPrompt(next_prompt, logits[place].clone(), cache)
-        self._draw_first(first, logits.index_select(0, prompt_of_row), noise)
+        self.draw_first(first, logits.index_select(0, prompt_of_row), noise)
 
     def _prompt_logits(
         self, padded: np.ndarray, ends: np.ndarray, step: PrefillStep
@@ -269,7 +277,8 @@ class Decoder:
         prompt_index = torch.arange(len(ends), device=self._device)
         return logits[prompt_index, torch.from_numpy(kept_of_prompt).to(self._device)]
 
-    def _draw_first(self, first: int, logits: torch.Tensor, noise: torch.Tensor) -> None:
+    def draw_first(self, first: int, logits: torch.Tensor, noise: torch.Tensor) -> None:
+        """Of the rows from `first` on, from logits [rows, vocabulary] after their prompts."""
         rows = slice(first, self.rows.num_rows)
         column = self.rows.device_column
         tokens, log_probs = draw(
@@ -351,15 +360,22 @@ class Decoder:
             self.rows.mode,
         )
 
-    def extend_logits(self, tokens: np.ndarray, step: ExtendStep) -> torch.Tensor:
-        """Logits [real tokens, vocabulary] after every real one of `tokens` [rows, tokens].
+    def extend_logits(
+        self, tokens: np.ndarray, step: ExtendStep, ends: np.ndarray | None = None
+    ) -> torch.Tensor:
+        """Logits [real tokens, vocabulary] after every real one of `tokens` [rows, tokens]; where
+        `ends` [rows] are given, [rows, vocabulary] after these alone.
 
         Never captured: its shapes are seldom the same twice.
         """
         self._plan = None
         fed = torch.from_numpy(tokens).to(self._device)
+        wanted = step.real
+        if ends is not None:
+            places = np.arange(len(tokens)) * tokens.shape[1] + ends
+            wanted = torch.from_numpy(places).to(self._device)
         if self._plain is not None:
-            return self._plain.extend(fed, step.positions, step.real, step)
+            return self._plain.extend(fed, step.positions, wanted, step)
         logits: torch.Tensor = self.model(
             input_ids=fed,
             position_ids=step.positions,
@@ -367,7 +383,7 @@ class Decoder:
             **{STEP_KEYWORD: step},
         ).logits
         flat = logits.flatten(0, 1)
-        return flat if step.real is None else flat.index_select(0, step.real)
+        return flat if wanted is None else flat.index_select(0, wanted)
 
     def _make_plan(self) -> list[Bucket]:
         """Buckets for the live rows; sorts the rows by length first if that soon pays."""

@@ -83,6 +83,9 @@ class GenerationRequest:
     """Whose noise it is drawn with. None: its own."""
     turn: int = 1
     """Which one of its trajectory. The prompt is then all that came before it."""
+    keep: bool = False
+    """Once it has ended with "stop", keep what was computed of it if there is room: a later request
+    of the sample will begin with the same tokens."""
     carried: Carried | None = None
 
 
@@ -168,6 +171,12 @@ class Engine(Protocol):
     def abort(self, samples: Sequence[SampleId]) -> None:
         """Stop these, running or waiting; each that was still going gets `SampleAborted`. Unknown
         or finished ids are ignored."""
+        ...
+
+    def let_go(self, samples: Sequence[SampleId]) -> None:
+        """What it keeps of these (`GenerationRequest.keep`) is not needed. Thread-safe; returns at
+        once. Whatever it keeps it lets go of by itself when weights change, when it is offloaded,
+        and for rows that could run."""
         ...
 
     async def update_weights(

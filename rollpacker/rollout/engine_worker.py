@@ -89,6 +89,8 @@ class EngineHost:
 
     def _give(self, exchange: Exchange) -> None:
         try:
+            if exchange.let_go:
+                self._engine.let_go(exchange.let_go)
             if exchange.requests:
                 self._engine.submit(exchange.requests)
             if exchange.aborts:

@@ -5,6 +5,9 @@ the tokens after it, draws at every one of these positions with the noise that d
 there, and keeps what came out up to the first token that is not the guessed one. The row is then
 where so many decode steps would have brought it, to the token. What an earlier launch left of a
 response is such a guess (`Extender.take_up`).
+
+A row that was kept between turns (kept_rows.py) gets the new tokens of its prompt in such passes,
+too (`Extender.go_on`).
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from rollpacker.rollout.decoder import (
 )
 from rollpacker.rollout.endings import Endings
 from rollpacker.rollout.engine import Carried
+from rollpacker.rollout.kept_rows import KeptRow
 from rollpacker.rollout.kv_slots import ExtendStep
-from rollpacker.rollout.rows import ANY_LENGTH
+from rollpacker.rollout.rows import ANY_LENGTH, Pending
 from rollpacker.rollout.sampling import draw
 
 MAX_REDRAWS = 16
@@ -60,14 +64,9 @@ class Extender:
         # The most query heads that share a key head.
         self._query_groups = -(-num_heads // min(one.num_kv_heads for one in decoder.slots.layers))
         kind = decoder.slots.device.type
-        # Positions of a pass, by the model's work and by their logits; attention scores.
-        self._max_tokens = max(
-            1,
-            min(
-                PREFILL_TOKENS.get(kind, PREFILL_TOKENS_ACCELERATOR),
-                PREFILL_LOGITS // decoder.rows.vocabulary_size,
-            ),
-        )
+        # Positions of a pass, by the model's work; by their logits; attention scores.
+        self._max_tokens = PREFILL_TOKENS.get(kind, PREFILL_TOKENS_ACCELERATOR)
+        self._max_logits = max(1, PREFILL_LOGITS // decoder.rows.vocabulary_size)
         self._max_scores = EXTEND_SCORES.get(kind, EXTEND_SCORES_ACCELERATOR)
 
     # -- guesses -----------------------------------------------------------------------------------
@@ -78,39 +77,42 @@ class Extender:
         A row ends up with its newest token the first that was not guessed, the one after the whole
         guess, or the one that ended it. Returns how many tokens each got.
         """
-        before = self._rows.host_column("count")[rows]
+        before, positions = (self._rows.host_column(name)[rows] for name in ("count", "position"))
+        max_tokens = min(self._max_tokens, self._max_logits)
         room = self._rows.host_column("limit")[rows] - before - 1
         assert (room >= 0).all(), "a row at its limit was to go on"
         sizes = [min(len(guess.tokens), MAX_GUESS) for guess in guesses]
-        lengths = 1 + np.minimum(np.array(sizes), np.minimum(room, self._most(rows) - 1))
-        for part in self._passes(rows, lengths):
+        lengths = 1 + np.minimum(np.array(sizes), np.minimum(room, self._most(max_tokens) - 1))
+        for part in self._passes(lengths, positions + lengths, max_tokens):
             self._pass(rows[part], [guesses[place] for place in part], lengths[part])
         num_new: np.ndarray = self._rows.host_column("count")[rows] - before
         return num_new
 
-    def _most(self, rows: np.ndarray) -> int:
+    def _most(self, max_tokens: int) -> int:
         """Tokens of one row in a pass."""
         width = self._decoder.slots.width * self._query_groups
-        return max(1, min(self._max_tokens, self._max_scores // width))
+        return max(1, min(max_tokens, self._max_scores // width))
 
-    def _passes(self, rows: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
-        """Places in `rows` by length, in parts that keep to the budget when padded."""
-        ends = self._rows.host_column("position")[rows] + lengths
+    def _passes(
+        self, lengths: np.ndarray, ends: np.ndarray, max_tokens: int
+    ) -> Iterator[np.ndarray]:
+        """Which rows go together that get so many tokens, up to these positions, in parts that keep
+        to the budget when padded."""
         order = np.argsort(lengths, kind="stable")
-        if self._fits(lengths, ends):
-            yield np.arange(len(rows))
+        if self._fits(lengths, ends, max_tokens):
+            yield np.arange(len(lengths))
             return
         start = 0
         for stop in range(1, len(order) + 1):
             part = order[start : stop + 1]
-            if stop == len(order) or not self._fits(lengths[part], ends[part]):
+            if stop == len(order) or not self._fits(lengths[part], ends[part], max_tokens):
                 yield np.sort(order[start:stop])
                 start = stop
 
-    def _fits(self, lengths: np.ndarray, ends: np.ndarray) -> bool:
+    def _fits(self, lengths: np.ndarray, ends: np.ndarray, max_tokens: int) -> bool:
         padded = len(lengths) * int(lengths.max())
         masked = padded * int(ends.max()) * self._query_groups
-        return padded <= self._max_tokens and masked <= self._max_scores
+        return padded <= max_tokens and masked <= self._max_scores
 
     def _pass(self, rows: np.ndarray, guesses: Sequence[Guess], lengths: np.ndarray) -> None:
         num_tokens = int(lengths.max())
@@ -164,6 +166,47 @@ class Extender:
             end = self._endings.num_until_end(self._rows, row, count - num_new[place])
             if end is not None and end < count:
                 self._rows.cut(rows[place : place + 1], [end])
+
+    # -- what was kept -----------------------------------------------------------------------------
+
+    def go_on(self, entries: Sequence[Pending], kept: Sequence[KeptRow]) -> None:
+        """Add rows, for which slots are reserved, of whose prompts this much is there already; read
+        the rest of them, and draw their first tokens."""
+        for start in range(0, len(entries), self._max_logits):
+            part = slice(start, start + self._max_logits)
+            first = self._rows.num_rows
+            noise = self._rows.add(list(entries[part]))
+            rows = np.arange(first, self._rows.num_rows)
+            for row, one in zip(rows.tolist(), kept[part], strict=True):
+                self._decoder.slots.restore(one.cache, slice(row, row + 1))
+            starts = np.array([len(one.tokens) for one in kept[part]])
+            self._rows.host_column("num_reused")[rows] = starts
+            prompts = [entry.request.prompt_tokens for entry in entries[part]]
+            self._decoder.draw_first(first, self._read(rows, starts, prompts), noise)
+
+    def _read(
+        self, rows: np.ndarray, starts: np.ndarray, prompts: Sequence[tuple[int, ...]]
+    ) -> torch.Tensor:
+        """Feed these rows their prompts from these places on. Logits [rows, vocabulary] after
+        them."""
+        done, most = starts.copy(), self._most(self._max_tokens)
+        logits = torch.zeros(0)
+        ends = np.array([len(prompt) for prompt in prompts])
+        while len(going := np.flatnonzero(done < ends)):
+            lengths = np.minimum(ends[going] - done[going], most)
+            for part in self._passes(lengths, done[going] + lengths, self._max_tokens):
+                places, sizes = going[part], lengths[part]
+                fed = np.zeros((len(places), int(sizes.max())), np.int64)
+                for line, place, size in zip(fed, places.tolist(), sizes.tolist(), strict=True):
+                    line[:size] = prompts[place][done[place] : done[place] + size]
+                step = ExtendStep(self._decoder.slots, rows[places], done[places], sizes)
+                last = self._decoder.extend_logits(fed, step, sizes - 1)
+                if not len(logits):
+                    logits = last.new_empty((len(rows), last.shape[1]))
+                logits[torch.from_numpy(places).to(last.device)] = last
+            done[going] += lengths
+        self._decoder.num_prefilled_tokens += int((ends - starts).sum())
+        return logits
 
     # -- what was carried --------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ class Inbox:
         self._condition = threading.Condition()
         self._submitted: list[Pending] = []
         self._aborted: list[SampleId] = []
+        self._unkept: list[SampleId] = []
         self._in_flight: set[SampleId] = set()
         self._num_launched = 0
         self._weights_change = False
@@ -76,6 +77,12 @@ class Inbox:
             self._aborted.extend(sample for sample in samples if sample in self._in_flight)
             self._condition.notify()
 
+    def let_go(self, samples: Sequence[SampleId]) -> None:
+        """Of samples that are not here, but may have been."""
+        with self._condition:
+            self.check_open()
+            self._unkept.extend(samples)
+
     def begin_weights(self, version: int) -> None:
         """Nothing may be submitted until `end_weights`. Raises `EngineError` while samples run."""
         with self._condition:
@@ -116,6 +123,13 @@ class Inbox:
             while not (self._closed or self._in_flight):
                 self._condition.wait()
             return not self._closed
+
+    def take_let_go(self) -> list[SampleId]:
+        """Who was let go of since the last call. Before `take`: who then comes again was so after
+        that."""
+        with self._condition:
+            unkept, self._unkept = self._unkept, []
+        return unkept
 
     def take(self) -> tuple[list[Pending], set[SampleId]]:
         """What was submitted and aborted since the last call."""

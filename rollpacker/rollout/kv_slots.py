@@ -63,21 +63,39 @@ class KVSlots:
     def bytes_per_token(self) -> int:
         return sum(shape.num_elements for shape in self.layers) * self.dtype.itemsize
 
+    @property
+    def budget_tokens(self) -> int:
+        """So many positions keep to the budget."""
+        return self.budget_bytes // self.bytes_per_token
+
     def fits(self, num_slots: int, width: int) -> bool:
         """Whether so many rows of so many positions keep to the budget."""
         return num_slots * width * self.bytes_per_token <= self.budget_bytes
 
-    def reserve(self, num_slots: int, width: int) -> bool:
+    def reserve(self, num_slots: int, width: int, beside: int = 0) -> bool:
         """Make room for `num_slots` rows of `width` positions. True if the storage moved.
 
-        Keeps the content of these; what exceeds them stays only as far as the budget goes.
+        Keeps the content of these; what exceeds them stays only as far as the budget goes, of which
+        `beside` positions are somebody else's.
         """
         if num_slots <= self.num_slots and width <= self.width:
             return False
-        if self.fits(num_slots, self.width):
+        most = self.budget_tokens - beside
+        if num_slots * self.width <= most:
             width = max(width, self.width)
-        if self.fits(self.num_slots, width):
+        if self.num_slots * width <= most:
             num_slots = max(num_slots, self.num_slots)
+        self._allocate(num_slots, width)
+        return True
+
+    def shrink(self, num_slots: int, width: int) -> None:
+        """Keep the first rows, and of these the first positions."""
+        if num_slots and width:
+            self._allocate(num_slots, width)
+        else:
+            self.free()
+
+    def _allocate(self, num_slots: int, width: int) -> None:
         for shape in self.layers:
             for store, dim in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
                 grown = self._zeros((num_slots, shape.num_kv_heads, width, dim))
@@ -93,7 +111,6 @@ class KVSlots:
             heads: (rows[:, None] * heads + torch.arange(heads, device=self.device)) * width
             for heads in {shape.num_kv_heads for shape in self.layers}
         }
-        return True
 
     def free(self) -> None:
         """Give the memory back. The next `reserve` begins anew."""

@@ -70,12 +70,17 @@ class LoopEngine(ABC):
         """See `Engine`."""
         self._inbox.abort(samples)
 
+    def let_go(self, samples: Sequence[SampleId]) -> None:
+        """See `Engine`."""
+        self._inbox.let_go(samples)
+
     async def update_weights(
         self, version: int, weights: Mapping[str, torch.Tensor] | WeightSource | None = None
     ) -> None:
         """See `Engine`. What takes time is done in a thread, so that the caller's deadline can end
         the wait."""
         self._inbox.begin_weights(version)
+        self._forget_kept()
         if weights is not None or self._has_a_copy:
             await asyncio.to_thread(self._renew, version, weights)
         self._inbox.end_weights()
@@ -84,6 +89,7 @@ class LoopEngine(ABC):
     async def offload(self) -> None:
         """See `Engine`. If it fails, the engine is of no use any more."""
         self._inbox.leave()
+        self._forget_kept()
         await asyncio.to_thread(self._let_go)
 
     async def reload(self) -> None:
@@ -110,6 +116,10 @@ class LoopEngine(ABC):
     ) -> None:
         """Take new weights, while nothing runs. Raises `EngineError`."""
         self._weights.take(version, weights)
+
+    def _forget_kept(self) -> None:
+        """Nothing that was computed so far is of use any more. While nothing runs."""
+        return
 
     @property
     def _is_on_device(self) -> bool:

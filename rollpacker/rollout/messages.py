@@ -83,6 +83,7 @@ class Exchange:
     """The run has the outputs up to this one."""
     requests: tuple[GenerationRequest, ...] = ()
     aborts: tuple[SampleId, ...] = ()
+    let_go: tuple[SampleId, ...] = ()
     call: Call | None = None
     wait_s: float = 0.0
     """Without anything to report the answer may take so long."""
@@ -181,19 +182,21 @@ def _exchange_to_plain(exchange: Exchange) -> list[Any]:
             request.forced_length,
             request.noise,
             request.turn,
+            request.keep,
             request.carried,
         )
         for request in exchange.requests
     ]
     return [
         *(exchange.sequence, exchange.acknowledged, exchange.aborts),
-        *(exchange.call, exchange.wait_s),
+        *(exchange.let_go, exchange.call, exchange.wait_s),
         *([integers(prompt) for prompt in prompts], list(samplings), requests),
     ]
 
 
 def _exchange_from_plain(plain: list[Any]) -> Exchange:
-    sequence, acknowledged, aborts, call, wait_s, prompts, samplings, requests = plain
+    sequence, acknowledged, aborts, let_go, call, wait_s, *said = plain
+    prompts, samplings, requests = said
     prompts = [tuple(prompt.tolist()) for prompt in prompts]
     return Exchange(
         sequence=sequence,
@@ -206,11 +209,13 @@ def _exchange_from_plain(plain: list[Any]) -> Exchange:
                 forced_length=forced_length,
                 noise=noise,
                 turn=turn,
+                keep=keep,
                 carried=carried,
             )
-            for sample, prompt, sampling, forced_length, noise, turn, carried in requests
+            for sample, prompt, sampling, forced_length, noise, turn, keep, carried in requests
         ),
         aborts=aborts,
+        let_go=let_go,
         call=call,
         wait_s=wait_s,
     )

@@ -189,13 +189,13 @@ class PlainForward:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        real: torch.Tensor | None,
+        wanted: torch.Tensor | None,
         step: RolloutStep,
     ) -> torch.Tensor:
-        """Logits [real tokens, vocabulary] after those of `tokens` [rows, tokens], at `positions`
-        of the same shape, that `real` points to in the flat batch (None: all)."""
+        """Logits [wanted, vocabulary] after those of `tokens` [rows, tokens], at `positions` of the
+        same shape, that `wanted` points to in the flat batch (None: all)."""
         hidden = self._hidden(tokens.view(-1), positions.view(-1), tokens.shape[0], step)
-        return self._logits(hidden if real is None else hidden.index_select(0, real))
+        return self._logits(hidden if wanted is None else hidden.index_select(0, wanted))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return _project(_normalize(hidden, self._norm), self._head)

@@ -142,6 +142,11 @@ class ProcessEngine:
         self._inbox.abort(samples)
         self._wake()
 
+    def let_go(self, samples: Sequence[SampleId]) -> None:
+        """See `Engine`."""
+        self._inbox.let_go(samples)
+        self._wake()
+
     async def update_weights(
         self, version: int, weights: Mapping[str, Tensor] | WeightSource | None = None
     ) -> None:
@@ -233,10 +238,11 @@ class ProcessEngine:
             self._lose(error)
 
     def _say(self) -> None:
+        let_go = tuple(self._inbox.take_let_go()) if self._is_heard else ()
         entries, aborts = self._inbox.take() if self._is_heard else ([], set())
         requests = tuple(entry.request for entry in entries)
         self._prompts.update((request.sample, request.prompt_tokens) for request in requests)
-        exchange = self._exchanges.next(requests, tuple(sorted(aborts)))
+        exchange = self._exchanges.next(requests, tuple(sorted(aborts)), let_go)
         if exchange is not None:
             self._line.post(EXCHANGE, exchange.sequence, codec().encode(exchange))
 
@@ -368,11 +374,15 @@ class _Exchanges:
                 future.set_exception(error)
 
     def next(
-        self, requests: tuple[GenerationRequest, ...], aborts: tuple[SampleId, ...]
+        self,
+        requests: tuple[GenerationRequest, ...],
+        aborts: tuple[SampleId, ...],
+        let_go: tuple[SampleId, ...] = (),
     ) -> Exchange | None:
         """What to say now; None if nothing is new and an answer is owed."""
         call = self._next_call()
-        if not (requests or aborts or call) and self._sequence > self._answered:
+        is_news = bool(requests or aborts or let_go or call)
+        if not is_news and self._sequence > self._answered:
             return None
         if self._sequence == self._answered:
             self.asked_s = time.monotonic()
@@ -382,6 +392,7 @@ class _Exchanges:
             acknowledged=self._acknowledged,
             requests=requests,
             aborts=aborts,
+            let_go=let_go,
             call=call,
             wait_s=self._until_all_answer(),
         )

@@ -45,6 +45,7 @@ _HOST_COLUMNS = {
     "floor": np.int64,
     "ceiling": np.int64,
     "num_kept": np.int64,
+    "num_reused": np.int64,
     "store": np.int64,
     "log_prob": np.float64,
 }
@@ -104,7 +105,8 @@ class RowTable:
 
     token [slots] is the newest token, log_prob its log-probability, and position [slots] its place,
     which is where the next step writes its key and value. Of tokens carried into the row, num_kept
-    [slots] came out the same, or -1 if nobody looked; floor and redraw are those of the complement
+    [slots] came out the same, or -1 if nobody looked; of the prompt's, num_reused [slots] had their
+    keys and values before the row was added; floor and redraw are those of the complement
     rule (`Carried.floor`). With `mirrored` the device has copies of
     its columns, which the step itself keeps up to date and `upload` refreshes.
     """
@@ -246,6 +248,7 @@ class RowTable:
             for request in requests
         ]
         columns["num_kept"][rows] = -1
+        columns["num_reused"][rows] = 0
         columns["store"][rows] = [self._free_stores.pop() for _ in new]
         self.upload()
         return self.noise_ahead(rows, 1)[:, 0]

@@ -10,6 +10,7 @@ tested on a CPU, except for the capture itself.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +29,7 @@ from rollpacker.rollout.engine import (
     EngineStatus,
 )
 from rollpacker.rollout.extend import Extender, Guess
+from rollpacker.rollout.kept_rows import KeptRow, KeptRows
 from rollpacker.rollout.loop import (
     LoopEngine,
     Numbered,
@@ -72,6 +74,7 @@ class TorchEngine(LoopEngine):
         kind = self._device.type
         can_draft = config.draft_tokens > 0 and kind in STEP_COST
         self._drafter = Drafter(config.draft_tokens, kind) if can_draft else None
+        self._kept = KeptRows(self._decoder.slots, shrinks=not static)
         self._max_positions = getattr(
             model.config.get_text_config(), "max_position_embeddings", None
         )
@@ -149,6 +152,9 @@ class TorchEngine(LoopEngine):
                 self._drafter.forget()
             self._model.train(self._was_training)
 
+    def _forget_kept(self) -> None:
+        self._kept.clear()
+
     def _let_go(self) -> None:
         if self._is_on_device:
             self._decoder.let_go()
@@ -158,6 +164,7 @@ class TorchEngine(LoopEngine):
 
     def _take_inbox(self) -> list[Numbered]:
         """New requests join the queue; aborted ones leave it, or their rows."""
+        self._kept.let_go(self._inbox.take_let_go())
         submitted, aborted = self._inbox.take()
         outputs = []
         for entry in submitted:
@@ -174,6 +181,7 @@ class TorchEngine(LoopEngine):
         outputs = []
         for entry in [entry for entry in self._waiting if entry.request.sample in samples]:
             self._waiting.remove(entry)
+            self._kept.let_go([entry.request.sample])
             outputs.append(abortion(entry, untouched(entry, self._version)))
         rows = self._decoder.rows
         gone = [row for row, entry in enumerate(rows.pending) if entry.request.sample in samples]
@@ -215,9 +223,28 @@ class TorchEngine(LoopEngine):
         first = self._decoder.rows.num_rows
         entries = [self._waiting.popleft() for _ in range(num_new)]
         next_prompt = self._waiting[0].request.prompt_tokens if self._waiting else None
-        self._decoder.admit(entries, next_prompt)
+        fresh, going_on, kept = self._parted(entries)
+        self._decoder.reserve(entries, beside=self._kept.num_tokens)
+        self._kept.trim()
+        if fresh:
+            self._decoder.admit(fresh, next_prompt)
+        if going_on:
+            self._extender.go_on(going_on, kept)
         self._num_generated += self._extender.take_up(first)
         return self._collect_ended(first)
+
+    def _parted(self, entries: list[Pending]) -> tuple[list[Pending], list[Pending], list[KeptRow]]:
+        """Those of which nothing is there; the others, and what is there of each."""
+        fresh, going_on, kept = [], [], []
+        for entry in entries:
+            request = entry.request
+            found = self._kept.take(request.sample, request.prompt_tokens)
+            if found is None:
+                fresh.append(entry)
+            else:
+                going_on.append(entry)
+                kept.append(found)
+        return fresh, going_on, kept
 
     # -- responses go ------------------------------------------------------------------------------
 
@@ -245,8 +272,35 @@ class TorchEngine(LoopEngine):
                 outputs.append(failure(rows.pending[row], reason))
             else:
                 outputs.append(self._finish(row, stopped=bool(stopped[row - first])))
+        kept = self._keep(gone.tolist(), outputs)
         self._remove(gone)
-        return outputs
+        return self._settle(kept, outputs) if kept else outputs
+
+    def _keep(self, gone: list[int], outputs: list[Numbered]) -> list[SampleId]:
+        """Keep those of these rows whose turn has ended, as these outputs say, if there is to be
+        another."""
+        kept = []
+        for row, (_, output) in zip(gone, outputs, strict=True):
+            request, response = self._decoder.rows.pending[row].request, output.response
+            if request.keep and response is not None and response.finish_reason == "stop":
+                # All but the newest token, which was never fed.
+                self._kept.keep(request.sample, request.prompt_tokens + response.tokens[:-1], row)
+                kept.append(request.sample)
+        return kept
+
+    def _settle(self, kept: list[SampleId], outputs: list[Numbered]) -> list[Numbered]:
+        """The rows have left: which of them can be kept. The outputs say so."""
+        self._kept.settle(kept, *self._decoder.would_have(()))
+        num_rows, width = self._decoder.would_have(self._waiting)
+        room, keeping = self._kept.room(num_rows * width), set(kept)
+        told = []
+        for sequence, output in outputs:
+            event = output.event
+            if isinstance(event, SampleGenerated) and event.sample in keeping:
+                held = self._kept.size(event.sample)
+                output = replace(output, event=replace(event, num_held=held, room=room))
+            told.append((sequence, output))
+        return told
 
     def _finish(self, row: int, *, stopped: bool) -> Numbered:
         entry = self._decoder.rows.pending[row]
@@ -259,6 +313,7 @@ class TorchEngine(LoopEngine):
             num_tokens=len(response.tokens),
             finish_reason=reason,
             version=response.version,
+            num_reused=int(self._decoder.rows.host_column("num_reused")[row]),
             **self._carrying(row),
         )
         return entry.sequence, EngineOutput(event, response)

@@ -123,6 +123,9 @@ class VllmEngine(LoopEngine):
             decode_steps=self._num_steps,
         )
 
+    def let_go(self, samples: Sequence[SampleId]) -> None:
+        """See `Engine`. What its prefix cache keeps, vLLM lets go of when it needs the room."""
+
     async def close(self) -> None:
         """See `Engine`. vLLM lets go of its memory."""
         await super().close()
@@ -254,11 +257,12 @@ class VllmEngine(LoopEngine):
     # -- a step, and what ends ---------------------------------------------------------------------
 
     def _step(self) -> list[Numbered]:
-        ended = {
-            number: output.outputs[0].finish_reason
-            for output in self._vllm.step()
-            if (number := int(output.request_id)) in self._live
-        }
+        ended = {}
+        for output in self._vllm.step():
+            live = self._live.get(number := int(output.request_id))
+            if live is not None:
+                ended[number] = output.outputs[0].finish_reason
+                live.note_reused(output.num_cached_tokens)
         self._num_steps += 1
         cuts = self._look()
         leaving = {**ended, **dict.fromkeys(cuts), **dict.fromkeys(self._broken())}
@@ -327,6 +331,7 @@ class VllmEngine(LoopEngine):
             num_tokens=len(response.tokens),
             finish_reason=reason,
             version=response.version,
+            num_reused=live.num_reused,
             **live.facts,
         )
         return live.entry.sequence, EngineOutput(event, response)
@@ -342,6 +347,10 @@ class VllmEngine(LoopEngine):
 
     def _take_out(self, numbers: Sequence[int], unended: Sequence[int]) -> list[Live]:
         """These leave vLLM, which is to drop those of them that have not ended there."""
+        states = self._vllm.output_processor.request_states
+        for number in unended:
+            state = states.get(self._live[number].request.request_id)
+            self._live[number].note_reused(None if state is None else state.num_cached_tokens)
         if unended:
             self._vllm.abort_request([str(number) for number in unended])
         found = [self._live.pop(number) for number in numbers]

@@ -46,6 +46,8 @@ class Live:
         entry.draw_with(0, entry.carried_redraw(0)[0])
         self.num_preemptions = 0
         """When vLLM had it before."""
+        self.num_reused = 0
+        """Of the tokens before a later turn, those that vLLM found in its prefix cache."""
 
     @property
     def is_unseen(self) -> bool:
@@ -123,6 +125,12 @@ class Live:
             self.entry.draw_with(place, redraw)
             place = num_same + 1 if end is None else end
         return num_tokens
+
+    def note_reused(self, num_tokens: int | None) -> None:
+        """vLLM, which has it, found so many tokens in its prefix cache."""
+        request = self.entry.request
+        if request.turn > 1 and num_tokens:
+            self.num_reused = min(num_tokens, len(request.prompt_tokens))
 
     def leave(self) -> None:
         """vLLM no longer has it."""

@@ -94,6 +94,9 @@ class FakeEngine:
             self._gone += [sample for sample in samples if sample in self._live]
             self._wake.notify()
 
+    def let_go(self, samples: Sequence[SampleId]) -> None:
+        """It keeps nothing."""
+
     def _work(self) -> None:
         try:
             while not self._closed:

@@ -190,6 +190,7 @@ def test_trajectories_are_trained_on(folder: Path) -> None:
     for row in rows:
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
         assert row["episodes/turns/max"] > 1
+        assert row["episodes/kept_tokens/mean"] > 0 == row["episodes/recomputed_tokens/mean"]
     concluded = [one["sample"] for one in commands(found, "Conclude")]
     assert len(concluded) == len(set(concluded)) and trained(found) <= set(concluded)
     assert {one["reason"] for one in commands(found, "Conclude")} >= {"done"}

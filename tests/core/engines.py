@@ -16,6 +16,7 @@ from rollpacker.core.commands import (
     Abort,
     Continue,
     Launch,
+    LetGo,
     Move,
     Place,
     Release,
@@ -125,6 +126,8 @@ class Engines:
         self.moving: dict[SampleId, SampleMoved] = {}
         self.last: dict[SampleId, Life] = {}
         """Of those that have ended: in which engine."""
+        self.let_go_of: set[tuple[SampleId, int]] = set()
+        """And after which message."""
         self.stopping: set[SampleId] = set()
         """That were told to stop."""
         self.num_losses = 0
@@ -144,6 +147,7 @@ class Engines:
             Launch: self.launch,
             Abort: self.abort,
             Continue: self.continue_,
+            LetGo: self.let_go,
             Place: self.place,
             Move: self.move,
             Replace: self.replace,
@@ -207,6 +211,20 @@ class Engines:
         is_cut_off = self.cuts_off(sample, 1)
         return Request(noise, num_kept or 0, length, is_cut_off, num_kept)
 
+    def let_go(self, command: LetGo) -> None:
+        played = self.world.environments.played
+        for sample in command.samples:
+            assert sample not in self.where, "an engine has it"
+            kept = sample, played[sample].messages
+            assert kept not in self.let_go_of, "let go of twice"
+            self.let_go_of.add(kept)
+
+    def room(self, sample: SampleId) -> dict[str, int]:
+        """What an engine says that keeps this one when its message has ended, by chance."""
+        rng = self.world.rng("room", sample, self.world.environments.played[sample].messages)
+        held = self.requests[sample].length
+        return {"num_held": held, "room": rng.randint(-30, 30)} if rng.random() < 0.5 else {}
+
     def cuts_off(self, sample: SampleId, turn: int) -> bool:
         """Whether this message runs into the limit of a turn."""
         if self.world.config.acting is None:
@@ -223,6 +241,7 @@ class Engines:
         assert life.version == self.world.version, f"{sample} on an engine of old weights"
         assert sample not in life.runs, "twice in one engine"
         request = self.requests[sample]
+        keeps = self.world.config.acting is not None and not request.is_cut_off
         event = SampleGenerated(
             time_s=0.0,
             sample=sample,
@@ -231,6 +250,7 @@ class Engines:
             version=life.version,
             preemptions=self.world.preemptions(sample),
             num_kept=request.num_kept,
+            **(self.room(sample) if keeps else {}),
             **life.name,
         )
         life.runs[sample] = Run(self.world.time_s - tokens, event)

@@ -45,6 +45,9 @@ class EchoEngine:
             self._aborted += [sample for sample in samples if sample in self._requests]
             self._lock.notify()
 
+    def let_go(self, samples: Sequence[SampleId]) -> None:
+        """It keeps nothing."""
+
     async def update_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
         self._version = version
 

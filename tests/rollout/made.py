@@ -49,6 +49,9 @@ class CountingEngine:
         with self._lock:
             self._aborted += [sample for sample in samples if sample in self._requests]
 
+    def let_go(self, samples: Sequence[SampleId]) -> None:
+        """It keeps nothing."""
+
     async def update_weights(self, version: int, weights: Any = None) -> None:
         if version < 0:
             raise EngineError("no version is below 0")

@@ -64,7 +64,7 @@ def engine(kind: Implementation, folder: Path) -> Iterator[Engine]:
 
 def asked(row: int, index: int = 0, *, prompt: Sequence[int] | None = None, **more: object):
     """One sample of prompt number `row`, whose tokens follow from the number unless given."""
-    about = ("forced_length", "noise", "turn", "carried")
+    about = ("forced_length", "noise", "turn", "keep", "carried")
     options = {name: more.pop(name) for name in about if name in more}
     if prompt is None:
         prompt = [3 + (row * 5 + place * place) % 40 for place in range(1 + row % 9)]
@@ -172,6 +172,24 @@ def test_a_further_turn_goes_on_from_all_before_it_with_noise_of_its_own(engine:
     assert [one.tokens for one in responses(engine, further)] == [one.tokens for one in second]
     other = responses(engine, [replace(one, turn=3) for one in further])
     assert all(a.tokens != b.tokens for a, b in zip(second, other, strict=True))
+
+
+def test_what_is_kept_of_a_turn_is_not_computed_again(kind: Implementation, engine: Engine) -> None:
+    """But for what the last block of vLLM's prefix cache lacks, which does not let go when told."""
+    before = [asked(row, forced_length=40, keep=True) for row in range(4)]
+    first = responses(engine, before)
+    prompts = [(*one.prompt_tokens, *one.tokens, 7, 8, 9) for one in first]
+    further = [asked(row, prompt=prompts[row], turn=2, temperature=1.0) for row in range(4)]
+    kept = serve(engine, further)
+    for one in further:
+        num_computed = len(one.prompt_tokens) - kept[one.sample].event.num_reused
+        assert num_computed == 4 if kind.is_embedded else 4 <= num_computed < 36
+    responses(engine, before)
+    engine.let_go([one.sample for one in before])
+    anew = serve(engine, further)
+    for one in further:
+        assert anew[one.sample].response.tokens == kept[one.sample].response.tokens
+        assert anew[one.sample].event.num_reused == 0 or not kind.is_embedded
 
 
 def test_stop_strings_limits_and_forced_lengths_end_a_response(engine: Engine) -> None:

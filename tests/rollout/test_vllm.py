@@ -16,6 +16,7 @@ import torch
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.rollout.engine import Carried, EngineError, EngineOutput, GenerationRequest
 from rollpacker.rollout.vllm_engine import VllmEngine
+from rollpacker.rollout.vllm_setup import BLOCK_TOKENS
 from tests.rollout.test_engine import Letters, Recorder
 from tests.rollout.tiny import END, VOCABULARY, generate, group, request
 from tests.rollout.with_vllm import (
@@ -240,3 +241,26 @@ def test_many_requests_with_random_aborts_leave_nothing_behind(engine: VllmEngin
     assert not engine._vllm.output_processor.request_states
     assert engine._vllm.reset_prefix_cache()
     assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_further_turn_finds_what_came_before_in_the_prefix_cache(engine: VllmEngine) -> None:
+    """But for what is left of a block, and what ended a response by a stop string here."""
+    asked = [request(row, forced_length=70, max_response_tokens=70) for row in range(3)]
+    asked.append(request(3, max_response_tokens=200, stop=("j",)))
+    asked = [replace(one, keep=True) for one in asked]
+    first = {one.event.sample: one for one in served(engine, asked)}
+    assert not any(one.event.num_reused for one in first.values())
+    further = [
+        replace(
+            one,
+            prompt_tokens=(*one.prompt_tokens, *first[one.sample].response.tokens, 9, 8, 7),
+            turn=2,
+        )
+        for one in asked
+    ]
+    second = {one.event.sample: one for one in served(engine, further)}
+    engine.let_go([one.sample for one in asked])
+    for one in further:
+        event = second[one.sample].event
+        num_before = len(one.prompt_tokens) - 4
+        assert num_before - BLOCK_TOKENS < event.num_reused <= num_before

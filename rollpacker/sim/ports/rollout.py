@@ -14,6 +14,7 @@ from rollpacker.core.commands import (
     Abort,
     Continue,
     Launch,
+    LetGo,
     Move,
     Place,
     Release,
@@ -103,6 +104,7 @@ class Rollout:
         return {
             Launch: self._obey_launch,
             Continue: self._continue,
+            LetGo: lambda command: None,  # nothing is short of room here
             Abort: self._abort,
             Release: self._release,
             Place: self._place,
