@@ -153,6 +153,7 @@ def run_to_end(
     from rollpacker.cli.hub import look_for_hub
     from rollpacker.cli.resuming import let_others_end, reason_to_end
     from rollpacker.cli.session import Session
+    from rollpacker.cli.warmup import make_missing
     from rollpacker.controller.run_folder import RunFolder, holds_run
 
     watch = time.perf_counter()
@@ -170,6 +171,7 @@ def run_to_end(
                 let_others_end(config)
                 summary = _finish(folder.path, display=display, is_done=True)
                 return Run(folder.path, reason=done, summary=summary)
+            make_missing(config)
             look_for_hub(config)
             config, hosts, seat = _on_hosts(config, stack)
             session = Session(
