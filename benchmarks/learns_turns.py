@@ -3,10 +3,10 @@
 Every seed has a warm-up of its own and is trained with the shipped config. `calculator` multiplies
 numbers of three digits, with a tool that it seldom calls at first; `guess` finds a number in as few
 guesses as halving takes. Held-out pass@1 is sampled at temperature 1; the game's is its return over
-every number, and the best possible one is computed by trying all guesses. Seconds are from the start
-of a command to its end, with the seconds of its processor beside them, since machines are shared.
+every number, and the best possible one is computed by trying all guesses. Seconds are from the
+start of a command to its end; processor seconds stand beside them, since machines are shared.
 
-    python benchmarks/learns_turns.py [--tasks calculator guess] [--seeds 0 1 2]
+    python benchmarks/learns_turns.py [--tasks calculator guess] [--seeds 0 1 2] [--jobs 1]
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,19 @@ MIN_GAIN, MIN_SHARE = 0.4, 0.9
 
 
 def rollpacker(*arguments: str) -> dict[str, float]:
-    """Run the command; what it took."""
-    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    """Run the command; what it took, with the processes that it started and waited for."""
+    started = time.monotonic()
     command = "import sys; from rollpacker.cli.main import main; sys.exit(main())"
-    subprocess.run(
-        [sys.executable, "-c", command, *arguments], check=True, cwd=ROOT, stdout=subprocess.DEVNULL
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"rollpacker {' '.join(arguments)} ended with {process.returncode}")
     return {
         "wall_s": time.monotonic() - started,
-        "processor_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "processor_s": usage.ru_utime + usage.ru_stime,
         "load_average_1min": os.getloadavg()[0],
     }
 
@@ -67,11 +70,15 @@ def one_run(task: str, seed: int, folder: Path) -> dict[str, Any]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     curve = [[row["step"], row["eval/pass@1"]] for row in rows if "eval/pass@1" in row]
     steps = [row for row in rows if "episodes/turns/mean" in row]
+    told = f"{task}, seed {seed}: pass@1 {curve[0][1]:.3f} -> {curve[-1][1]:.3f}"
+    wall_s = warmup["wall_s"] + train["wall_s"]
+    calls = [round(row.get("tools/calls", 0.0), 2) for row in steps[:: len(steps) // 5]]
+    print(f"{told}, {wall_s:.0f} s, calls per trajectory {calls}", flush=True)
     return {
         "seed": seed,
         "warmup": warmup,
         "train": train,
-        "wall_s": warmup["wall_s"] + train["wall_s"],
+        "wall_s": wall_s,
         "before": curve[0][1],
         "after": curve[-1][1],
         "curve": curve,
@@ -102,23 +109,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", default=list(EVAL_SAMPLES), choices=EVAL_SAMPLES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at the same time")
     parser.add_argument("--folder", type=Path, help="keeps warmed-up models and runs")
     args = parser.parse_args()
-    result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        for task in args.tasks:
-            runs = []
-            for seed in args.seeds:
-                run = one_run(task, seed, args.folder or Path(temporary))
-                runs.append(run)
-                told = f"{task}, seed {seed}: pass@1 {run['before']:.3f} -> {run['after']:.3f}"
-                calls = [
-                    round(share, 2) for _, share in run["tool_calls"][:: len(run["turns"]) // 5]
-                ]
-                told += f", {run['wall_s']:.0f} s"
-                print(told + (f", calls per trajectory {calls}" if any(calls) else ""), flush=True)
+    result: dict[str, Any] = {"jobs": args.jobs}
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
+        folder = args.folder or Path(temporary)
+        waiting = {
+            task: [pool.submit(one_run, task, seed, folder) for seed in args.seeds]
+            for task in args.tasks
+        }
+        for task, futures in waiting.items():
+            runs = [future.result() for future in futures]
             result[task] = {"runs": runs, **verdict(task, runs)}
-    print(json.dumps({k: {n: v for n, v in r.items() if n != "runs"} for k, r in result.items()}))
+            print(task, json.dumps(verdict(task, runs)), flush=True)
     write_result("learns_turns", result)
 
 

@@ -2,7 +2,7 @@
 player to begin from.
 
 A number from 1 to `highest` is drawn. The model guesses and is told "higher" or "lower" until it
-has found it, which is worth 1, or has used up its guesses, which is worth 0. With 15 numbers and 4
+has found it, which is worth 1, or has used up its guesses, which is worth 0. With 20 numbers and 5
 guesses only a player that halves what is left each time always wins.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-HIGHEST, GUESSES = 15, 4
+HIGHEST, GUESSES = 20, 5
 CLUMSY = 0.2
 """Chance of a guess in the demonstrations that heeds nothing that was said."""
 

@@ -68,6 +68,11 @@ class WarmupStage:
     max_loss: float | None = None
     """Stop with a message if the mean loss of the last 20 steps is above this."""
 
+    @property
+    def source(self) -> str:
+        """Its file or function."""
+        return self.path or self.function or ""
+
     def __post_init__(self) -> None:
         if (self.path is None) == (self.function is None):
             raise ValueError("set path (a file) or function (which makes the rows)")

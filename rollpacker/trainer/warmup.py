@@ -213,11 +213,11 @@ def _set_threads(threads: int | str, num_parameters: int) -> None:
 
 def _check_loss(loss: float, stage: WarmupStage, index: int) -> None:
     if not np.isfinite(loss):
-        raise WarmupError(f"stage {index + 1} ({stage.path}): the loss is {loss}; lower the rate")
+        raise WarmupError(f"stage {index + 1} ({stage.source}): the loss is {loss}; lower the rate")
     if stage.max_loss is not None and loss > stage.max_loss:
         raise WarmupError(
-            f"stage {index + 1} ({stage.path}) ended with a mean loss of {loss:.3f} over its last "
-            f"{min(LOSS_WINDOW, stage.steps)} steps, above max_loss={stage.max_loss:g}: train "
+            f"stage {index + 1} ({stage.source}) ended with a mean loss of {loss:.3f} over its "
+            f"last {min(LOSS_WINDOW, stage.steps)} steps, above max_loss={stage.max_loss:g}: train "
             "longer (steps), change learning_rate or seed, or raise max_loss"
         )
 

@@ -297,18 +297,18 @@ def test_chat_rows_that_cannot_be_used(row, message, tmp_path):
         read_rows(Path(data), tokenizer)
 
 
-CHAT = dict(
-    architecture=ARCHITECTURE | {"max_position_embeddings": 64},
-    alphabet="abcdefghi=",
-    markers=("<user>", "<assistant>", "<tool>", "<tool_call>", "</tool_call>"),
-    chat_template=(
+CHAT = {
+    "architecture": ARCHITECTURE | {"max_position_embeddings": 64},
+    "alphabet": "abcdefghi=",
+    "markers": ("<user>", "<assistant>", "<tool>", "<tool_call>", "</tool_call>"),
+    "chat_template": (
         "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
         "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}"
         "{{ '<eos>' if m.role == 'assistant' }}{% endfor %}"
         "{{ '<assistant>' if add_generation_prompt }}"
     ),
-)
+}
 MADE = """
 def rows(rng):
     call = {"type": "function", "function": {"name": "fed", "arguments": {}}}
@@ -340,7 +340,7 @@ def from_function(tmp_path, function, name="out", **stage):
 
 
 def test_a_function_s_dialogues_teach_to_call_and_to_read_the_result(tmp_path):
-    result = run_warmup(from_function(tmp_path, "rows", max_loss=0.2))
+    result = run_warmup(from_function(tmp_path, "rows", steps=150))
     loaded = load_model(ModelConfig(path=str(result.output), device="cpu"))
     tokenizer = loaded.tokenizer
     assert len(tokenizer("<tool_call>fed</tool_call>")["input_ids"]) == 5
