@@ -3,7 +3,8 @@ player to begin from.
 
 A number from 1 to `highest` is drawn. The model guesses and is told "higher" or "lower" until it
 has found it, which is worth 1, or has used up its guesses, which is worth 0. With 20 numbers and 5
-guesses only a player that halves what is left each time always wins.
+guesses a player that about halves what is left each time always wins; the clumsy one of the
+demonstrations wins six games of ten.
 """
 
 from __future__ import annotations
