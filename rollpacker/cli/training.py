@@ -150,7 +150,6 @@ def run_to_end(
 ) -> Run:
     """See `train`. `is_command`: the process is this run's alone, and a second interrupt ends
     it."""
-    from rollpacker.cli.hub import look_for_hub
     from rollpacker.cli.resuming import let_others_end, reason_to_end
     from rollpacker.cli.session import Session
     from rollpacker.controller.run_folder import RunFolder, holds_run
@@ -170,7 +169,7 @@ def run_to_end(
                 let_others_end(config)
                 summary = _finish(folder.path, display=display, is_done=True)
                 return Run(folder.path, reason=done, summary=summary)
-            look_for_hub(config)
+            _find_model(config)
             config, hosts, seat = _on_hosts(config, stack)
             session = Session(
                 config,
@@ -198,6 +197,15 @@ def run_to_end(
         raise
     session.end(reason)
     return run
+
+
+def _find_model(config: RunConfig) -> None:
+    """Warm one up where the config says how, and look for what is on the hub."""
+    from rollpacker.cli.hub import look_for_hub
+    from rollpacker.cli.warmup import make_missing
+
+    make_missing(config)
+    look_for_hub(config)
 
 
 def _on_hosts(config: RunConfig, stack: ExitStack) -> tuple[RunConfig, Hosts, RunSeat]:

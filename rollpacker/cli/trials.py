@@ -200,6 +200,9 @@ def model(config: RunConfig) -> Finding:
     )
 
     path = config.model.path
+    if config.warmup is not None and not Path(path).expanduser().exists():
+        cure = f"rollpacker train makes it first; or now: rollpacker warmup {config.warmup}"
+        return Finding("warn", "model", f"{path} is not there yet", cure)
     try:
         look_for_hub(config)
         tokenizer = load_tokenizer(path)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from rollpacker.config.schema import RunConfig
     from rollpacker.config.warmup import WarmupConfig
     from rollpacker.trainer.warmup import WarmupProgress, WarmupResult
 
@@ -31,23 +33,39 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fine-tune, and return the exit code. Raises `ValueError` with a message for the user."""
-    from rollpacker.cli import output
-    from rollpacker.cli.hub import look_for_names
     from rollpacker.config.load import load_config
     from rollpacker.config.warmup import WarmupConfig
+
+    _warm_up(load_config(args.config, args.overrides, WarmupConfig), overwrite=args.overwrite)
+    return 0
+
+
+def make_missing(config: RunConfig) -> None:
+    """Run the warm-up of a run whose model's folder is not there yet, and write it there. Raises
+    `ValueError` with a message for the user."""
+    from rollpacker.config.load import load_config
+    from rollpacker.config.warmup import WarmupConfig
+
+    path = config.model.path
+    if config.warmup is not None and not Path(path).expanduser().exists():
+        _warm_up(load_config(config.warmup, [f"output={json.dumps(path)}"], WarmupConfig))
+
+
+def _warm_up(config: WarmupConfig, *, overwrite: bool = False) -> None:
+    from rollpacker.cli import output
+    from rollpacker.cli.hub import look_for_names
     from rollpacker.trainer.warmup_output import check_output
 
-    config = load_config(args.config, args.overrides, WarmupConfig)
-    check_output(Path(config.output).expanduser(), config, args.overwrite)
+    check_output(Path(config.output).expanduser(), config, overwrite)
     if config.model is not None:
         look_for_names({"model.path": config.model.path})
     from rollpacker.trainer.warmup import run_warmup  # takes seconds
 
     console = output.console()
     if console.is_terminal:
-        result = _with_progress_bar(config, console, overwrite=args.overwrite)
+        result = _with_progress_bar(config, console, overwrite=overwrite)
     else:
-        result = run_warmup(config, _LinePrinter(console), overwrite=args.overwrite)
+        result = run_warmup(config, _LinePrinter(console), overwrite=overwrite)
     losses = ", ".join(f"{loss:.3f}" for loss in result.losses)
     console.print(
         f"Warmed up {result.num_parameters:,} parameters in {result.elapsed_s:.0f} s "
@@ -55,7 +73,6 @@ def run(args: argparse.Namespace) -> int:
         highlight=False,
         soft_wrap=True,
     )
-    return 0
 
 
 def _with_progress_bar(config: WarmupConfig, console: Console, *, overwrite: bool) -> WarmupResult:

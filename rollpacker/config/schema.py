@@ -62,6 +62,9 @@ class RunConfig:
     train: TrainConfig
     rewards: tuple[RewardConfig, ...]
     """Their weighted sum is a sample's reward."""
+    warmup: str | None = None
+    """A config of `rollpacker warmup`, which is run first where there is no folder `model.path`,
+    and writes that folder."""
     seed: int = 0
     runs_dir: str = "runs"
     runtime: Literal["local", "ray"] = "local"

@@ -23,6 +23,10 @@ class WarmupConfig:
     transformers config."""
     alphabet: str | None = None
     """The characters of the tokenizer that is built for `architecture`, a token each."""
+    markers: tuple[str, ...] = ()
+    """Longer texts that are a token of it each, such as the marks of `chat_template`."""
+    chat_template: str | None = None
+    """Jinja, of that tokenizer. The end of a turn is `<eos>`."""
     seed: int = 0
     threads: int | Literal["auto"] = "auto"
 
@@ -31,6 +35,10 @@ class WarmupConfig:
             raise ValueError("set model (start from weights) or architecture (start from scratch)")
         if self.architecture is not None and self.alphabet is None:
             raise ValueError("architecture needs an alphabet for its character tokenizer")
+        if self.architecture is None and (self.markers or self.chat_template is not None):
+            raise ValueError(
+                "markers and chat_template are of architecture's tokenizer; a model has its own"
+            )
         if not self.stages:
             raise ValueError("stages must have at least one entry")
         if self.threads != "auto" and self.threads < 1:
@@ -39,11 +47,17 @@ class WarmupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupStage:
-    """One pass of supervised steps over one file."""
+    """One pass of supervised steps over one file, or over rows that a function makes."""
 
-    path: str
+    path: str | None = None
     """JSONL with `prompt` and `completion`, texts or chat messages, or with `messages`. The loss is
-    on the completion, or each message of the assistant, and the token that ends it."""
+    on the completion, or each message of the assistant, its tool calls too, and the token that ends
+    it. `tools` of a row are the schemas that the chat template shows."""
+    function: str | None = None
+    """Instead of `path`, `module:function` or `file.py:function`: takes a `random.Random` and
+    yields such rows as dicts, of which the first `rows` are taken."""
+    rows: int = 20_000
+    """What `function` is asked for."""
     steps: int
     batch_size: int = 64
     learning_rate: float = 1e-3
@@ -54,8 +68,15 @@ class WarmupStage:
     max_loss: float | None = None
     """Stop with a message if the mean loss of the last 20 steps is above this."""
 
+    @property
+    def source(self) -> str:
+        """Its file or function."""
+        return self.path or self.function or ""
+
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size"):
+        if (self.path is None) == (self.function is None):
+            raise ValueError("set path (a file) or function (which makes the rows)")
+        for name in ("rows", "steps", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):

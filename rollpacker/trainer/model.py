@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -293,8 +293,11 @@ def fingerprint(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One character, one token: the special tokens first, then `alphabet` in its order.
+def character_tokenizer(
+    alphabet: str, markers: Sequence[str] = (), chat_template: str | None = None
+) -> PreTrainedTokenizerFast:
+    """One character, one token: the special tokens first, then `alphabet` in its order, then
+    `markers`, longer texts that are one token each.
 
     Decoding with `skip_special_tokens` gives back exactly the text; a character that is not in the
     alphabet becomes the unknown token. Raises `ModelError` if the alphabet is empty or repeats a
@@ -308,7 +311,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers'
+    made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers'
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
@@ -316,6 +319,9 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         padding_side="right",
     )
+    made.add_tokens([AddedToken(text, normalized=False) for text in markers])
+    made.chat_template = chat_template
+    return made
 
 
 def write_character_tokenizer(alphabet: str, folder: str | Path) -> PreTrainedTokenizerFast:

@@ -7,11 +7,10 @@ length. The loss is the mean over the batch's completion tokens, the end token i
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rollpacker.chat_template import end_of_turn
 from rollpacker.trainer.checkpoint import save_model
 from rollpacker.trainer.micro_batch import (
     MicroBatch,
@@ -29,11 +27,12 @@ from rollpacker.trainer.micro_batch import (
     plan_micro_batches,
     row_length,
 )
-from rollpacker.trainer.model import UNKNOWN, character_tokenizer, load_model, new_model
+from rollpacker.trainer.model import character_tokenizer, load_model, new_model
 from rollpacker.trainer.optimizer import MasterOptimizer
 from rollpacker.trainer.packing import best_kind, pack, packed_attention
 from rollpacker.trainer.policy import Policy
 from rollpacker.trainer.warmup_output import WarmupError, check_output
+from rollpacker.trainer.warmup_rows import rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,7 +44,6 @@ EPS = 1e-8
 MICRO_BATCH_TOKENS = 4096
 SMALL_MODEL_PARAMETERS = 20_000_000
 """Below this, one thread is as fast as several or faster."""
-Messages = list[dict[str, str]]
 
 LOSS_WINDOW = 20
 """`max_loss` is compared with the mean over this many last steps."""
@@ -98,8 +96,8 @@ def run_warmup(
     _set_threads(config.threads, num_parameters)
     chat_options = config.model.chat_template_kwargs if config.model is not None else None
     stages = [
-        (stage, read_rows(Path(stage.path), tokenizer, _max_tokens(model), chat_options))
-        for stage in config.stages
+        (stage, rows_of(stage, (config.seed, index), tokenizer, _max_tokens(model), chat_options))
+        for index, stage in enumerate(config.stages)
     ]
     losses, trained_tokens = [], 0
     for index, (stage, rows) in enumerate(stages):
@@ -132,169 +130,12 @@ def run_warmup(
     )
 
 
-def read_rows(
-    path: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int | None = None,
-    chat_options: Mapping[str, object] | None = None,
-) -> list[Row]:
-    """The rows of a JSONL file: prompt tokens, and completion tokens with the end token.
-
-    Lines are `prompt` and `completion`, each a text or chat messages, or `messages`. Every message
-    of the assistant (of `completion`, if there is one) is a row: what stands before it, as the chat
-    template renders it when it asks for an answer; then the message and the token that ends a turn.
-
-    Raises `WarmupError` that names the file and the line.
-    """
-    try:
-        # Not splitlines: JSON may hold U+0085, U+2028 and U+2029 within a text.
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise WarmupError(f"{path}: cannot read it: {reason}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise WarmupError(f"{path}: no rows in it")
-    parse = _Parser(tokenizer, chat_options or {})
-    texts: list[tuple[int, _Text]] = []
-    for number, line in numbered:
-        try:
-            texts += [(number, text) for text in parse(line)]
-        except WarmupError as error:
-            raise WarmupError(f"{path}, line {number}: {error}") from None
-    rows = _tokenize([text for _, text in texts], tokenizer, parse.end_of_turn)
-    for (number, text), row in zip(texts, rows, strict=True):
-        if problem := _problem_with(text, row, tokenizer, max_tokens):
-            raise WarmupError(f"{path}, line {number}: {problem}")
-    return rows
-
-
-@dataclass(frozen=True, slots=True)
-class _Text:
-    prompt: str
-    completion: str
-    rendered: bool
-    """The prompt comes from a chat template, which has put the special tokens in."""
-
-
-class _Parser:
-    """Makes texts of a file's lines, one for each completion or message of the assistant."""
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, object]
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._options: dict[str, Any] = dict(chat_options)
-        self.end_of_turn = end_of_turn(tokenizer, self._options)
-
-    def __call__(self, line: str) -> list[_Text]:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise WarmupError(f"not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise WarmupError("must be an object with `prompt` and `completion`, or `messages`")
-        if "messages" in record and "prompt" not in record:
-            return self._turns([], _messages(record["messages"], "messages"))
-        prompt, completion = record.get("prompt"), record.get("completion")
-        if not isinstance(prompt, str | list) or not prompt:
-            raise WarmupError("`prompt` must be a text or chat messages, and not empty")
-        if not isinstance(completion, str | list) or not completion:
-            raise WarmupError("`completion` must be a text or chat messages, and not empty")
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return [_Text(prompt, completion, rendered=False)]
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        if isinstance(completion, str):
-            completion = [{"role": "assistant", "content": completion}]
-        return self._turns(_messages(prompt, "prompt"), _messages(completion, "completion"))
-
-    def _turns(self, before: Messages, messages: Messages) -> list[_Text]:
-        """A text for each of the assistant's `messages`."""
-        if self._tokenizer.chat_template is None:
-            raise WarmupError(
-                "chat messages need a tokenizer with a chat template; use a text prompt"
-            )
-        turns = []
-        for message in messages:
-            if message["role"] == "assistant":
-                if not before:
-                    raise WarmupError("nothing stands before the assistant's first message")
-                if not message["content"]:
-                    raise WarmupError("a message of the assistant is empty")
-                turns.append(_Text(self._rendered(before), message["content"], rendered=True))
-            before = [*before, message]
-        if not turns:
-            raise WarmupError("no message of the assistant to learn from")
-        return turns
-
-    def _rendered(self, messages: Messages) -> str:
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self._options
-            )
-        except Exception as error:  # whatever a template's author wrote
-            raise WarmupError(f"the chat template refuses the messages: {error}") from None
-        assert isinstance(text, str), "not tokenized"
-        return text
-
-
-def _messages(value: object, key: str) -> Messages:
-    sound = isinstance(value, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in value
-    )
-    if not sound:
-        raise WarmupError(
-            f'`{key}`: chat messages must look like {{"role": "user", "content": "..."}}'
-        )
-    assert isinstance(value, list)
-    return value
-
-
-def _tokenize(
-    texts: Sequence[_Text], tokenizer: PreTrainedTokenizerBase, ends_turn: int | None
-) -> list[Row]:
-    """All at once, which is many times faster than one by one. `ends_turn` ends what answers a
-    rendered prompt; None: the end token does."""
-    end = tokenizer.eos_token_id
-    ends = {False: end, True: end if ends_turn is None else ends_turn}
-
-    def encode(strings: list[str], special: bool) -> Iterator[list[int]]:
-        if not strings:
-            return iter(())
-        return iter(tokenizer(strings, add_special_tokens=special)["input_ids"])
-
-    plain = encode([t.prompt for t in texts if not t.rendered], special=True)
-    rendered = encode([t.prompt for t in texts if t.rendered], special=False)
-    completions = encode([t.completion for t in texts], special=False)
-    return [
-        Row(next(rendered if t.rendered else plain), [*next(completions), ends[t.rendered]])
-        for t in texts
-    ]
-
-
-def _problem_with(
-    text: _Text, row: Row, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None
-) -> str | None:
-    prompt, completion, _ = row
-    unknown = tokenizer.unk_token_id
-    if tokenizer.unk_token == UNKNOWN and (unknown in prompt or unknown in completion):
-        known = tokenizer.get_vocab()
-        stranger = next(c for c in text.prompt + text.completion if c not in known)
-        return f"character {stranger!r} is not in the alphabet"
-    num_tokens = len(prompt) + len(completion)
-    if max_tokens is not None and num_tokens > max_tokens:
-        return f"{num_tokens} tokens are more than the model's {max_tokens}"
-    return None
-
-
 def _start(config: WarmupConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if config.model is not None:
         loaded = load_model(config.model)
         return loaded.model, loaded.tokenizer
     assert config.architecture is not None and config.alphabet is not None
-    tokenizer = character_tokenizer(config.alphabet)
+    tokenizer = character_tokenizer(config.alphabet, config.markers, config.chat_template)
     return new_model(config.architecture, tokenizer, config.seed), tokenizer
 
 
@@ -372,11 +213,11 @@ def _set_threads(threads: int | str, num_parameters: int) -> None:
 
 def _check_loss(loss: float, stage: WarmupStage, index: int) -> None:
     if not np.isfinite(loss):
-        raise WarmupError(f"stage {index + 1} ({stage.path}): the loss is {loss}; lower the rate")
+        raise WarmupError(f"stage {index + 1} ({stage.source}): the loss is {loss}; lower the rate")
     if stage.max_loss is not None and loss > stage.max_loss:
         raise WarmupError(
-            f"stage {index + 1} ({stage.path}) ended with a mean loss of {loss:.3f} over its last "
-            f"{min(LOSS_WINDOW, stage.steps)} steps, above max_loss={stage.max_loss:g}: train "
+            f"stage {index + 1} ({stage.source}) ended with a mean loss of {loss:.3f} over its "
+            f"last {min(LOSS_WINDOW, stage.steps)} steps, above max_loss={stage.max_loss:g}: train "
             "longer (steps), change learning_rate or seed, or raise max_loss"
         )
 

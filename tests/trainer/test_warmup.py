@@ -23,8 +23,9 @@ from rollpacker.trainer.model import (
     new_model,
 )
 from rollpacker.trainer.trainer import ModelConfig
-from rollpacker.trainer.warmup import read_rows, run_warmup
+from rollpacker.trainer.warmup import run_warmup
 from rollpacker.trainer.warmup_output import WarmupError
+from rollpacker.trainer.warmup_rows import read_rows
 
 ARCHITECTURE = {
     "model_type": "qwen2",
@@ -294,3 +295,93 @@ def test_chat_rows_that_cannot_be_used(row, message, tmp_path):
     data = write_rows(tmp_path / "chat.jsonl", [row])
     with pytest.raises(WarmupError, match="line 1: " + message):
         read_rows(Path(data), tokenizer)
+
+
+CHAT = {
+    "architecture": ARCHITECTURE | {"max_position_embeddings": 64},
+    "alphabet": "abcdefghi=",
+    "markers": ("<user>", "<assistant>", "<tool>", "<tool_call>", "</tool_call>"),
+    "chat_template": (
+        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}"
+        "{{ '<eos>' if m.role == 'assistant' }}{% endfor %}"
+        "{{ '<assistant>' if add_generation_prompt }}"
+    ),
+}
+MADE = """
+def rows(rng):
+    call = {"type": "function", "function": {"name": "fed", "arguments": {}}}
+    tools = [{"type": "function", "function": {"name": "fed"}}]
+    while True:
+        asked = rng.choice("abc")
+        yield {"tools": tools, "messages": [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "g"},
+            {"role": "assistant", "content": asked},
+        ]}
+
+def none(rng):
+    return []
+
+def wrong(rng):
+    yield {"prompt": "a"}
+"""
+
+
+def from_function(tmp_path, function, name="out", **stage):
+    (tmp_path / "made.py").write_text(MADE)
+    stage = WarmupStage(
+        function=f"{tmp_path}/made.py:{function}",
+        **({"rows": 20, "steps": 60, "batch_size": 8, "learning_rate": 1e-2} | stage),
+    )
+    return WarmupConfig(output=str(tmp_path / name), stages=(stage,), **CHAT)
+
+
+def test_a_function_s_dialogues_teach_to_call_and_to_read_the_result(tmp_path):
+    result = run_warmup(from_function(tmp_path, "rows", steps=150))
+    loaded = load_model(ModelConfig(path=str(result.output), device="cpu"))
+    tokenizer = loaded.tokenizer
+    assert len(tokenizer("<tool_call>fed</tool_call>")["input_ids"]) == 5
+
+    def goes_on(text):
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        out = loaded.model.generate(ids, max_new_tokens=8, do_sample=False)
+        return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=False)
+
+    assert goes_on("fed<user>b<assistant>") == "<tool_call>fed</tool_call><eos>"
+    assert goes_on("fed<user>b<assistant><tool_call>fed</tool_call><eos><tool>g<assistant>") == (
+        "b<eos>"
+    )
+
+
+def test_a_function_s_rows_come_from_the_seed(tmp_path):
+    for name, seed in (("one", 0), ("two", 0), ("other", 1)):
+        config = from_function(tmp_path, "rows", name, steps=2)
+        run_warmup(dataclasses.replace(config, seed=seed))
+    one, two, other = (fingerprint(tmp_path / name) for name in ("one", "two", "other"))
+    assert one == two != other
+
+
+@pytest.mark.parametrize(
+    "function, said",
+    [("none", "none makes no rows"), ("wrong", "wrong, row 1: `completion` must be a text")],
+)
+def test_what_a_function_makes_is_checked(tmp_path, function, said):
+    with pytest.raises(WarmupError, match=said):
+        run_warmup(from_function(tmp_path, function))
+
+
+def test_a_stage_has_one_source_and_a_model_its_own_template(tmp_path, data):
+    with pytest.raises(ValueError, match="set path"):
+        WarmupStage(steps=1)
+    with pytest.raises(ValueError, match="set path"):
+        WarmupStage(path=data, function="a.py:b", steps=1)
+    with pytest.raises(ValueError, match="markers and chat_template"):
+        WarmupConfig(
+            output="x",
+            model=ModelConfig(path="y"),
+            markers=("<user>",),
+            stages=(WarmupStage(path=data, steps=1),),
+        )
