@@ -184,7 +184,8 @@ bench: $(VENV)/.installed-dev
 	  reward_faults reward_stalls trainer_memory memory_estimate trainer_resume pipeline_resume pipeline_learning streaming \
 	  engine_process migration two_engines \
   cluster_same_bits cluster_real cluster_size cluster_chaos cluster_chaos_runs coexecution_period cluster_speed \
-	  algorithms drafts draft_costs; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	  algorithms drafts draft_costs \
+  dialogue_exact environment_chaos environment_speed carried_turns turn_slots turns_overhead turns_nobody_waits turns_sim endpoint_sessions learns_turns; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python docs/make_configuration.py

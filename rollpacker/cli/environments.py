@@ -37,11 +37,11 @@ class Turns:
     limits: TurnLimits
     timeout_s: float
     max_prompt_tokens: int
-    rewrites: Rewrites | None
+    rewrites: Rewrites | None = None
     """What the chat template rewrites."""
-    takes_rewrites: bool
+    takes_rewrites: bool = False
     """Such a template is no reason to refuse."""
-    per_host: int | None
+    per_host: int | None = None
 
     def be_on(self, hosts: Hosts) -> None:
         """Have the processes of environments where the config wants them. Before they are used."""

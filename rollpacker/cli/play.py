@@ -112,7 +112,7 @@ async def _play(config: RunConfig, args: argparse.Namespace, model: str | None) 
         player.environments = stage
         await stage.open()
         generate: Generate
-        let_go: LetGo = lambda samples: None
+        let_go: LetGo = lambda samples: None  # noqa: E731
         if policy is None:
             generate = ByHand(turns.dialogue.template, stage.console).generate
         else:
