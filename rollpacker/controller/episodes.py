@@ -72,7 +72,7 @@ class Episodes:
         for request in requests:
             play = self._play_of(request.sample)
             self._noise[request.sample] = request.noise
-            play.asked()
+            play.spent.ask()
             request = replace(request, prompt_tokens=play.trajectory.prompt)
             found.append(self._turns.launched(self.player.bounded(play, request)))
         return found

@@ -31,6 +31,31 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
+class Spent:
+    """What an episode has cost so far."""
+
+    answer_s: list[float] = field(default_factory=list)
+    """Seconds of the environment, by turn."""
+    policy_s: list[float] = field(default_factory=list)
+    """Seconds from asking for a turn to its last token, by turn."""
+    asked_s: float | None = None
+    """When the turn that is being drawn was asked for (`time.monotonic`)."""
+    kept_tokens: int = 0
+    """Of what stood before its turns: tokens that the engine had kept since an earlier one ..."""
+    recomputed_tokens: int = 0
+    """... and that it had to compute again."""
+
+    def ask(self) -> None:
+        """An engine is about to be asked for the next turn."""
+        self.asked_s = time.monotonic()
+
+    def hear(self) -> None:
+        """It has drawn the turn."""
+        self.policy_s.append(0.0 if self.asked_s is None else time.monotonic() - self.asked_s)
+        self.asked_s = None
+
+
+@dataclass(slots=True)
 class Play:
     """One sample's episode so far."""
 
@@ -58,33 +83,20 @@ class Play:
     """All behind the prompt."""
     rewards: list[float | None] = field(default_factory=list)
     """The environment's, by turn."""
-    answer_s: list[float] = field(default_factory=list)
-    """Seconds of the environment, by turn."""
-    policy_s: list[float] = field(default_factory=list)
-    """Seconds from asking for a turn to its last token, by turn."""
-    asked_s: float | None = None
-    """When the turn that is being drawn was asked for (`time.monotonic`)."""
+    spent: Spent = field(default_factory=Spent)
     metrics: Counter[str] = field(default_factory=Counter)
+    """What the environment counts."""
     version: int = 0
     """Of the weights that drew it."""
-    kept_tokens: int = 0
-    """Of what stood before its turns: tokens that the engine had kept since an earlier one ..."""
-    recomputed_tokens: int = 0
-    """... and that it had to compute again."""
 
     @property
     def seconds(self) -> float:
         """Of the environment."""
-        return sum(self.answer_s)
-
-    def asked(self) -> None:
-        """An engine is about to be asked for the next turn."""
-        self.asked_s = time.monotonic()
+        return sum(self.spent.answer_s)
 
     def heard(self, response: Response) -> None:
         """The engine has drawn the next turn."""
-        self.policy_s.append(0.0 if self.asked_s is None else time.monotonic() - self.asked_s)
-        self.asked_s = None
+        self.spent.hear()
         self.trajectory = self.trajectory.and_then(Segment(response.tokens, response.log_probs))
         self.drawn, self.version = response.tokens, response.version
         self.num_drawn.append(len(response.tokens))
@@ -115,12 +127,12 @@ class Play:
         if self.num_turns:
             before = max(len(self.trajectory.context) - self.num_given, 1)
             kept = min(num_reused, before - 1)  # the latest drawn one was never fed
-            self.kept_tokens += kept
-            self.recomputed_tokens += before - 1 - kept
+            self.spent.kept_tokens += kept
+            self.spent.recomputed_tokens += before - 1 - kept
 
     def request(self, sampling: SamplingParams, noise: SampleId | None) -> GenerationRequest:
         """For the engine: the next turn."""
-        self.asked()
+        self.spent.ask()
         return GenerationRequest(
             sample=self.sample,
             prompt_tokens=self.trajectory.context,
@@ -252,7 +264,7 @@ class Player:
                 return Lost(reason=str(error), cause="environment")
         play.messages += [message, *answer.messages]
         play.rewards.append(answer.reward)
-        play.answer_s.append(answer.seconds)
+        play.spent.answer_s.append(answer.seconds)
         play.metrics.update(answer.metrics)
         return answer
 
@@ -286,8 +298,8 @@ class Player:
             rewards=tuple(play.rewards),
             num_drawn=tuple(play.num_drawn),
             environment_s=play.seconds,
-            answer_s=tuple(play.answer_s),
-            policy_s=tuple(play.policy_s),
+            answer_s=tuple(play.spent.answer_s),
+            policy_s=tuple(play.spent.policy_s),
             metrics=dict(play.metrics),
         )
 
@@ -333,8 +345,9 @@ def ends_of(plays: Sequence[Play]) -> dict[str, float]:
         **_rows_of(plays),
         "episodes/environment_s/mean": sum(play.seconds for play in plays) / count,
         "episodes/environment_s/max": max(play.seconds for play in plays),
-        "episodes/kept_tokens/mean": sum(play.kept_tokens for play in plays) / count,
-        "episodes/recomputed_tokens/mean": sum(play.recomputed_tokens for play in plays) / count,
+        "episodes/kept_tokens/mean": sum(play.spent.kept_tokens for play in plays) / count,
+        "episodes/recomputed_tokens/mean": sum(play.spent.recomputed_tokens for play in plays)
+        / count,
         **{name: value / count for name, value in sorted(metrics.items())},
     }
 
