@@ -9,13 +9,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # A change must not fail for an example that has nothing to do with it: on the build machine the
 # examples are fixed, on a developer's they are fresh.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# How long examples take to draw says something of the machine alone, which is shared.
+quiet = [HealthCheck.too_slow]
+settings.register_profile("here", suppress_health_check=quiet)
+settings.register_profile("ci", derandomize=True, suppress_health_check=quiet)
+settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 _ORDER = (
     *("core", "config", "report", "data", "examples", "endpoints", "processes", "sandbox"),
