@@ -134,6 +134,10 @@ class CarriedTokens:
         if prompt in self._waiting:
             self._launched[prompt] = self._waiting.pop(prompt)
 
+    def is_deferred(self, prompt: PromptId) -> bool:
+        """It waits for another launch."""
+        return prompt in self._waiting
+
     def taken_up(self, sample: SampleId) -> Kept:
         """What this sample has taken up."""
         return self._launched[sample.prompt][self._place_of(sample)]

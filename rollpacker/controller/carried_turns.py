@@ -81,7 +81,9 @@ class CarriedTurns:
         if path is not None:
             start = len(play.trajectory.tokens)
             path.retracing.drawn(start, event.num_tokens, event.num_kept)
-        if event.sample in self._cancelled:  # it was told to stop, and had just come to its end
+        # It was told to stop, and had just come to its end. In a first turn no episode is open that
+        # could be cancelled.
+        if event.sample in self._cancelled or self._carried.is_deferred(event.sample.prompt):
             self._leave(play, response)
 
     def aborted(self, event: SampleAborted, play: Play | None, response: Response | None) -> None:

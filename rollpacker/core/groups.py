@@ -178,7 +178,7 @@ class Group:
 
     def _left_at(self, index: int) -> CarriedLength:
         tokens, whole, before = self.lengths[index], self.whole[index], self.carried_at(index)
-        if self.kept_tokens[index] == tokens < before.tokens and not whole:
+        if 0 < tokens < before.tokens and self.kept_tokens[index] == tokens and not whole:
             return before  # a trajectory that was stopped while it came out the same
         return CarriedLength(tokens, whole)
 

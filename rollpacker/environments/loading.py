@@ -119,12 +119,12 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """The rows that the environment brings, or as many as there are to be, which are numbers.
     Raises `EnvironmentSetupError`."""
-    found: Any
+    found: Any = None
     if adapters.is_adapted(spec):
         found = adapters.rows(spec, {"num_rows": number, **arguments} if number else arguments)
     elif callable(getattr(environment, "rows", None)):
         found = environment.rows()
-    else:
+    if found is None:
         found = numbered_rows(number or DEFAULT_NUM_ROWS)
     try:
         rows = [dict(row) for row in found]

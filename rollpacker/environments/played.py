@@ -58,7 +58,7 @@ class UserEpisode:
     async def begin(self, row: Mapping[str, Any]) -> Reply:
         made = self._make() if self._in_loop else await self._calls(self._make)
         environment = self._environment = made
-        tools = getattr(environment, "tools", None)
+        before = _tools_of(environment)
         args, named = shapes.reset_arguments(environment.reset, row)
         said = await self._calls(environment.reset, *args, **named)
         messages = shapes.prompt_of(said)
@@ -67,14 +67,12 @@ class UserEpisode:
             self._box = ToolBox(tools, self._calls, self._max_chars)
             if isinstance(said, str) and messages is not None:
                 messages = shapes.with_observation(row.get("prompt"), messages)
-        of_episode = getattr(environment, "tools", None)
-        if not callable(of_episode) and of_episode != tools:
-            if messages is None:
-                raise shapes.WrongReturn(
-                    "set tools in reset and returned no prompt to go with them"
-                )
-            return {"messages": messages, "tools": list(of_episode or ())}
-        return {"messages": messages}
+        of_episode = _tools_of(environment)
+        if of_episode == before:
+            return {"messages": messages}
+        if messages is None:
+            raise shapes.WrongReturn("set tools in reset and returned no prompt to go with them")
+        return {"messages": messages, "tools": of_episode}
 
     async def act(self, message: Message) -> Reply:
         if self._box is not None:
@@ -94,6 +92,21 @@ class UserEpisode:
         close = getattr(self._environment, "close", None)
         if callable(close):
             await self._calls(close)
+
+
+def _tools_of(environment: Any) -> list[Any]:
+    """The schemas that it has now, in a list of our own: it may change its own one in place. Those
+    whose methods are tools have none. Raises `WrongReturn`."""
+    tools = getattr(environment, "tools", None)
+    if tools is None or callable(tools) or not shapes.has_step(environment):
+        return []
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise shapes.WrongReturn(
+                'has tools of another shape than {"type": "function", "function": {"name": ...}}'
+            )
+    return list(tools)
 
 
 def made_in_loop(make: Callable[[], Any]) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from rollpacker.controller.carried_turns import CarriedTurns
 from rollpacker.controller.desk import Desk
+from rollpacker.data.cursor import PromptCursor
 from rollpacker.rollout.engine import Response
 from tests.controller.test_turns import (
     TALK,
@@ -31,12 +32,12 @@ SLOW = '''
 import asyncio
 
 class Slow(Talk):
-    """Every third prompt of a short round is so slow that it is deferred, after a turn or two."""
+    """Two of six in a short round are so slow that they are deferred, after a turn or two."""
 
     async def step(self, message):
         answer = super().step(message)
-        if self.row["number"] % 6 in (1, 4) and self.turn == self.late_in:
-            await asyncio.sleep(2)
+        if self.row["number"] in SLOW_ROWS and self.turn == self.late_in:
+            await asyncio.sleep(3)
         return answer
 
     @property
@@ -59,7 +60,9 @@ SHORT = ("environment.function=talk.py:Slow", "tail_batching={enabled: true, pro
 
 @pytest.fixture
 def slow(folder: Path) -> Path:
-    (folder / "talk.py").write_text(TALK + SLOW)
+    order = [prompt.row for prompt in PromptCursor("train", 16, 0, True, None).take(12)[0]]
+    slow = (order[2], order[5], order[8], order[11])  # so that nothing else decides who wins
+    (folder / "talk.py").write_text(f"SLOW_ROWS = {slow}\n{TALK}{SLOW}")
     return folder
 
 
