@@ -102,7 +102,7 @@ def _try_rewards(config: RunConfig, rows: Sequence[PromptRow]) -> list[str]:
     if own:
         reward = build_reward(own, sandbox=config.sandbox)
         steps = config.num_steps(len(rows))
-        lines += reward.try_out([as_input(row, steps) for row in rows])
+        lines += reward.try_out([as_input(row, config, steps) for row in rows])
         lines.append(f"rewards  {', '.join(reward.names)}: tried on made-up completions")
     if untried:
         lines.append(f"rewards  {', '.join(untried)}: not tried (doctor and train do)")

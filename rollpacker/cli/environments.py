@@ -63,7 +63,7 @@ class Turns:
             limits=self.limits,
             timeout_s=self.timeout_s,
             max_prompt_tokens=self.max_prompt_tokens,
-            rewrites=self.rewrites is not None,
+            takes_rewrites=self.takes_rewrites,
         )
 
     def acting(self, sources: set[str]) -> ActingConfig:

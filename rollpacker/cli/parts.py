@@ -163,7 +163,10 @@ def load_inputs(
                     tell(line)
             reward.check([(row.task, row.columns) for row in prompts.rows])
         doubts = reward.try_out(
-            [as_input(row, config.num_steps(len(train_prompts.rows))) for row in train_prompts.rows]
+            [
+                as_input(row, config, config.num_steps(len(train_prompts.rows)))
+                for row in train_prompts.rows
+            ]
         )
     largest = reward.largest()
     if eval_prompts is not None and largest is not None and largest < config.eval.pass_threshold:
@@ -197,8 +200,9 @@ def of_tokenizer(config: RunConfig, path: str) -> dict[str, Any]:
     }
 
 
-def as_input(row: PromptRow, num_steps: int) -> RewardInput:
+def as_input(row: PromptRow, config: RunConfig, num_steps: int) -> RewardInput:
     """The row for rewards that are tried out, without a completion."""
+    from rollpacker.environments.environment import Episode
     from rollpacker.rewards.reward import Progress, RewardInput
 
     return RewardInput(
@@ -210,6 +214,7 @@ def as_input(row: PromptRow, num_steps: int) -> RewardInput:
         task=row.task,
         messages=row.messages,
         progress=Progress(0, num_steps),
+        episode=None if config.environment is None else Episode(messages=()),
     )
 
 

@@ -210,7 +210,7 @@ class Session:
 
         if not self.resume:
             return None
-        found = self.folder.find_checkpoint(carries=self.config.tail_batching.carries)
+        found = self.folder.find_checkpoint(carries=self.config.tail.carries)
         if found is not None:
             check_config(self.config, self.folder, found.step)
         return found

@@ -25,7 +25,7 @@ _WHY = {
     "truncated": "the environment cut it off",
     "length": "a message ran into rollout.max_response_tokens={length}",
     "turns": "environment.max_turns={turns} was reached",
-    "tokens": "it has as many tokens as a trajectory may have",
+    "tokens": "the next message would not fit into what a trajectory may have",
     "environment_s": "environment.max_environment_s={environment_s} was reached",
 }
 
@@ -55,8 +55,8 @@ class Stage:
         self._template = template
         self._by_hand = by_hand
         self._each_token = each_token
-        self._num_shown = 0
-        """Tokens of the trajectory and its prompt."""
+        self._shown: tuple[int, ...] = ()
+        """What the next prompt begins with, unless the template rewrites it."""
         self._turn = 0
 
     # -- Environments ------------------------------------------------------------------------------
@@ -125,7 +125,12 @@ class Stage:
 
         async def show(requests: Sequence[GenerationRequest]) -> Sequence[Response]:
             (request,) = requests
-            self._stretch(request.prompt_tokens[self._num_shown :], None)
+            prompt = request.prompt_tokens
+            start = len(self._shown)
+            if prompt[:start] != self._shown:
+                self._told("the chat template has rewritten what came before:")
+                start = 0
+            self._stretch(prompt[start:], None, start)
             began = time.monotonic()
             responses = await generate(requests)
             seconds = time.monotonic() - began
@@ -133,23 +138,22 @@ class Stage:
             self._turn += 1
             took = "" if self._by_hand else f", {_seconds(seconds)}"
             self._told(f"turn {self._turn}: {len(response.tokens)} tokens{took}", "bold")
-            self._stretch(response.tokens, response.log_probs)
-            self._num_shown = len(request.prompt_tokens) + len(response.tokens)
+            self._stretch(response.tokens, response.log_probs, len(prompt))
+            self._shown = prompt + response.tokens
             return responses
 
         return show
 
-    def _stretch(self, tokens: Sequence[int], log_probs: Sequence[float] | None) -> None:
-        """`log_probs`: of drawn tokens. None: they were given."""
+    def _stretch(
+        self, tokens: Sequence[int], log_probs: Sequence[float] | None, start: int
+    ) -> None:
+        """`log_probs`: of drawn tokens. None: they were given. `start`: the first one's place."""
         mark, style = (" ", _GIVEN) if log_probs is None else (">", _DRAWN)
         if self._each_token:
             for place, token in enumerate(tokens):
                 log_prob = "" if log_probs is None else f"{log_probs[place]:.3f}"
                 piece = _visible(self._decoded([token]))
-                where = self._num_shown + place
-                self._line(f"{mark} {where:>6} {token:>7} {log_prob:>8}  |{piece}|", style)
-            if log_probs is None:
-                self._num_shown += len(tokens)
+                self._line(f"{mark} {start + place:>6} {token:>7} {log_prob:>8}  |{piece}|", style)
             return
         for line in self._decoded(tokens).split("\n"):
             self._line(f"{mark} {_visible(line)}", style)

@@ -138,7 +138,7 @@ class Controller:
             *of_seat, *(bus, main, watch), devices=self._devices, engines=parts.engines
         )
         self._desk = desk = Desk()
-        self._carried = parts.carried or CarriedTokens(config.tail_batching)
+        self._carried = parts.carried or CarriedTokens(config.tail)
         self._salvage = salvage or Salvage(
             checkpoints.parent, in_order=config.rollout.is_repeatable
         )

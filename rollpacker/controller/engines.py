@@ -130,7 +130,7 @@ class Engines:
             handle = self._living_at(number)
             for request in part:
                 self._held[request.sample] = Held(request, handle)
-            self._let_go([request.sample for request in part], handle)
+            self.let_go([request.sample for request in part], handle)
             if handle is not None:
                 self._give(handle, part)
 
@@ -179,13 +179,11 @@ class Engines:
                 self._tell(moved(held.request.sample, handle, 0))
                 self._give(handle, [held.request])
 
-    def let_go(self, samples: Sequence[SampleId]) -> None:
-        """What an engine keeps of these, whose environments have the turn, is not needed."""
-        self._let_go(samples)
-
-    def _let_go(self, samples: Sequence[SampleId], to: Handle | None = None) -> None:
+    def let_go(self, samples: Sequence[SampleId], to: Handle | None = None) -> None:
+        """What an engine keeps of these, whose environments have the turn, is not needed; but by
+        `to`, where they go on. One that is dead keeps nothing."""
         for handle, part in self._keepers.leave(samples, to).items():
-            with self._losing(handle):
+            with contextlib.suppress(EngineError), self._losing(handle):
                 handle.let_go(part)
 
     def _stop(self, samples: Sequence[SampleId]) -> None:
@@ -392,6 +390,7 @@ class Engines:
         """These are the weights at hand from now on. Returns those to bring them to."""
         if weights.version != self.weights.version:
             self._not_numbers.clear()
+            self._keepers.forget()
             self.forget()
         self.weights = weights
         return self.living

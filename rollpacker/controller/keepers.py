@@ -20,6 +20,10 @@ class Keepers:
         if request.keep:
             self._handles[request.sample] = handle
 
+    def forget(self) -> None:
+        """Engines have other weights: nothing is kept."""
+        self._handles.clear()
+
     def of(self, sample: SampleId) -> int | None:
         """The engine where it would go on soonest, if that lives."""
         handle = self._handles.get(sample)

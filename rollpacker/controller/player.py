@@ -170,18 +170,18 @@ class Player:
         limits: TurnLimits,
         timeout_s: float,
         max_prompt_tokens: int,
-        rewrites: bool = False,
+        takes_rewrites: bool = False,
     ) -> None:
         """`limits`: of trajectories; the core has the same. `timeout_s`: of an answer, for who
         plays without the core. `max_prompt_tokens`: of a prompt that an environment says.
-        `rewrites`: the template does, so that each turn has what it makes of all messages for its
-        prompt, as where the model is served."""
+        `takes_rewrites`: where the template rewrites earlier turns, each turn has what it makes of
+        all messages for its prompt, as where the model is served."""
         self.environments = environments
         self.limits = limits
         self.timeout_s = timeout_s
         self._max_prompt_tokens = max_prompt_tokens
         self._dialogue = dialogue
-        self._rewrites = rewrites
+        self._takes_rewrites = takes_rewrites
         self._seed = seed
         self._prompts: dict[PromptId, tuple[int, ...]] = {}
         """What the environments made of prompts in this round: that of their first sample."""
@@ -271,7 +271,7 @@ class Player:
     def _answered(self, play: Play, said: Message, told: Sequence[Message]) -> None:
         """What the next turn stands behind. Raises `ValueError` if the template refuses it."""
         dialogue = self._dialogue_of(play)
-        if not self._rewrites:
+        if not self._takes_rewrites or dialogue.rewritten() is None:
             play.grown(dialogue.appended(told, play.drawn))
             return
         begun = play.prompt or play.row.messages
@@ -306,8 +306,11 @@ class Player:
     def _with_tools(self, tools: Sequence[ToolSchema]) -> Dialogue:
         """Raises `ValueError` for tools that no dialogue that is trained on can have."""
         dialogue = self._dialogue.with_tools(tools)
-        if not self._rewrites and (why := dialogue.rewritten()) is not None:
-            raise ValueError(f"with its tools {why} A dialogue that is trained on only grows")
+        if not self._takes_rewrites and (why := dialogue.rewritten()) is not None:
+            raise ValueError(
+                f"with its tools {why} environment.rewrites=prefixes trains on each turn behind"
+                " what the template makes of it then"
+            )
         return dialogue
 
     def _dialogue_of(self, play: Play) -> Dialogue:

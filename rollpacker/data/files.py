@@ -25,6 +25,8 @@ class RawRow:
     where: str
     """For messages: the file and line, or the dataset and row."""
     columns: dict[str, Any]
+    is_named: bool = False
+    """Its prompt is a name for it: the environment says the prompt."""
 
 
 def read_rows(config: DatasetConfig) -> list[RawRow]:
@@ -62,9 +64,10 @@ def brought_rows(
     found = []
     for number, columns in enumerate(islice(brought, config.size)):
         columns = dict(columns)
-        if not makes_prompt:
-            columns.setdefault(column, _told(number, columns))
-        found.append(RawRow(f"row {number} of the environment", columns))
+        is_named = not makes_prompt and column not in columns
+        if is_named:
+            columns[column] = _told(number, columns)
+        found.append(RawRow(f"row {number} of the environment", columns, is_named))
     return found
 
 

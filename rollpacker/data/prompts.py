@@ -39,6 +39,7 @@ class _Made:
     messages: Messages | None
     columns: dict[str, Any]
     task: str | None
+    is_named: bool
 
 
 def load_prompts(
@@ -148,7 +149,8 @@ def _made_rows(
         try:
             columns, prompt = maker.columns(row), maker.prompt(row)
             messages = maker.messages(prompt)
-            made.append(_Made(row.where, prompt, messages, columns, maker.task(row)))
+            task = maker.task(row)
+            made.append(_Made(row.where, prompt, messages, columns, task, row.is_named))
         except DataError as error:
             problems.append(str(error))
     if problems:
@@ -290,7 +292,7 @@ def _prompt_set(
         fingerprint=_fingerprint(kept, _twice(_of(config, name))),
         num_dropped=dict(dropped),
         chat=has_texts and chat.renders and _of(config, name).system_prompt is None,
-        told=_told(name, kept, chat, tokenizer),
+        told=_told(name, kept, chat, tokenizer, are_named=rows[0].is_named),
     )
 
 
@@ -304,9 +306,18 @@ def _twice(config: DatasetConfig) -> str | None:
 
 
 def _told(
-    name: str, rows: Sequence[PromptRow], chat: Chat, tokenizer: Any, *, few: bool = False
+    name: str,
+    rows: Sequence[PromptRow],
+    chat: Chat,
+    tokenizer: Any,
+    *,
+    few: bool = False,
+    are_named: bool = False,
 ) -> tuple[str, ...]:
-    """`few`: there are more rows than these."""
+    """`few`: there are more rows than these. `are_named`: their prompts are the environment's."""
+    if are_named:
+        prompts = "the environment says the prompts (rollpacker play shows one)"
+        return (f"data.{name}: {len(rows)} rows; {prompts}",)
     kinds = {isinstance(row.prompt, str) for row in rows}
     how = [chat.why] if True in kinds else []
     how += ["chat messages by the chat template"] if False in kinds else []
@@ -326,7 +337,11 @@ def _report_tokens(
     unknown = tokenizer.unk_token_id
     if unknown is None:
         return
-    with_unknown = [row.where for row, ids in zip(rows, tokens, strict=True) if unknown in ids]
+    with_unknown = [
+        row.where
+        for row, ids in zip(rows, tokens, strict=True)
+        if unknown in ids and not row.is_named
+    ]
     if with_unknown:
         logger.warning(
             "%s: %d of %d prompts hold characters that the tokenizer does not know, the first: %s",

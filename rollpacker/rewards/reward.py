@@ -45,7 +45,8 @@ class RewardInput:
     """One sample as rewards see it."""
 
     prompt: str | list[dict[str, str]]
-    """As in the dataset: text or chat messages. Functions get completions of the same kind."""
+    """As in the dataset: text or chat messages. Functions get completions of the same kind, unless
+    there is an episode."""
     completion: str
     """The response, decoded without special tokens."""
     completion_tokens: tuple[int, ...]

@@ -129,7 +129,9 @@ def _number(asked: Mapping[str, Any], name: str, kind: type, least: float, most:
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or (kind is int and value != int(value)):
+    if isinstance(value, float) and not math.isfinite(value):
+        is_number = False
+    if not is_number or (kind is int and value != int(value)):
         raise ApiError(f"{name} must be a number", param=name)
     if not least <= value <= most:
         raise ApiError(f"{name} must lie between {least} and {most}", param=name)

@@ -187,7 +187,10 @@ class _Connection(asyncio.Protocol):
         if answer.pieces is None:
             headers.append(("content-length", str(len(answer.body))))
         self._send(h11.Response(status_code=answer.status, headers=headers))
-        if answer.pieces is None:
+        assert self._head is not None
+        if self._head.method == b"HEAD":
+            pass  # has an answer without a body
+        elif answer.pieces is None:
             self._send(h11.Data(answer.body))
         else:
             async for piece in answer.pieces:

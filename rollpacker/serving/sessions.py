@@ -20,8 +20,8 @@ from rollpacker.rollout.engine import Response
 from rollpacker.serving import chat
 from rollpacker.serving.chat import ApiError, ChatRequest
 
-MAX_HEADS = 16384
-"""Dialogues that can be gone on with; those that were longest ago go first."""
+MAX_TOKENS = 4 << 20
+"""Of dialogues that can be gone on with, about half a GiB; those that were longest ago go first."""
 RECORDED = "sessions.jsonl"
 
 
@@ -66,7 +66,10 @@ class Sessions:
         """`record`: a folder to write `RECORDED` into, a line for each answer. Raises `ValueError`
         if it is there already, and `OSError`."""
         self._dialogue = dialogue
-        self._heads: OrderedDict[bytes, Head] = OrderedDict()
+        self._heads: OrderedDict[bytes, Head | None] = OrderedDict()
+        """None: several answers look alike, and nobody knows which one is gone on from."""
+        self._num_held = 0
+        """Tokens of all heads."""
         self._num_calls = 0
         self._file: IO[str] | None = None
         if record is not None:
@@ -122,14 +125,27 @@ class Sessions:
         drawn = Segment(response.tokens, response.log_probs)
         digest = asked.digest.copy()
         digest.update(chat.as_said(chat.read_back(wire)).encode() + b"\0")
-        self._heads[digest.digest()] = Head(
-            call, asked.trajectory.and_then(drawn), response.tokens, asked.turn
+        self._hold(
+            digest.digest(),
+            Head(call, asked.trajectory.and_then(drawn), response.tokens, asked.turn),
         )
-        while len(self._heads) > MAX_HEADS:
-            self._heads.popitem(last=False)
         if self._file is not None:
             self._file.write(json.dumps(_line(call, asked, response)) + "\n")
             self._file.flush()
+
+    def _hold(self, key: bytes, head: Head) -> None:
+        is_another = key in self._heads
+        before = self._heads.pop(key, None)
+        if before is not None:
+            self._num_held -= len(before.trajectory.context)
+        if is_another and (before is None or before.trajectory.context != head.trajectory.context):
+            self._heads[key] = None
+        else:
+            self._heads[key] = head
+            self._num_held += len(head.trajectory.context)
+        while self._num_held > MAX_TOKENS and len(self._heads) > 1:
+            _, gone = self._heads.popitem(last=False)
+            self._num_held -= 0 if gone is None else len(gone.trajectory.context)
 
 
 def _line(call: int, asked: Asked, response: Response) -> dict[str, Any]:

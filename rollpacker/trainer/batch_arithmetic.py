@@ -79,7 +79,7 @@ def batch_arithmetic(config: RunConfig) -> BatchArithmetic:
 
 
 def _most_carried(config: RunConfig) -> int:
-    prompts, tail = config.rollout.prompts_per_step, config.tail_batching
+    prompts, tail = config.rollout.prompts_per_step, config.tail
     if not tail.carries:
         return 0
     races = [

@@ -17,6 +17,7 @@ from rollpacker.data.cursor import PromptCursor
 from rollpacker.rollout.engine import Response
 from tests.controller.test_turns import (
     TALK,
+    TOOLS,
     commands,
     entries,
     folder,
@@ -146,6 +147,17 @@ def test_a_run_resumed_while_trajectories_wait_is_the_uninterrupted_one(slow: Pa
     assert len(carried(parts)) == 8
     ours, theirs = weights(slow, "parts"), weights(slow, "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_first_turns_that_end_as_the_race_does_are_carried(folder: Path) -> None:
+    """Several messages reach their limit in one decode step, in episodes that no environment knows
+    of yet: nobody cancels those."""
+    longest = ("rollout.stop=[]", "rollout.max_response_tokens=40", "data.max_prompt_tokens=260")
+    races = "tail_batching={enabled: true, prompt_factor: 2.0}"
+    assert train(*TOOLS, *longest, races, "train.steps=4") == 0
+    found = entries(folder)
+    assert 40 in carried(found)
+    assert len(metrics(folder)) >= 4
 
 
 def test_where_the_answers_are_others_drafts_are_dropped(

@@ -9,11 +9,12 @@ import pytest
 
 from rollpacker.config.load import ConfigError, load_config
 from rollpacker.config.schema import RunConfig
-from rollpacker.data.dataset import DataError, DatasetConfig
+from rollpacker.data.dataset import DataConfig, DataError, DatasetConfig
 from rollpacker.data.files import brought_rows
-from rollpacker.data.prompts import load_few
+from rollpacker.data.prompts import load_few, load_prompts
 from rollpacker.environments.environment import EnvironmentConfig, EnvironmentSetupError
 from rollpacker.environments.supervised import SupervisedEnvironments
+from tests.data.characters import character_tokenizer
 
 SOURCE = """
 class Plain:
@@ -78,6 +79,18 @@ def test_rows_is_no_tool(tmp_path: Path) -> None:
 def test_rows_that_are_none(tmp_path: Path, name: str, said: str) -> None:
     with pytest.raises(EnvironmentSetupError, match=said):
         brought(tmp_path, name)
+
+
+def test_the_start_tells_no_name_for_a_prompt(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor that it holds characters that the tokenizer does not know."""
+    train = DatasetConfig(kind="environment", chat=False)
+    for rows, told in (
+        ([{"number": 4}], "data.train: 1 rows; the environment says the prompts"),
+        ([{"prompt": "1+2="}], "first prompt, 4 tokens"),
+    ):
+        found, _ = load_prompts(DataConfig(train=train), character_tokenizer(), brought=rows)
+        assert any(told in line for line in found.told), found.told
+    assert "does not know" not in caplog.text
 
 
 def test_a_row_without_a_prompt_is_told_from_the_others() -> None:

@@ -152,6 +152,7 @@ def test_an_environment_of_trl(tmp_path: Path) -> None:
             prompt[0],
             {"role": "user", "content": "Count! The counter is 3."},
         )
+        assert begin.tools is None  # those that the model was told of before
         calls = calling(("increment", {"step": 4}), ("look", {}))
         answer = await answered(those, 1, calls)
         assert [one["content"] for one in answer.messages] == ["7", "7"]
@@ -159,6 +160,45 @@ def test_an_environment_of_trl(tmp_path: Path) -> None:
         assert (last.done, last.reward) == (True, 0.7)
 
     played(of_class(tmp_path, TRL), play)
+
+
+def test_an_environment_of_trl_that_leaves_the_prompt_to_the_row(tmp_path: Path) -> None:
+    async def play(those: SupervisedEnvironments) -> None:
+        begin = await begun(those, start=3, prompt="Count!")
+        assert begin.messages is None and begin.tools is None
+
+    source = TRL.replace('return f" The counter is {self.counter}."', "return None")
+    assert source != TRL
+    played(of_class(tmp_path, source), play)
+
+
+TOLD = """
+    class Env:
+        def __init__(self):
+            self.tools = []
+
+        def reset(self, row):
+            self.tools.append({"type": "function", "function": {"name": "f"}})
+            return "Begin."
+
+        def step(self, message):
+            return [], 1.0, True
+"""
+
+
+def test_tools_that_reset_adds_are_told_of_and_others_are_a_lost_episode(tmp_path: Path) -> None:
+    async def told(those: SupervisedEnvironments) -> None:
+        assert [one["function"]["name"] for one in (await begun(those)).tools or ()] == ["f"]
+
+    played(of_class(tmp_path, TOLD), told)
+
+    async def refused(those: SupervisedEnvironments) -> None:
+        lost = await those.begin(episode(), {}, seed=7)
+        assert isinstance(lost, Lost) and "has tools of another shape" in lost.reason
+
+    other = TOLD.replace('"function": {"name": "f"}', '"name": "f"')
+    assert other != TOLD
+    played(of_class(tmp_path, other), refused)
 
 
 def test_an_environment_with_schemas_and_arguments_of_a_factory(tmp_path: Path) -> None:

@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
-from rollpacker.serving.sessions import read_recorded
-from tests.dialogue.families import SEARCH, template_of
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.dialogue.parsing import TemplateDialogue
+from rollpacker.dialogue.template import DialogueTemplate
+from rollpacker.rollout.engine import Response
+from rollpacker.serving import chat
+from rollpacker.serving.sessions import Asked, Sessions, read_recorded
+from tests.dialogue.families import SEARCH, template_of, tokenizer_of
 from tests.serving.fakes import TOKEN, ScriptedEngine, served
 
 openai = pytest.importorskip("openai")
@@ -207,3 +212,34 @@ def test_who_hangs_up_is_taken_from_the_engine() -> None:
         assert len(engine.aborted) == 2
 
     asked(engine=ScriptedEngine(template_of("chatml"), seconds=60.0))(test)
+
+
+def test_nobody_goes_on_from_somebody_elses_answer() -> None:
+    """Two answers that read alike, of other tokens: which one is gone on from, nobody knows."""
+    tokenizer = tokenizer_of("chatml")
+    sessions = Sessions(TemplateDialogue(DialogueTemplate(tokenizer)))
+
+    def asked(*messages: dict[str, Any]) -> Asked:
+        return sessions.asked(chat.read_chat(json.dumps({"messages": messages}).encode()))
+
+    def answered(call: Asked, text: str) -> dict[str, Any]:
+        ids = (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+        response = Response(
+            sample=SampleId(PromptId("s", 0, 0), 0, 0),
+            prompt_tokens=call.tokens,
+            tokens=ids,
+            log_probs=(-1.0,) * len(ids),
+            finish_reason="stop",
+            version=0,
+        )
+        wire = chat.on_wire(call.dialogue.message(ids, 1))
+        sessions.answered(call, response, wire)
+        return wire
+
+    question, more = ({"role": "user", "content": text} for text in ("2+2?", "Sure?"))
+    said = answered(asked(question), "4")
+    assert asked(question, said, more).head is not None
+    answered(asked(question), "4")  # the same tokens: whose they are makes no difference
+    assert asked(question, said, more).head is not None
+    answered(asked(question), " 4 ")
+    assert asked(question, said, more).head is None

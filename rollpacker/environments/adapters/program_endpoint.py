@@ -149,7 +149,11 @@ class ProgramEndpoint:
             self._server = Server(self._answered)
             self._port = asyncio.ensure_future(self._server.open())
         assert self._port is not None
-        return session, f"http://{LOOPBACK}:{await asyncio.shield(self._port)}/v1"
+        try:
+            return session, f"http://{LOOPBACK}:{await asyncio.shield(self._port)}/v1"
+        except BaseException:  # also of who was cancelled: the server goes with its last session
+            await self.leave(session)
+            raise
 
     async def leave(self, session: Session) -> None:
         """Idempotent."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollpacker.rewards.reward import RewardInput
@@ -43,9 +43,14 @@ def made_up(row: RewardInput) -> list[RewardInput]:
             task=row.task,
             messages=row.messages,
             progress=row.progress,
+            episode=row.episode and replace(row.episode, messages=(_said(text),)),
         )
         for text in texts
     ]
+
+
+def _said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
 
 
 def finding_of(
@@ -95,6 +100,11 @@ def _is_certain(
 
 def shape_of(row: RewardInput) -> str:
     """What a function of TRL's shape is given for such rows."""
+    if row.episode is not None:
+        return (
+            "Its completions are dialogues, lists of messages ({'role', 'content'}), because the"
+            f" config has an environment ({_HINT})."
+        )
     if isinstance(row.prompt, str):
         return (
             "Its completions are texts (str), because the data's prompts are texts; for chat"
