@@ -1,7 +1,7 @@
 """A calculator as a tool, the products that are asked, and how answers are judged.
 
-Products of two numbers with three digits: a model of 79 thousand parameters does not learn to work them
-out, but it can learn to call a tool and to read what it says.
+Products of two numbers with three digits: a model of 79 thousand parameters does not learn to work
+them out, but it can learn to call a tool and to read what it says.
 """
 
 from __future__ import annotations

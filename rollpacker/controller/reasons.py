@@ -42,8 +42,8 @@ class Reasons:
         with self._bus.lock:
             common = "; ".join(reason for reason, _ in self._counts.most_common(3))
         raise RewardsFailed(
-            f"{finish.reason}. Why, most often: {common or 'unknown'}. Mend that (the reward, the environment,"
-            " or the data), then go on with --resume"
+            f"{finish.reason}. Why, most often: {common or 'unknown'}. Mend that (the reward, the"
+            " environment, or the data), then go on with --resume"
         )
 
     def _saw(self, entry: Entry) -> None:
