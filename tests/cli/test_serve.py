@@ -9,38 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollpacker.cli.main import main
 from rollpacker.serving.sessions import read_recorded
-from tests.dialogue.families import SEARCH, tokenizer_of
-
-
-def write_model(folder: Path) -> Path:
-    tokenizer = tokenizer_of("chatml")
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    return folder
+from tests.controller.test_turns import save_model
+from tests.dialogue.families import SEARCH
 
 
 def test_a_model_is_served_until_ctrl_c(tmp_path: Path) -> None:
     """The same seed draws the same words, and a dialogue goes on from what was drawn."""
     openai = pytest.importorskip("openai")
-    model, record = write_model(tmp_path / "model"), tmp_path / "kept"
+    model, record = tmp_path / "model", tmp_path / "kept"
+    save_model(model)
     command = [sys.executable, "-m", "rollpacker.cli.main", "serve", str(model)]
     process = subprocess.Popen(
         [*command, "--port", "0", "--record", str(record)],
@@ -84,7 +64,7 @@ def test_what_cannot_be_served_is_one_line(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_model(Path("model"))
+    save_model("model")
     Path("kept").mkdir()
     Path("kept/sessions.jsonl").touch()
     capsys.readouterr()

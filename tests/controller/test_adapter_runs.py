@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ import pytest
 import torch
 
 from rollpacker.cli.main import main
-from tests.controller.test_turns import commands, entries, metrics, model, trained
-
-__all__ = ["model"]  # a fixture
+from tests.controller.test_turns import commands, entries, metrics, save_model, trained
 
 TASKSETS = Path(__file__).parents[1] / "environments" / "adapters"
 STEPS = 10
@@ -53,7 +50,6 @@ def case(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("case", CASES, indirect=True)
 def test_ten_steps(
     case: dict[str, Any],
-    model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -61,13 +57,10 @@ def test_ten_steps(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(TASKSETS))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TASKSETS), os.getenv("PYTHONPATH", "")]))
-    longer = tmp_path / "model"  # gem's games explain themselves at length
-    shutil.copytree(model, longer)
-    of_model = json.loads((longer / "config.json").read_text())
-    (longer / "config.json").write_text(json.dumps(of_model | {"max_position_embeddings": 1024}))
+    save_model("model", max_positions=1024)  # gem's games explain themselves at length
     config = {
         "name": "talk",
-        "model": {"path": str(longer)},
+        "model": {"path": "model"},
         "data": {"train": {"kind": "environment", "size": 7}, "max_prompt_tokens": 600},
         "environment": {**case, "max_turns": 3, "workers": 1},
         "rollout": {

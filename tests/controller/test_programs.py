@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollpacker.cli.main import main
 from rollpacker.cli.serve import _target
 from rollpacker.controller.player import Play
 from rollpacker.rollout.engine import Response
+from tests.controller.test_turns import save_model
 from tests.dialogue.families import tokenizer_of
 
 AGENT = Path(__file__).parents[1] / "environments" / "programs" / "search_agent.py"
@@ -27,23 +27,7 @@ pytest.importorskip("openai")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     torch.set_num_threads(1)
-    tokenizer = tokenizer_of("chatml")
-    tokenizer.save_pretrained("model")
-    torch.manual_seed(0)
-    model = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(model).save_pretrained("model")
+    save_model("model", max_positions=1024)
     rows = [{"prompt": f"Row {n}", "question": f"Where is town {n}?"} for n in range(16)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {

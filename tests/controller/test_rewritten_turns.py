@@ -7,19 +7,17 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.controller.test_turns import (
     commands,
     entries,
     folder,  # noqa: F401  # a fixture
     metrics,
+    save_model,
     train,
     trained,
     weights,
 )
-from tests.dialogue.families import tokenizer_of
 
 PREFIXES = "environment.rewrites=prefixes"
 
@@ -27,23 +25,7 @@ PREFIXES = "environment.rewrites=prefixes"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
-    tokenizer = tokenizer_of("thinking")
-    tokenizer.save_pretrained(made)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(made)
+    save_model(made, family="thinking")
     return made
 
 

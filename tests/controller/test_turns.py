@@ -103,9 +103,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def save_model(folder: Path) -> None:
-    """A tiny one that knows chat messages and tools."""
-    tokenizer = tokenizer_of("chatml")
+def save_model(folder: Path | str, *, family: str = "chatml", max_positions: int = 512) -> None:
+    """A tiny one with random weights, that knows chat messages, and tools if its template does."""
+    tokenizer = tokenizer_of(family)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -115,7 +115,7 @@ def save_model(folder: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=512,
+        max_position_embeddings=max_positions,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
