@@ -105,18 +105,6 @@ class Trajectory:
         return tuple(chain.from_iterable([one.tokens for one in self.segments]))
 
     @property
-    def mask(self) -> tuple[bool, ...]:
-        """Of each token after the prompt: whether the model drew it, so that it is trained on."""
-        return tuple(one.is_sampled for one in self.segments for _ in one.tokens)
-
-    @property
-    def log_probs(self) -> tuple[float, ...]:
-        """One per token after the prompt: zero where it was given."""
-        return tuple(
-            value for one in self.segments for value in (one.log_probs or (0.0,) * len(one.tokens))
-        )
-
-    @property
     def given(self) -> Spans:
         """The stretches of `tokens` that the model did not draw."""
         spans, start = [], 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -285,15 +286,33 @@ def check_message(turn: Message, message: Message, played: Played) -> None:
         played.faults.append(f"thinking {turn} was read as {message}")
 
 
+def handed_on(trajectory: Trajectory) -> list[tuple[int, bool, float]]:
+    """Of each token behind the prompt, by what the trainer gets: whether it was drawn, and its
+    log-prob, zero where it was given."""
+    tokens = trajectory.tokens
+    is_given = {place for start, behind in trajectory.given for place in range(start, behind)}
+    log_probs = (value for turn in trajectory.turns for value in turn.log_probs or ())
+    found = [
+        (token, place not in is_given, 0.0 if place in is_given else next(log_probs, math.nan))
+        for place, token in enumerate(tokens)
+    ]
+    assert next(log_probs, None) is None, "more log-probs than drawn tokens"
+    return found
+
+
 def check_whole(scene: Scene, played: Played) -> None:
     """Against the engine's record; and against the whole rendering where that is what grew."""
     trajectory, template = played.trajectory, scene.template
-    if list(trajectory.tokens) != [token for token, _, _ in played.seen]:
-        played.faults.append("the tokens are not those that were drawn and given")
-    if list(trajectory.mask) != [is_drawn for _, is_drawn, _ in played.seen]:
-        played.faults.append("the mask is wrong")
-    if list(trajectory.log_probs) != [log_prob for _, _, log_prob in played.seen]:
-        played.faults.append("the log-probs are not those of the drawn tokens")
+    found = handed_on(trajectory)
+    for place, wrong in enumerate(
+        (
+            "the tokens are not those that were drawn and given",
+            "the mask is wrong",
+            "the log-probs are not those of the drawn tokens",
+        )
+    ):
+        if [one[place] for one in found] != [one[place] for one in played.seen]:
+            played.faults.append(wrong)
     if not played.is_whole:
         return
     if scene.rewrites and first_change(template, played.messages) is not None:

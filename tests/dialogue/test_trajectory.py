@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollpacker.dialogue.trajectory import Segment, Trajectory
+from tests.dialogue.played import handed_on
 
 
 def test_what_training_needs() -> None:
@@ -21,8 +22,13 @@ def test_what_training_needs() -> None:
     ):
         trajectory = trajectory.and_then(segment)
     assert trajectory.tokens == (1, 2, 3, 4, 5)
-    assert trajectory.mask == (True, True, False, False, True)
-    assert trajectory.log_probs == (-0.5, -1.0, 0.0, 0.0, -2.0)
+    assert [one[1:] for one in handed_on(trajectory)] == [
+        (True, -0.5),
+        (True, -1.0),
+        (False, 0.0),
+        (False, 0.0),
+        (True, -2.0),
+    ]
     assert trajectory.given == ((2, 4),)
     assert trajectory.num_sampled == 3
     assert [turn.tokens for turn in trajectory.turns] == [(1, 2), (5,)]
@@ -40,7 +46,6 @@ def test_what_is_put_in_is_there(prompt: list[int], parts: list) -> None:
         ids, log_probs = tuple(t for t, _ in tokens), tuple(p for _, p in tokens)
         trajectory = trajectory.and_then(Segment(ids, log_probs if is_sampled else None))
         seen += [(t, is_sampled, p if is_sampled else 0.0) for t, p in tokens]
-    found = zip(trajectory.tokens, trajectory.mask, trajectory.log_probs, strict=True)
-    assert list(found) == seen
+    assert handed_on(trajectory) == seen
     kinds = [one.is_sampled for one in trajectory.segments]
     assert all(a != b for a, b in itertools.pairwise(kinds))
