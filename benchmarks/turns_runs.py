@@ -13,7 +13,7 @@ from typing import Any
 
 from machine import ROOT
 
-sys.path.insert(0, str(ROOT))  # for the tests' tokenizers
+sys.path.insert(0, str(ROOT))  # for the tests' model
 
 NUM_ROWS = 512
 SAMPLES = 4
@@ -22,28 +22,9 @@ PROMPTS = 8
 
 def write_model(folder: Path) -> None:
     """With random weights: what it says does not matter."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from tests.controller.test_turns import save_model
 
-    from tests.dialogue.families import tokenizer_of
-
-    tokenizer = tokenizer_of("chatml")
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    save_model(folder, max_positions=1024)
 
 
 def write_run(folder: Path, environment: str, source: str, *, model: Path) -> None:
