@@ -125,6 +125,7 @@ class _Ranks:
             # A group of its own, since turns may be longer than the others' patience; and by way of
             # the host, since nothing may be on the devices.
             self._group = distributed.new_group(backend="gloo", timeout=timedelta(days=365))
+            atexit.register(self._end)
 
     @property
     def are_several(self) -> bool:
@@ -150,6 +151,14 @@ class _Ranks:
         if problem is not None:
             raise problem
         return answer  # type: ignore[no-any-return]
+
+    def _end(self) -> None:
+        # A thread of gloo may still be letting go of what was sent last. If it does so while Python
+        # ends, the process aborts; the group's end waits for its threads.
+        distributed = sys.modules["torch.distributed"]
+        if distributed.is_initialized():
+            distributed.destroy_process_group(self._group)
+        self._group = None
 
 
 class _Program:
