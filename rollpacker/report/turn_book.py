@@ -100,8 +100,8 @@ class TurnBook:
         """How a trajectory ended, which its last turn alone does not tell."""
         found = step.samples.get(command.sample)
         episode = self._of(command.sample, step)
-        if command.reason == "length":  # no environment was given its last turn
-            episode.drawn(found)
+        if found is not None and found.end is End.AT_LIMIT:
+            episode.drawn(found)  # a message that was cut off, which no environment was given
         step.episodes.conclude(
             command.reason, episode.turns, episode.policy_s, episode.environment_s
         )

@@ -199,6 +199,21 @@ def test_trajectories_are_trained_on(folder: Path) -> None:
     check_summary(folder, found)
 
 
+def test_the_report_counts_the_turns_that_the_metrics_count(folder: Path) -> None:
+    """Messages too that the trajectory's limit cut off, which no environment was given."""
+    assert train("environment.max_trajectory_tokens=40") == 0
+    found = entries(folder)
+    turns = Counter(one["sample"] for one in found if one.get("event") == "SampleGenerated")
+    acts = Counter(one["sample"] for one in commands(found, "Act") if one["turn"])
+    cut_off = [s for s in turns if turns[s] > acts[s]]
+    reasons = {one["sample"]: one["reason"] for one in commands(found, "Conclude")}
+    assert "tokens" in {reasons[sample] for sample in cut_off}
+    told = json.loads((folder / "runs" / "talk" / "summary.json").read_text())["episodes"]
+    assert told["mean_turns"] == pytest.approx(turns.total() / told["trajectories"])
+    of_steps = [row["episodes/turns/mean"] for row in metrics(folder)]
+    assert told["mean_turns"] == pytest.approx(sum(of_steps) / len(of_steps))
+
+
 def check_samples(folder: Path, found: list[dict[str, Any]]) -> None:
     """Every token that was drawn or given stands in the dialogue of its sample."""
     drawn, given = Counter[str](), Counter[str]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from rollpacker.core.commands import (
@@ -92,13 +93,27 @@ def test_seconds_of_policy_and_environment_are_told_apart() -> None:
     }
 
 
-def test_a_turn_at_its_limit_is_the_policys_and_was_given_to_nobody() -> None:
+@pytest.mark.parametrize("reason", ["length", "tokens"])
+def test_a_message_that_was_cut_off_is_the_policys_and_was_given_to_nobody(reason: str) -> None:
+    """Whether by the limit of a message or by what was left of the trajectory's."""
+    found = fold(
+        (0.0, RunStarted(time_s=0.0), (launch(ONE, TWO),)),
+        (1.0, drawn(TWO), (act(TWO, 1),)),
+        (3.0, drawn(ONE, "length"), (Conclude(sample=ONE, reason=reason),)),
+        (4.0, acted(TWO, 1, 1.0), (Continue(samples=(TWO,), engines=()),)),
+        (6.0, drawn(TWO, "length"), (Conclude(sample=TWO, reason=reason),)),
+    )
+    assert (found.num_turns, found.policy_s, found.environment_s) == (1 + 2, 3.0 + 1.0 + 2.0, 1.0)
+    assert found.ended == {reason: 2} and found.answers["train"].num == 1
+
+
+def test_a_limit_that_was_reached_with_the_answer_cuts_no_message_off() -> None:
     found = fold(
         (0.0, RunStarted(time_s=0.0), (launch(ONE),)),
-        (3.0, drawn(ONE, "length"), (Conclude(sample=ONE, reason="length"),)),
+        (2.0, drawn(ONE), (act(ONE, 1),)),
+        (3.0, acted(ONE, 1, 1.0), (Conclude(sample=ONE, reason="tokens"),)),
     )
-    assert (found.num_turns, found.policy_s, found.environment_s) == (1, 3.0, 0.0)
-    assert not found.answers and found.ended == {"length": 1}
+    assert (found.num_turns, found.policy_s) == (1, 2.0)
 
 
 def test_what_is_lost_is_counted_by_its_cause_with_the_first_message() -> None:
