@@ -87,7 +87,7 @@ class TurnBook:
         seconds = event.seconds or 0.0
         episode.environment_s += seconds
         waited_s = max(0.0, now - episode.asked_s - seconds)
-        step.episodes.answered(event.sample, event.turn, seconds, waited_s)
+        step.episodes.answered(event.sample, event.turn, seconds, waited_s, event.calls)
 
     def _cancel(self, command: CancelAct, samples: Samples) -> None:
         """Nobody needs these; one that an engine has says itself that it was stopped."""
