@@ -103,18 +103,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def save_model(folder: Path | str, *, family: str = "chatml", max_positions: int = 512) -> None:
-    """A tiny one with random weights, that knows chat messages, and tools if its template does."""
+def save_model(
+    folder: Path | str, *, family: str = "chatml", max_positions: int = 512, **sizes: int
+) -> None:
+    """A tiny one with random weights, that knows chat messages, and tools if its template does.
+    `sizes`: of `Qwen2Config`, for one that is less tiny."""
     tokenizer = tokenizer_of(family)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
+    tiny = {
+        **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1},
+    }
     config = Qwen2Config(
+        **{**tiny, **sizes},
         vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         max_position_embeddings=max_positions,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
