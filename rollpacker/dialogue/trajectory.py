@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, Protocol
 
 from rollpacker.spans import Rewritten, Spans, rows_in
@@ -90,13 +90,13 @@ class Trajectory:
     def rows(self) -> list[Trajectory]:
         """What is trained on as one row each: the turns behind one prompt, without what was given
         behind the last of them."""
-        starts = accumulate((len(one.tokens) for one in self.segments), initial=0)
-        placed = list(zip(starts, self.segments, strict=False))
+        placed, count = [], 0
+        for one in self.segments:
+            placed.append((count, one))
+            count += len(one.tokens)
         return [
             Trajectory(context, tuple(one for start, one in placed if first <= start < behind))
-            for context, first, behind in rows_in(
-                self.prompt, len(self.tokens), self.given, self.rewritten
-            )
+            for context, first, behind in rows_in(self.prompt, count, self.given, self.rewritten)
         ]
 
     @property
