@@ -128,6 +128,30 @@ def test_what_goes_wrong_is_told_to_the_model_and_counted(
     assert not wrong.is_well and (wrong.seconds is not None) == ran
 
 
+@pytest.mark.parametrize("word", ["def", "async def"])
+def test_a_call_that_raises_counts_its_seconds(tmp_path: Path, word: str) -> None:
+    """Those of the answer are the sum of what its calls took, whether they raised or not."""
+    source = f'''
+    import time
+
+    {word} looks(ok: bool) -> str:
+        """Look.
+
+        Args:
+            ok: Whether there is something.
+        """
+        time.sleep(0.15)
+        if not ok:
+            raise ValueError("nothing")
+        return "it"
+    '''
+    calls = (("looks", {"ok": True}), ("looks", {"ok": False}))
+    answer = answers(of_tools(tmp_path, source, "looks"), calling(*calls))
+    of_tool = [call.seconds or 0.0 for call in answer.calls]
+    assert [call.is_well for call in answer.calls] == [True, False] and min(of_tool) >= 0.15
+    assert 0.3 <= answer.seconds <= sum(of_tool)
+
+
 def test_a_call_without_a_name_is_told(tmp_path: Path) -> None:
     message = {"role": "assistant", "content": "", "tool_calls": ["add", {"function": None}]}
     answer = answers(of_tools(tmp_path, SUMS, "add"), message)
