@@ -12,7 +12,7 @@ import hmac
 import logging
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import h11
@@ -144,7 +144,8 @@ class _Connection(asyncio.Protocol):
         self._shared = shared
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self._transport: asyncio.Transport | None = None
-        self._head: h11.Request | None = None
+        self._head: Request | None = None
+        """Of the request at hand, without its body."""
         self._body = bytearray()
         self._num_read = 0
         """Bytes of the body, kept or not."""
@@ -241,9 +242,9 @@ class _Connection(asyncio.Protocol):
 
     def _begin(self, head: h11.Request) -> None:
         """A request, whose body is to come."""
-        self._head, self._body, self._num_read = head, bytearray(), 0
+        self._head, self._body, self._num_read = _read_head(head), bytearray(), 0
         expects_word = self._http.they_are_waiting_for_100_continue
-        refusal = self._shared.admit(self._request())
+        refusal = self._shared.admit(self._head)
         if refusal is not None:
             self._is_refused = True
             self._say_whole(refusal, {"connection": "close"})
@@ -255,14 +256,6 @@ class _Connection(asyncio.Protocol):
         if expects_word:
             self._send(h11.InformationalResponse(status_code=100, headers=[]))
 
-    def _request(self) -> Request:
-        assert self._head is not None
-        path = self._head.target.decode("ascii", "replace").partition("?")[0]
-        headers = {
-            name.decode("ascii"): value.decode("latin-1") for name, value in self._head.headers
-        }
-        return Request(self._head.method.decode("ascii"), path, headers, bytes(self._body))
-
     def _refuse(self, status: int) -> None:
         """What came is no request that could be answered."""
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -273,7 +266,8 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     async def _answer(self) -> None:
-        request = self._request()
+        assert self._head is not None
+        request = replace(self._head, body=bytes(self._body))
         try:
             answer = await self._shared.handler(request)
             if answer.pieces is None:
@@ -309,7 +303,7 @@ class _Connection(asyncio.Protocol):
     def _has_body(self) -> bool:
         """An answer to HEAD has none."""
         assert self._head is not None
-        return self._head.method != b"HEAD"
+        return self._head.method != "HEAD"
 
     def _send(self, event: Any) -> None:
         data = self._http.send(event)
@@ -326,3 +320,9 @@ class _Connection(asyncio.Protocol):
             self._read()
         else:
             self._transport.close()
+
+
+def _read_head(head: h11.Request) -> Request:
+    path = head.target.decode("ascii", "replace").partition("?")[0]
+    headers = {name.decode("ascii"): value.decode("latin-1") for name, value in head.headers}
+    return Request(head.method.decode("ascii"), path, headers, b"")
