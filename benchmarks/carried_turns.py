@@ -26,13 +26,12 @@ from typing import Any
 
 import torch
 from machine import write_result
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rollpacker.cli.main import main as rollpacker
 from rollpacker.rollout.torch_engine import TorchEngine
-from tests.dialogue.families import tokenizer_of
+from tests.controller.test_turns import save_model
 
 TALK = """
 class Talk:
@@ -52,23 +51,11 @@ RATES = {"small": 1e-6, "large": 1e-3}
 MEASURES = ("drawn_tokens", "decode_steps", "rollout_s")
 
 
-def write_model(folder: Path) -> None:
-    tokenizer = tokenizer_of("chatml")
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+SIZES = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+"""Of the model: some more than in tests, so that decoding takes its time."""
 
 
 def write_run(steps: int) -> None:
@@ -130,7 +117,7 @@ def main() -> None:
     torch.set_num_threads(1)
     table: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        write_model(Path("model"))
+        save_model("model", max_positions=1024, **SIZES)
         write_run(options.steps)
         for stragglers, rate in itertools.product(("queue", "pool"), RATES):
             arms: dict[str, list[dict[str, float]]] = {"none": [], "exact": []}

@@ -32,7 +32,7 @@ class ByHand:
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Response]:
         """The next turn of the one episode. Raises `StoppedByHand` at the end of the input."""
         (request,) = requests
-        tokens = self._tokens(await self._typed())
+        tokens = await self._asked()
         most = request.sampling.max_response_tokens
         reason = "stop" if len(tokens) <= most else "length"
         tokens = tokens[:most]
@@ -46,6 +46,20 @@ class ByHand:
                 version=0,
             )
         ]
+
+    async def _asked(self) -> tuple[int, ...]:
+        """A message that the template can write, asked for until there is one."""
+        from rich.text import Text
+
+        from rollpacker.data.chat import visible
+        from rollpacker.dialogue.template import TemplateError
+
+        while True:
+            try:
+                return self._tokens(await self._typed())
+            except TemplateError as error:
+                told = f"- this is no call that the model could make: {visible(str(error))}"
+                self._console.print(Text(told, style="yellow"), soft_wrap=True)
 
     async def _typed(self) -> str:
         """A message. A line that ends in a backslash goes on in the next."""

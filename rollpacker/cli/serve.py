@@ -132,7 +132,6 @@ async def _serve(args: argparse.Namespace, target: _Target) -> None:
     from rollpacker.rollout.attention import install_attention
     from rollpacker.rollout.engine import EngineConfig
     from rollpacker.rollout.table import BRING_THEIR_OWN_MODEL
-    from rollpacker.serving.http import Server
     from rollpacker.serving.policy import EnginePolicy
     from rollpacker.serving.sessions import Sessions
     from rollpacker.trainer.model import load_model
@@ -156,7 +155,7 @@ async def _serve(args: argparse.Namespace, target: _Target) -> None:
     try:
         policy = EnginePolicy(engine, fail)
         endpoint = _endpoint(target, policy, sessions, loaded.tokenizer, token)
-        server = Server(endpoint.answered)
+        server = endpoint.server()
         try:
             port = await server.open(args.port, args.host)
         except OSError as error:

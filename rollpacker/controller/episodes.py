@@ -183,6 +183,7 @@ class Episodes:
                     is_over=is_over,
                     reason="truncated" if answer.truncated else "",
                     seconds=round(answer.seconds, 6),
+                    calls=answer.calls,
                 )
         self.bus.take(event)
         if self.scoring.waits:  # no engine is there to hand over what was asked for

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
+from typing import NamedTuple
 
 from rollpacker.core.ids import PoolName, PromptId, SampleId
 from rollpacker.core.messages import event
@@ -160,6 +161,18 @@ class TrainerReady:
     """Of its weights."""
 
 
+class ToolCall(NamedTuple):
+    """A call of a tool that a message made."""
+
+    tool: str
+    """Empty: the model asked for one that there is not."""
+    seconds: float | None
+    """From the call to its result. None: it was not run, since there is no such tool or the
+    arguments were wrong."""
+    is_well: bool
+    """False: it was not run, or raised. The model was told so."""
+
+
 @event
 class Acted:
     """Answer to `Act`: what the environment made of a turn."""
@@ -178,6 +191,8 @@ class Acted:
     cause: str = ""
     """Of a lost episode: "environment" (it raised), "deadline" (it was too slow), "infrastructure"
     (its process died: worth another try) or "cancelled"."""
+    calls: tuple[ToolCall, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    """Of tools, in order; not those that an environment makes of a message by itself."""
 
 
 @event

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
 
-from rollpacker.spans import Rewritten, Spans
+from rollpacker.spans import Rewritten, Spans, rows_in
 
 Message = Mapping[str, Any]
 """As chat templates take it: see `environments.environment`."""
@@ -90,14 +90,14 @@ class Trajectory:
     def rows(self) -> list[Trajectory]:
         """What is trained on as one row each: the turns behind one prompt, without what was given
         behind the last of them."""
-        rows, start = [Trajectory(self.prompt)], 0
-        anew = dict(self.rewritten)
+        placed, count = [], 0
         for one in self.segments:
-            if start in anew:
-                rows.append(Trajectory(anew[start]))
-            rows[-1] = rows[-1].and_then(one)
-            start += len(one.tokens)
-        return [row for row in (row.ended() for row in rows) if row.segments]
+            placed.append((count, one))
+            count += len(one.tokens)
+        return [
+            Trajectory(context, tuple(one for start, one in placed if first <= start < behind))
+            for context, first, behind in rows_in(self.prompt, count, self.given, self.rewritten)
+        ]
 
     @property
     def tokens(self) -> tuple[int, ...]:

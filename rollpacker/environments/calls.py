@@ -44,7 +44,12 @@ class Calls:
         try:
             if _is_async(function):
                 return await self._timed(function(*args, **kwargs))
-            value, seconds = await self._in_thread(lambda: function(*args, **kwargs))
+            began = time.perf_counter()
+            try:
+                value, seconds = await self._in_thread(lambda: function(*args, **kwargs))
+            except Exception:
+                self.seconds += time.perf_counter() - began
+                raise
             self.seconds += seconds
             return await self._timed(value) if inspect.isawaitable(value) else value
         except (SystemExit, KeyboardInterrupt, GivenUp) as error:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from rollpacker.core.events import ToolCall
 from rollpacker.core.ids import SampleId
 
 Message = Mapping[str, Any]
@@ -149,6 +150,8 @@ class Answered:
     """In the environment, without any waiting."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Such as tool calls and failed ones, by name."""
+    calls: tuple[ToolCall, ...] = ()
+    """Of tools, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from rollpacker.environments.environment import Message
 from rollpacker.environments.tools import Function, ToolBox
 
 Reply = dict[str, Any]
-"""`messages`, `tools`, `reward`, `done`, `truncated`, `metrics`, as the records have them; left out
-where it is the records' own default."""
+"""`messages`, `tools`, `reward`, `done`, `truncated`, `metrics`, `calls`, as the records have them;
+left out where it is the records' own default."""
 
 
 class Played(Protocol):
@@ -34,8 +34,7 @@ class ToolEpisode:
         return {"messages": None}
 
     async def act(self, message: Message) -> Reply:
-        answers, metrics = await self._box.answer(message)
-        return {"messages": answers, "done": not answers, "metrics": metrics}
+        return await self._box.answer(message)
 
     async def close(self) -> None:
         return
@@ -82,11 +81,10 @@ class UserEpisode:
         return shapes.stepped(returned)._asdict()
 
     async def _with_tools(self, box: ToolBox, message: Message) -> Reply:
-        answers, metrics = await box.answer(message)
-        reward = None
-        if not answers and hasattr(self._environment, "get_reward"):
-            reward = shapes.number(await self._calls(self._environment.get_reward))
-        return {"messages": answers, "reward": reward, "done": not answers, "metrics": metrics}
+        reply = await box.answer(message)
+        if reply["done"] and hasattr(self._environment, "get_reward"):
+            reply["reward"] = shapes.number(await self._calls(self._environment.get_reward))
+        return reply
 
     async def close(self) -> None:
         close = getattr(self._environment, "close", None)

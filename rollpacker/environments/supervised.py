@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rollpacker.core.events import ToolCall
 from rollpacker.core.ids import SampleId
 from rollpacker.environments.environment import (
     Answered,
@@ -244,6 +245,7 @@ class SupervisedEnvironments:
             truncated=reply.get("truncated", False),
             seconds=reply["seconds"],
             metrics=reply.get("metrics", {}),
+            calls=tuple(ToolCall(*call) for call in reply.get("calls", ())),
         )
         life.turn = turn
         return self._settled(known, life, answered)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from rollpacker.core.events import ToolCall
 from rollpacker.environments.environment import EnvironmentSetupError, Message, ToolSchema
 from rollpacker.rewards.functions.returned import shortened
 
@@ -100,20 +102,20 @@ class ToolBox:
         self._call = call
         self._max_chars = max_chars
 
-    async def answer(self, message: Message) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """Execute the calls of a message, one after another. Returns what the model is told, a
-        message a call, and metrics; nothing to tell if nothing was called.
+    async def answer(self, message: Message) -> dict[str, Any]:
+        """Execute the calls of a message, one after another. Returns what the model is told
+        (`messages`, one a call), `done`, if nothing was called, `metrics` and `calls`.
 
         What could not be read is told in a message of the user's, or at the end of the last answer:
         there is no call that a message of a tool could belong to, and templates refuse such.
         """
         calls = message.get("tool_calls") or ()
         malformed = message.get("malformed_tool_calls") or ()
-        answers, num_failed = [], 0
+        answers, made = [], []
         for call in calls:
-            answer, is_well = await self._one(call)
+            answer, of_tool = await self._one(call)
             answers.append(answer)
-            num_failed += not is_well
+            made.append(of_tool)
         if malformed:
             told = "\n".join(map(self._unread, malformed))
             if answers:
@@ -122,10 +124,10 @@ class ToolBox:
                 answers.append({"role": "user", "content": told})
         metrics = {
             "tools/calls": float(len(calls)),
-            "tools/failed": float(num_failed),
+            "tools/failed": float(sum(not of_tool.is_well for of_tool in made)),
             "tools/malformed": float(len(malformed)),
         }
-        return answers, metrics
+        return {"messages": answers, "done": not answers, "metrics": metrics, "calls": made}
 
     def _unread(self, text: Any) -> str:
         known = ", ".join(self._tools)
@@ -134,8 +136,8 @@ class ToolBox:
             f" tools ({known}) and gives its arguments as a JSON object."
         )
 
-    async def _one(self, call: Any) -> tuple[dict[str, Any], bool]:
-        """The answer to a call, and whether it went well."""
+    async def _one(self, call: Any) -> tuple[dict[str, Any], ToolCall]:
+        """The answer to a call, and how it went."""
         asked = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(asked, Mapping):
             asked = {}
@@ -146,15 +148,18 @@ class ToolBox:
         try:
             function, arguments = self._understood(name, asked.get("arguments", {}))
         except ValueError as error:
-            return answer | {"content": f"Error: {error}"}, False
+            known = name if name in self._tools else ""
+            return answer | {"content": f"Error: {error}"}, ToolCall(known, None, is_well=False)
+        began, is_well = time.perf_counter(), True
         try:
             result = await self._call(function, **arguments)
-            content = result if isinstance(result, str) else _as_json(result)
+            content = self._cut(result if isinstance(result, str) else _as_json(result))
         except ToolUnavailable:
             raise
         except Exception as error:
-            return answer | {"content": f"Error: {_said(error)}"}, False
-        return answer | {"content": self._cut(content)}, True
+            content, is_well = f"Error: {_said(error)}", False
+        seconds = round(time.perf_counter() - began, 6)
+        return answer | {"content": content}, ToolCall(name, seconds, is_well)
 
     def _understood(self, name: str, arguments: Any) -> tuple[Function, dict[str, Any]]:
         """Raises `ValueError`, whose message the model is told."""

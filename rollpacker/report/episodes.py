@@ -1,14 +1,17 @@
 """How the episodes of a step went: turns, seconds of policy and environments, why they ended, which
-answers were the slowest, and which were lost of what. A source is that of the prompts."""
+answers were the slowest, what calls of tools took, and which answers were lost of what. A source is
+that of the prompts."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollpacker.core.events import ToolCall
 from rollpacker.core.ids import SampleId
+from rollpacker.report.tool_seconds import ToolSeconds
 
 NUM_SLOWEST = 10
 MAX_REASON = 300
@@ -61,21 +64,35 @@ class StepEpisodes:
     """By source; also of episodes that came to nothing."""
     first_reason: dict[str, str] = field(default_factory=dict)
     """Of lost answers, by cause."""
-    slowest: list[tuple[float, str, int]] = field(default_factory=list)
-    """(seconds, sample, turn) of answers, slowest first; turn 0 is the beginning."""
+    slowest: list[tuple[float, str, int, str]] = field(default_factory=list)
+    """(seconds, sample, turn, tool) of answers, slowest first; turn 0 is the beginning. The tool is
+    the one that took the longest in it; empty: none was called."""
+    tools: dict[str, ToolSeconds] = field(default_factory=dict)
+    """By the tool's name; also of episodes that came to nothing."""
 
     def __bool__(self) -> bool:
         return bool(self.ended or self.answers)
 
-    def answered(self, sample: SampleId, turn: int, seconds: float, waited_s: float) -> None:
+    def answered(
+        self,
+        sample: SampleId,
+        turn: int,
+        seconds: float,
+        waited_s: float,
+        calls: Sequence[ToolCall] = (),
+    ) -> None:
         """The environment did."""
         of_source = self.answers.setdefault(sample.prompt.source, Answers())
         of_source.num += 1
         of_source.total_s += seconds
         of_source.longest_s = max(of_source.longest_s, seconds)
         of_source.waited_s += waited_s
+        for call in calls:
+            self.tools.setdefault(call.tool, ToolSeconds()).take(call)
         if len(self.slowest) < NUM_SLOWEST or seconds > self.slowest[-1][0]:
-            self._keep_slowest([*self.slowest, (seconds, str(sample), turn)])
+            slowest = max(calls, key=lambda call: call.seconds or 0.0, default=None)
+            tool = "" if slowest is None else slowest.tool
+            self._keep_slowest([*self.slowest, (seconds, str(sample), turn, tool)])
 
     def lose(self, sample: SampleId, cause: str, reason: str) -> None:
         """An answer will not come."""
@@ -99,6 +116,8 @@ class StepEpisodes:
         self.environment_s += other.environment_s
         for source, answers in other.answers.items():
             self.answers.setdefault(source, Answers()).add(answers)
+        for tool, seconds in other.tools.items():
+            self.tools.setdefault(tool, ToolSeconds()).add(seconds)
         self.first_reason = {**other.first_reason, **self.first_reason}
         self._keep_slowest([*self.slowest, *other.slowest])
 
@@ -121,12 +140,13 @@ class StepEpisodes:
                 for cause, num in lost.most_common()
             ],
             "slowest": [
-                {"sample": sample, "turn": turn, "seconds": seconds}
-                for seconds, sample, turn in self.slowest
+                {"sample": sample, "turn": turn, "seconds": seconds, "tool": tool}
+                for seconds, sample, turn, tool in self.slowest
             ],
+            "tools": {name: one.plain() for name, one in sorted(self.tools.items())},
         }
 
-    def _keep_slowest(self, found: list[tuple[float, str, int]]) -> None:
+    def _keep_slowest(self, found: list[tuple[float, str, int, str]]) -> None:
         self.slowest = sorted(found, key=lambda one: (-one[0], *one[1:]))[:NUM_SLOWEST]
 
 

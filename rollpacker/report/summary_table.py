@@ -243,12 +243,24 @@ def _episode_tables(episodes: Mapping[str, Any]) -> list[RenderableType]:
             _number(one["mean_waited_s"]),
             f"{sum(one['lost'].values()):,}",
         )
+    tools = _table("tools", "calls", "failed", "mean s", "p99 s", "longest")
+    for name, one in episodes["tools"].items():
+        tools.add_row(
+            Text(printable(name) or "(there is no such tool)"),
+            f"{one['calls']:,}",
+            f"{one['failed']:,}",
+            _number(one["mean_s"]),
+            _number(one["p99_s"]),
+            _number(one["longest_s"]),
+        )
     slowest = [one for one in episodes["slowest"] if one["seconds"] >= _TELLING_S][:3]
     lines = [
         f"slowest {one['seconds']:9.3f} s  {printable(one['sample'])}, turn {one['turn']}"
+        + (f", {printable(one['tool'])}" if one["tool"] else "")
         for one in slowest
     ]
-    return [table, sources, *([Text("\n".join(lines) + "\n", "dim")] if lines else [])]
+    told = Text("\n".join(lines) + "\n", "dim")
+    return [table, sources, *([tools] if tools.row_count else []), *([told] if lines else [])]
 
 
 def _engines_table(engines: Sequence[Mapping[str, Any]]) -> Table:

@@ -87,7 +87,7 @@ class TurnBook:
         seconds = event.seconds or 0.0
         episode.environment_s += seconds
         waited_s = max(0.0, now - episode.asked_s - seconds)
-        step.episodes.answered(event.sample, event.turn, seconds, waited_s)
+        step.episodes.answered(event.sample, event.turn, seconds, waited_s, event.calls)
 
     def _cancel(self, command: CancelAct, samples: Samples) -> None:
         """Nobody needs these; one that an engine has says itself that it was stopped."""
@@ -100,8 +100,8 @@ class TurnBook:
         """How a trajectory ended, which its last turn alone does not tell."""
         found = step.samples.get(command.sample)
         episode = self._of(command.sample, step)
-        if command.reason == "length":  # no environment was given its last turn
-            episode.drawn(found)
+        if found is not None and found.end is End.AT_LIMIT:
+            episode.drawn(found)  # a message that was cut off, which no environment was given
         step.episodes.conclude(
             command.reason, episode.turns, episode.policy_s, episode.environment_s
         )

@@ -12,9 +12,14 @@ from typing import Any, Protocol
 from rollpacker.rollout.engine import Response, SamplingParams
 from rollpacker.serving import chat
 from rollpacker.serving.chat import ApiError, ChatRequest
-from rollpacker.serving.http import Answer, Request
+from rollpacker.serving.http import Answer, Limits, Request, Server, most_connections
 from rollpacker.serving.policy import RequestFailed
 from rollpacker.serving.sessions import Asked, Sessions
+
+MAX_CONNECTIONS = 4096
+HEAD_S = 60.0
+"""A client may be silent for so long before it asks."""
+BODY_S = 300.0
 
 
 class Draw(Protocol):
@@ -49,13 +54,19 @@ class Endpoint:
         self._text_of = text_of
         self._numbers = itertools.count(1)
 
-    async def answered(self, request: Request) -> Answer:
-        """The handler of a `Server`."""
+    def server(self) -> Server:
+        """One that answers so, once it is open, to who has the token."""
+        limits = Limits(connections=most_connections(MAX_CONNECTIONS), head_s=HEAD_S, body_s=BODY_S)
+        return Server(self._answered, admit=self._refused, limits=limits)
+
+    def _refused(self, head: Request) -> Answer | None:
+        if head.has_token(self._token):
+            return None
+        error = ApiError("this endpoint wants its token: Authorization: Bearer TOKEN", status=401)
+        return Answer(error.status, error.body)
+
+    async def _answered(self, request: Request) -> Answer:
         try:
-            if not request.has_token(self._token):
-                raise ApiError(
-                    "this endpoint wants its token: Authorization: Bearer TOKEN", status=401
-                )
             match request.method, request.path.rstrip("/"):
                 case "GET", "/v1/models":
                     return Answer(200, self._models())

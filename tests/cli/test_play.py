@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,26 @@ def test_a_call_typed_as_json_is_put_into_the_models_format(
     assert '- calls look_up {"word": "ab"}' in lines
     assert any("abab" in line and not line.startswith(">") for line in lines)
     assert "- reward judge: 3" in lines  # the call, its result, the last message
+
+
+def test_a_call_that_the_template_refuses_is_told_and_asked_for_again(
+    folder: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(json.loads((folder / "run.yaml").read_text())["model"]["path"], "model")
+    template = folder / "model" / "chat_template.jinja"
+    two = "{% if messages[-1].tool_calls and messages[-1].tool_calls | length > 1 %}"
+    refused = "{{ raise_exception('one call\x1b[2J at a time') }}{% endif %}"
+    template.write_text(two + refused + template.read_text())
+    call = '{"name": "look_up", "arguments": {"word": "ab"}}'
+    typed(monkeypatch, f"[{call}, {call}]\n{call}\nI see.\n")
+    assert play(*TOOLS, "model.path=model") == 0
+    told = capsys.readouterr().out
+    assert "- this is no call that the model could make: " in told
+    assert "one call\\x1b[2J at a time" in told and "\x1b" not in told
+    assert told.count('- calls look_up {"word": "ab"}') == 1
+    assert "- reward judge: 3" in told.splitlines()
 
 
 def test_the_input_ends_before_the_episode(

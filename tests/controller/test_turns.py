@@ -103,18 +103,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def save_model(folder: Path | str, *, family: str = "chatml", max_positions: int = 512) -> None:
-    """A tiny one with random weights, that knows chat messages, and tools if its template does."""
+def save_model(
+    folder: Path | str, *, family: str = "chatml", max_positions: int = 512, **sizes: int
+) -> None:
+    """A tiny one with random weights, that knows chat messages, and tools if its template does.
+    `sizes`: of `Qwen2Config`, for one that is less tiny."""
     tokenizer = tokenizer_of(family)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
+    tiny = {
+        **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1},
+    }
     config = Qwen2Config(
+        **{**tiny, **sizes},
         vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         max_position_embeddings=max_positions,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
@@ -197,6 +200,21 @@ def test_trajectories_are_trained_on(folder: Path) -> None:
     assert commands(found, "Continue")
     check_samples(folder, found)
     check_summary(folder, found)
+
+
+def test_the_report_counts_the_turns_that_the_metrics_count(folder: Path) -> None:
+    """Messages too that the trajectory's limit cut off, which no environment was given."""
+    assert train("environment.max_trajectory_tokens=40") == 0
+    found = entries(folder)
+    turns = Counter(one["sample"] for one in found if one.get("event") == "SampleGenerated")
+    acts = Counter(one["sample"] for one in commands(found, "Act") if one["turn"])
+    cut_off = [s for s in turns if turns[s] > acts[s]]
+    reasons = {one["sample"]: one["reason"] for one in commands(found, "Conclude")}
+    assert "tokens" in {reasons[sample] for sample in cut_off}
+    told = json.loads((folder / "runs" / "talk" / "summary.json").read_text())["episodes"]
+    assert told["mean_turns"] == pytest.approx(turns.total() / told["trajectories"])
+    of_steps = [row["episodes/turns/mean"] for row in metrics(folder)]
+    assert told["mean_turns"] == pytest.approx(sum(of_steps) / len(of_steps))
 
 
 def check_samples(folder: Path, found: list[dict[str, Any]]) -> None:

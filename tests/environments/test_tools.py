@@ -85,6 +85,12 @@ def test_each_call_of_a_message_is_answered_in_order(tmp_path: Path) -> None:
         },
         {"role": "tool", "name": "add", "tool_call_id": "call2", "content": "2"},
     )
+    assert [(call.tool, call.is_well) for call in answer.calls] == [
+        ("add", True),
+        ("add_later", True),
+        ("add", True),
+    ]
+    assert answer.calls[1].seconds is not None and answer.calls[1].seconds >= 0.01
     assert not answer.done
     assert answer.reward is None
     assert answer.metrics == {"tools/calls": 3, "tools/failed": 0, "tools/malformed": 0}
@@ -97,26 +103,53 @@ def test_a_message_without_calls_ends_the_episode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "told"),
+    ("name", "arguments", "told", "ran"),
     [
-        ("fails", {"why": "no such page"}, "Error: ValueError: no such page"),
-        ("leaves", {}, "Error: Exited: SystemExit: 3"),
-        ("ad", {"a": 1}, 'Error: there is no tool "ad"; there are: add, fails, leaves.'),
-        ("add", {"x": 1}, "Error: add: missing a required argument: 'a'; it takes a, b."),
-        ("add", {"a": 1, "x": 1}, "Error: add: got an unexpected keyword argument 'x'"),
-        ("add", [1], "Error: the arguments of add must be a JSON object."),
-        ("add", "{'a'", "Error: the arguments of add are not JSON"),
-        ("add", {"a": "1"}, "Error: TypeError: "),
+        ("fails", {"why": "no such page"}, "Error: ValueError: no such page", True),
+        ("leaves", {}, "Error: Exited: SystemExit: 3", True),
+        ("ad", {"a": 1}, 'Error: there is no tool "ad"; there are: add, fails, leaves.', False),
+        ("add", {"x": 1}, "Error: add: missing a required argument: 'a'; it takes a, b.", False),
+        ("add", {"a": 1, "x": 1}, "Error: add: got an unexpected keyword argument 'x'", False),
+        ("add", [1], "Error: the arguments of add must be a JSON object.", False),
+        ("add", "{'a'", "Error: the arguments of add are not JSON", False),
+        ("add", {"a": "1"}, "Error: TypeError: ", True),
     ],
 )
 def test_what_goes_wrong_is_told_to_the_model_and_counted(
-    tmp_path: Path, name: str, arguments: Any, told: str
+    tmp_path: Path, name: str, arguments: Any, told: str, ran: bool
 ) -> None:
     config = of_tools(tmp_path, SUMS, "add", "fails", "leaves")
     answer = answers(config, calling((name, arguments), ("add", {"a": 1})))
     assert answer.messages[0]["content"].startswith(told)
     assert answer.messages[1]["content"] == "2"
     assert answer.metrics == {"tools/calls": 2, "tools/failed": 1, "tools/malformed": 0}
+    wrong, _ = answer.calls
+    assert wrong.tool == ("" if name == "ad" else name)
+    assert not wrong.is_well and (wrong.seconds is not None) == ran
+
+
+@pytest.mark.parametrize("word", ["def", "async def"])
+def test_a_call_that_raises_counts_its_seconds(tmp_path: Path, word: str) -> None:
+    """Those of the answer are the sum of what its calls took, whether they raised or not."""
+    source = f'''
+    import time
+
+    {word} looks(ok: bool) -> str:
+        """Look.
+
+        Args:
+            ok: Whether there is something.
+        """
+        time.sleep(0.15)
+        if not ok:
+            raise ValueError("nothing")
+        return "it"
+    '''
+    calls = (("looks", {"ok": True}), ("looks", {"ok": False}))
+    answer = answers(of_tools(tmp_path, source, "looks"), calling(*calls))
+    of_tool = [call.seconds or 0.0 for call in answer.calls]
+    assert [call.is_well for call in answer.calls] == [True, False] and min(of_tool) >= 0.15
+    assert 0.3 <= answer.seconds <= sum(of_tool)
 
 
 def test_a_call_without_a_name_is_told(tmp_path: Path) -> None:

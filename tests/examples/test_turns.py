@@ -173,6 +173,10 @@ def test_a_few_steps_with_the_calculator_train_on_what_it_said(tmp_path: Path) -
             assert sample["reward"] == float([first, *rest][-1] == right)
     assert num_calls > 0
     assert any(row.get("tools/calls", 0.0) > 0.0 for row in metrics)
+    summary = json.loads((tmp_path / "calculator" / "summary.json").read_text())
+    tools = summary["episodes"]["tools"]
+    assert tools["calculator"]["calls"] - tools["calculator"]["failed"] >= num_calls
+    assert 0.0 < tools["calculator"]["mean_s"] <= tools["calculator"]["longest_s"]
 
 
 def test_a_few_steps_of_the_game_are_rewarded_for_what_was_found(tmp_path: Path) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
+import random
+from typing import Any
 
+import pytest
 from rich.console import Console
 
 from rollpacker.core.commands import (
@@ -25,14 +29,16 @@ from rollpacker.core.events import (
     RunStarted,
     SampleGenerated,
     SampleScored,
+    ToolCall,
 )
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.records import Record
+from rollpacker.core.records import Record, decode, encode
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.episodes import MAX_REASON, StepEpisodes, add_up
 from rollpacker.report.history import History
 from rollpacker.report.summary import summarize_entries
 from rollpacker.report.summary_table import render
+from rollpacker.report.tool_seconds import ToolSeconds
 
 ONE, TWO, THREE, FOUR = (SampleId(PromptId("train", 0, row), 0, 0) for row in range(4))
 
@@ -45,7 +51,7 @@ def act(sample: SampleId, turn: int, retry: int = 0) -> Act:
     return Act(sample=sample, turn=turn, timeout_s=None, retry=retry)
 
 
-def acted(sample: SampleId, turn: int, seconds: float = 0.0, **more: str) -> Acted:
+def acted(sample: SampleId, turn: int, seconds: float = 0.0, **more: Any) -> Acted:
     return Acted(time_s=0.0, sample=sample, turn=turn, seconds=seconds, **more)
 
 
@@ -86,19 +92,34 @@ def test_seconds_of_policy_and_environment_are_told_apart() -> None:
         },
         "lost": [],
         "slowest": [
-            {"sample": str(ONE), "turn": 1, "seconds": 1.0},
-            {"sample": str(ONE), "turn": 2, "seconds": 0.5},
+            {"sample": str(ONE), "turn": 1, "seconds": 1.0, "tool": ""},
+            {"sample": str(ONE), "turn": 2, "seconds": 0.5, "tool": ""},
         ],
+        "tools": {},
     }
 
 
-def test_a_turn_at_its_limit_is_the_policys_and_was_given_to_nobody() -> None:
+@pytest.mark.parametrize("reason", ["length", "tokens"])
+def test_a_message_that_was_cut_off_is_the_policys_and_was_given_to_nobody(reason: str) -> None:
+    """Whether by the limit of a message or by what was left of the trajectory's."""
+    found = fold(
+        (0.0, RunStarted(time_s=0.0), (launch(ONE, TWO),)),
+        (1.0, drawn(TWO), (act(TWO, 1),)),
+        (3.0, drawn(ONE, "length"), (Conclude(sample=ONE, reason=reason),)),
+        (4.0, acted(TWO, 1, 1.0), (Continue(samples=(TWO,), engines=()),)),
+        (6.0, drawn(TWO, "length"), (Conclude(sample=TWO, reason=reason),)),
+    )
+    assert (found.num_turns, found.policy_s, found.environment_s) == (1 + 2, 3.0 + 1.0 + 2.0, 1.0)
+    assert found.ended == {reason: 2} and found.answers["train"].num == 1
+
+
+def test_a_limit_that_was_reached_with_the_answer_cuts_no_message_off() -> None:
     found = fold(
         (0.0, RunStarted(time_s=0.0), (launch(ONE),)),
-        (3.0, drawn(ONE, "length"), (Conclude(sample=ONE, reason="length"),)),
+        (2.0, drawn(ONE), (act(ONE, 1),)),
+        (3.0, acted(ONE, 1, 1.0), (Conclude(sample=ONE, reason="tokens"),)),
     )
-    assert (found.num_turns, found.policy_s, found.environment_s) == (1, 3.0, 0.0)
-    assert not found.answers and found.ended == {"length": 1}
+    assert (found.num_turns, found.policy_s) == (1, 2.0)
 
 
 def test_what_is_lost_is_counted_by_its_cause_with_the_first_message() -> None:
@@ -124,6 +145,58 @@ def test_what_is_lost_is_counted_by_its_cause_with_the_first_message() -> None:
     assert (told["trajectories"], told["mean_turns"]) == (1, 1.0)
 
 
+def test_seconds_are_told_by_tool_and_the_slowest_answers_name_theirs() -> None:
+    calls = (
+        ToolCall("search", 0.5, is_well=True),
+        ToolCall("look_up", 2.0, is_well=False),
+        ToolCall("look_up", None, is_well=False),
+        ToolCall("", None, is_well=False),
+    )
+    found = fold(
+        (0.0, RunStarted(time_s=0.0), (launch(ONE),)),
+        (1.0, drawn(ONE), (act(ONE, 1),)),
+        (4.0, acted(ONE, 1, 2.5, calls=calls), (Continue(samples=(ONE,), engines=()),)),
+        (5.0, drawn(ONE), (act(ONE, 2),)),
+        (6.0, acted(ONE, 2, 1.0, calls=calls[:1]), (Conclude(sample=ONE, reason="turns"),)),
+    )
+    told = add_up([found, found]).plain()
+    assert [(one["turn"], one["tool"]) for one in told["slowest"]] == [
+        *((1, "look_up"),) * 2,
+        *((2, "search"),) * 2,
+    ]
+    assert told["tools"] == {
+        "": {"calls": 2, "failed": 2, "mean_s": None, "p99_s": None, "longest_s": None},
+        "look_up": {"calls": 4, "failed": 4, "mean_s": 2.0, "p99_s": 2.0, "longest_s": 2.0},
+        "search": {"calls": 4, "failed": 0, "mean_s": 0.5, "p99_s": 0.5, "longest_s": 0.5},
+    }
+
+
+def test_a_quantile_of_a_tools_seconds_is_right_to_its_class() -> None:
+    """Zeros too, and whatever steps they came in."""
+    rng = random.Random(0)
+    values = [0.0, *(rng.lognormvariate(-3, 2) for _ in range(4999))]
+    total = ToolSeconds()
+    for start in range(0, len(values), 1000):
+        step = ToolSeconds()
+        for value in values[start : start + 1000]:
+            step.take(ToolCall("any", value, is_well=True))
+        total.add(step)
+    values.sort()
+    for share in (0.0002, 0.5, 0.99, 1.0):
+        exact, told = max(values[math.ceil(share * len(values)) - 1], 1e-6), total.quantile(share)
+        assert told is not None and exact <= told <= 1.0233 * exact
+    assert total.quantile(1.0) == max(values)
+
+
+def test_calls_stand_in_the_log_and_logs_without_them_are_read() -> None:
+    event = acted(ONE, 1, 2.0, calls=(ToolCall("a", 0.25, True), ToolCall("", None, False)))
+    record = Record(time_s=0.0, event=event, commands=(), cost_s=0.0)
+    assert decode(encode(record)).event == event  # type: ignore[union-attr]
+    without = encode(Record(time_s=0.0, event=acted(ONE, 1), commands=(), cost_s=0.0))
+    assert "calls" not in without
+    assert decode(without).event == acted(ONE, 1)  # type: ignore[union-attr]
+
+
 def test_steps_add_up_and_the_first_message_stays_the_first() -> None:
     one, two = StepEpisodes(), StepEpisodes()
     one.lose(ONE, "deadline", "of one")
@@ -133,7 +206,7 @@ def test_steps_add_up_and_the_first_message_stays_the_first() -> None:
     two.conclude("done", 3, 1.0, 2.0)
     total = add_up([one, two])
     assert total.plain()["lost"] == [{"cause": "deadline", "count": 2, "first": "of one"}]
-    assert [seconds for seconds, _, _ in total.slowest] == [29.0 - n for n in range(10)]
+    assert [seconds for seconds, *_ in total.slowest] == [29.0 - n for n in range(10)]
     assert total.most_turns == 3 and not one.ended
 
 
@@ -142,13 +215,14 @@ def test_the_table_tells_it_as_text() -> None:
     assert "episodes" not in summary
     one = StepEpisodes()
     one.lose(ONE, "environment", "\x1b[31m[bold]no")
-    one.answered(ONE, 1, 2.0, 0.0)
+    one.answered(ONE, 1, 2.0, 0.0, [ToolCall("search", 1.5, True), ToolCall("", None, False)])
     one.conclude("\x1b[2Jdone", 2, 1.0, 2.0)
     file = io.StringIO()
     Console(file=file, width=80).print(render({**summary, "episodes": one.plain()}))
     text = file.getvalue()
     assert "\x1b" not in text and "[bold]no" in text
-    assert "lost answers, raised" in text and "turn 1" in text
+    assert "lost answers, raised" in text and "turn 1, search" in text
+    assert "there is no such tool" in text
 
 
 def test_on_shared_pools_the_seconds_add_up_to_the_wall_time() -> None:

@@ -16,7 +16,6 @@ from rollpacker.dialogue.parsing import TemplateDialogue
 from rollpacker.dialogue.template import DialogueTemplate
 from rollpacker.rollout.engine import EngineOutput, GenerationRequest, Response, SamplingParams
 from rollpacker.serving.endpoint import Endpoint
-from rollpacker.serving.http import Server
 from rollpacker.serving.policy import EnginePolicy
 from rollpacker.serving.sessions import Sessions
 
@@ -123,7 +122,7 @@ async def served(
         max_context_tokens=max_context_tokens,
         text_of=lambda tokens: str(template.tokenizer.decode(list(tokens))),
     )
-    server = Server(endpoint.answered)
+    server = endpoint.server()
     port = await server.open()
     try:
         yield f"http://127.0.0.1:{port}/v1"

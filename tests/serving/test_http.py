@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from rollpacker.serving import http
-from rollpacker.serving.http import Answer, Request, Server
+from rollpacker.serving.http import Answer, Limits, Request, Server
 
 
 async def echo(request: Request) -> Answer:
@@ -17,11 +19,16 @@ async def echo(request: Request) -> Answer:
     return Answer(200, request.method.encode() + b" " + request.body, "text/plain")
 
 
-def talk(handler: Callable[[Request], Awaitable[Answer]], said: bytes, later: bytes = b"") -> bytes:
+def talk(
+    handler: Callable[[Request], Awaitable[Answer]],
+    said: bytes,
+    later: bytes = b"",
+    **settings: Any,
+) -> bytes:
     """All that comes back for these bytes, until the server or nobody has more to say."""
 
     async def run() -> bytes:
-        server = Server(handler)
+        server = Server(handler, **settings)
         port = await server.open()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(said)
@@ -86,3 +93,100 @@ def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert talk(never, post("/", b""), b"x" * 5000) == b""
     assert talk(never, post("/", b"")) == b"<open>"
+
+
+def members_only(head: Request) -> Answer | None:
+    assert not head.body
+    return None if head.has_token("t") else Answer(401, b"who are you?")
+
+
+def test_who_may_not_ask_is_told_before_the_body_which_nobody_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def never(_: Request) -> Answer:
+        raise AssertionError("not for strangers")
+
+    whole = post("/", b"x" * 5000)
+    found = talk(never, whole[:-4000], admit=members_only)
+    assert found.startswith(b"HTTP/1.1 401")
+    assert found.endswith(b"who are you?<open>"), "the rest of the body may still come"
+    found = talk(never, whole[:-4000], whole[-4000:], admit=members_only)
+    assert found.endswith(b"who are you?"), "and then the connection ends"
+    found = talk(never, whole + whole, admit=members_only)
+    assert found.count(b"who are you?") == 1
+    asks = whole[:-5000].replace(b"Host", b"Expect: 100-continue\r\nHost")
+    found = talk(never, asks, admit=members_only)
+    assert found.startswith(b"HTTP/1.1 401") and found.endswith(b"who are you?")
+    monkeypatch.setattr(http, "MAX_BODY_BYTES", 1000)
+    found = talk(never, whole[:-5000], b"x" * 2000, admit=members_only)
+    assert found.endswith(b"who are you?"), "nor is more of it read than of others"
+
+
+def test_who_may_ask_is_handled_with_the_body() -> None:
+    said = post("/", b"one").replace(b"Host", b"Authorization: Bearer t\r\nHost")
+    found = talk(echo, said + said, admit=members_only)
+    assert found.count(b"POST one") == 2 and found.endswith(b"<open>")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (b"", b""),
+        (b"POST / HTTP/1.1\r\nHost: x\r\n", b""),
+        (post("/", b"x" * 10)[:-5], b""),
+        (post("/", b"one"), b"POST one"),
+    ],
+    ids=["nothing", "half a head", "half a body", "no second request"],
+)
+def test_who_says_nothing_more_is_let_go_of(said: bytes, told: bytes) -> None:
+    found = talk(echo, said, limits=Limits(head_s=0.2, body_s=0.2))
+    assert found.endswith(told) and not found.endswith(b"<open>")
+
+
+def test_a_drip_of_headers_buys_no_time() -> None:
+    """The head is to be there in time, whatever comes of it meanwhile."""
+    began = b"GET / HTTP/1.1\r\nHost: x\r\n"
+    found = talk(echo, began, b"a: b\r\n", limits=Limits(head_s=0.6))
+    assert found == b""
+
+
+def test_a_request_that_takes_long_is_not_let_go_of() -> None:
+    async def slow(_: Request) -> Answer:
+        await asyncio.sleep(0.6)
+        return Answer(200, b"at last")
+
+    found = talk(slow, post("/", b""), limits=Limits(head_s=0.2, body_s=0.2))
+    assert found.endswith(b"at last")
+
+
+def test_where_there_are_too_many_the_idle_one_goes_and_who_is_served_stays() -> None:
+    """Five connections that say nothing keep nobody out; three requests at once do."""
+    release = asyncio.Event()
+
+    async def held(_: Request) -> Answer:
+        await release.wait()
+        return Answer(200, b"served")
+
+    async def run() -> None:
+        server = Server(held, limits=Limits(connections=3))
+        port = await server.open()
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        asking = []
+        for _ in range(3):
+            asking.append(await asyncio.open_connection("127.0.0.1", port))
+            asking[-1][1].write(post("/", b""))
+            await asyncio.sleep(0.05)
+        for reader, writer in idle:
+            with contextlib.suppress(ConnectionError):  # it was reset
+                assert await reader.read() == b""
+            writer.close()
+        reader, late = await asyncio.open_connection("127.0.0.1", port)
+        assert (await reader.read()).startswith(b"HTTP/1.1 503")
+        late.close()
+        release.set()
+        for reader, writer in asking:
+            assert (await reader.read(1 << 16)).endswith(b"served")
+            writer.close()
+        await server.close()
+
+    asyncio.run(run())

@@ -66,7 +66,7 @@ class GemEnvironment:
         with self._randomness.drawn_from():
             self._env = gem.make(self._name, **self._arguments)
             observation, info = self._env.reset(seed=seed_of(row))
-        return opening(_with_affixes(observation, info), self._system_prompt)
+        return opening(_with_affixes(observation, info), system_prompt=self._system_prompt)
 
     def step(self, message: Message) -> tuple[Sequence[Message], float, bool, bool, dict[str, Any]]:
         """Gymnasium's five values, of which GEM's are made; the last is empty."""

@@ -85,9 +85,9 @@ class GymnasiumEnvironment:
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
         observation, _ = self._env.reset(seed=seed_of(row))
-        parts = [self._settings.instructions, self._text(observation), self._choices()]
-        text = "\n\n".join(part for part in parts if part)
-        return opening(text, self._settings.system_prompt)
+        of = self._settings
+        told = of.instructions, self._text(observation), self._choices()
+        return opening(*told, system_prompt=of.system_prompt)
 
     def step(
         self, message: Message

@@ -65,8 +65,9 @@ def seed_of(row: Mapping[str, Any]) -> int:
     return int(row.get("seed", 0)) % 2**31
 
 
-def opening(text: str, system_prompt: str | None) -> list[Message]:
-    """The first messages of an episode."""
+def opening(*parts: str | None, system_prompt: str | None) -> list[Message]:
+    """The first messages of an episode, whose user says these parts as far as there are any."""
+    text = "\n\n".join(part for part in parts if part)
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     return [*system, {"role": "user", "content": text}]
 

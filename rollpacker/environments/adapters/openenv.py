@@ -76,10 +76,10 @@ class OpenEnvEnvironment:
         self._settings = settings
 
     async def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
-        result = await self._client.reset(**{"seed": seed_of(row), **self._settings.reset})
-        parts = [self._settings.instructions, self._text(result.observation)]
-        text = "\n\n".join(part for part in parts if part)
-        return opening(text, self._settings.system_prompt)
+        of = self._settings
+        result = await self._client.reset(**{"seed": seed_of(row), **of.reset})
+        told = of.instructions, self._text(result.observation)
+        return opening(*told, system_prompt=of.system_prompt)
 
     async def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
         try:

@@ -79,8 +79,8 @@ class ReasoningGymEnvironment:
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
         self._row = row
-        parts = [str(row["question"]), self._settings.instructions]
-        return opening("\n\n".join(part for part in parts if part), self._settings.system_prompt)
+        of = self._settings
+        return opening(str(row["question"]), of.instructions, system_prompt=of.system_prompt)
 
     def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
         columns = ("question", "answer", "metadata", "task", "task_options")
