@@ -7,7 +7,8 @@ import logging
 import math
 import statistics
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 
 from rollpacker.bus import Bus
@@ -102,18 +103,19 @@ class Evaluator:
         clock, generated_s = self.bus.clock, 0.0
         began, waited_s = clock.now(), self.pools.waited_s
 
-        async def generate(requests: Sequence[GenerationRequest]) -> Sequence[Response]:
+        @asynccontextmanager
+        async def drawing() -> AsyncIterator[None]:
             nonlocal generated_s
             async with self.pools.borrowed("rollout", "evaluation"):
                 since_s = clock.now()
-                responses = await self.generate(requests)
-                generated_s += clock.now() - since_s
-                return responses
+                yield
+                generated_s = clock.now() - since_s
 
         result = await evaluate(
             self.config,
             self.prompts,
-            generate=generate,
+            generate=self.generate,
+            drawing=drawing(),
             let_go=self.let_go,
             score=self._judge,
             decode=self.decode,
@@ -176,9 +178,11 @@ async def evaluate(
     decode: Decode,
     progress: Progress,
     player: Player | None = None,
+    drawing: AbstractAsyncContextManager[None] | None = None,
 ) -> EvalResult:
     """Draw responses to the prompts and judge them, as `config.eval` says. `progress` is what
     rewards are told of the run. `player`: they are trajectories; engines `let_go` of those over.
+    All is drawn inside `drawing`, and judged after it.
 
     The noise depends on seed, row and sample alone, so two evaluations in one run differ by their
     weights only. Samples without a verdict are left out and counted.
@@ -195,11 +199,12 @@ async def evaluate(
         for index in range(settings.samples_per_prompt)
     ]
     episodes: dict[SampleId, Episode] = {}
-    if player is None:
-        drawn = await generate(requests)
-    else:
-        asked = [(request.sample, rows[request.sample.prompt.row]) for request in requests]
-        drawn, episodes = await play_all(player, asked, generate, sampling, let_go)
+    async with drawing or nullcontext():
+        if player is None:
+            drawn = await generate(requests)
+        else:
+            asked = [(request.sample, rows[request.sample.prompt.row]) for request in requests]
+            drawn, episodes = await play_all(player, asked, generate, sampling, let_go)
     responses = sorted(drawn, key=lambda response: response.sample)
     inputs = [
         reward_input(rows[r.sample.prompt.row], r, decode, progress, episodes.get(r.sample))

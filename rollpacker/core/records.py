@@ -23,7 +23,8 @@ CALLBACK_SECONDS = "timing_s/callbacks"
 """A metric of an evaluation's note: so many of its seconds were the program's own callbacks, which
 came last."""
 EVALUATION_ROLLOUT = "timing_s/testing_gen"
-"""A metric of an evaluation's note: so many of its seconds it generated, on the rollout pool."""
+"""A metric of an evaluation's note: so many of its seconds it held the rollout pool: it generated,
+and environments answered."""
 
 
 class LogError(ValueError):
