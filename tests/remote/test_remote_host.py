@@ -92,7 +92,7 @@ def test_a_host_that_is_cut_off_is_lost_and_what_comes_later_gets_a_new_agent():
     process, line = start(host)
     assert echoes(line, b"WORD") == b"hello"
     net.is_cut.set()
-    assert "there has not answered for 1" in process.how_ended(60.0)
+    assert "there has not answered for " in process.how_ended(60.0)
     with pytest.raises(LineEnded):
         line.receive(60.0)
     later, line = start(host)  # waits for the host
