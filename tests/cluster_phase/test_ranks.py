@@ -19,6 +19,7 @@ BEGIN = """
 import os, pathlib, sys, time, datetime
 import torch.distributed as dist
 import rollpacker.cluster as cluster
+from rollpacker.cluster import phases
 
 FOLDER, RANK = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
 
@@ -79,7 +80,7 @@ with cluster.phase("rollout", wake=lambda: say("wake"), park=lambda: say("park")
 cluster.committed(1)
 if RANK == 0:
     (FOLDER / "stop-job").write_text("1")
-    time.sleep(0.5)
+    assert phases._opened()._wish.wait(60)
 try:
     cluster.phase("train").__enter__()
 except cluster.Stopped as error:

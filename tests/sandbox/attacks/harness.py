@@ -173,8 +173,11 @@ def _attacked(attack: Attack, runner: Runner, bait: Bait) -> Found:
 
 def _had_no_time(result: RunResult) -> bool:
     """The program may have done what it was to do, had it had a processor for longer."""
-    no_processor = result.status is Status.SANDBOX_ERROR and "no processor" in result.detail
-    return result.status is Status.TIMEOUT or no_processor
+    if result.status is Status.SANDBOX_ERROR:
+        return any(
+            it in result.detail for it in ("no processor", "did not answer within its limit")
+        )
+    return result.status is Status.TIMEOUT
 
 
 def _of_memory(attack: Attack, reported: int, most: int) -> list[str]:
