@@ -15,6 +15,7 @@ from rollpacker.rewards.reward import Failed, Scored
 from rollpacker.sandbox import Limits, Sandbox, SandboxUnavailable, open_sandbox
 
 AT_A_TIME = 4
+STOOD_STILL = ("no processor", "did not answer within its limit")
 
 
 class Box:
@@ -33,7 +34,7 @@ class Box:
         limits = Limits(wall_s=wall_s)
         for _ in range(5):
             found = self.run(grade(completion, tests, self.sandbox, limits=limits, **arguments))
-            if not (isinstance(found, Failed) and "no processor" in found.reason):
+            if not (isinstance(found, Failed) and any(why in found.reason for why in STOOD_STILL)):
                 break  # else there is no verdict for the machine's fault: it is asked for again
         return found
 
