@@ -13,9 +13,9 @@ import pytest
 from rollpacker.rewards.code.grading import grade
 from rollpacker.rewards.reward import Failed, Scored
 from rollpacker.sandbox import Limits, Sandbox, SandboxUnavailable, open_sandbox
+from tests.sandbox.attacks.harness import STOOD_STILL
 
 AT_A_TIME = 4
-STOOD_STILL = ("no processor", "did not answer within its limit")
 
 
 class Box:

@@ -29,6 +29,8 @@ INTERPRETER_BYTES = 32 << 20
 """Of what is seen from outside, memory that forks share with the interpreter they come from, and
 the error of reading one process after the other."""
 _MORE_TIME = (1, 3, 9)
+STOOD_STILL = ("no processor", "did not answer within its limit", "had not begun")
+"""In what a box says when the machine, and not the program, was too slow."""
 _PROBE_BROKEN = (b"NameError", b"SyntaxError", b"AssertionError", b"ModuleNotFoundError")
 
 
@@ -174,9 +176,7 @@ def _attacked(attack: Attack, runner: Runner, bait: Bait) -> Found:
 def _had_no_time(result: RunResult) -> bool:
     """The program may have done what it was to do, had it had a processor for longer."""
     if result.status is Status.SANDBOX_ERROR:
-        return any(
-            it in result.detail for it in ("no processor", "did not answer within its limit")
-        )
+        return any(words in result.detail for words in STOOD_STILL)
     return result.status is Status.TIMEOUT
 
 
