@@ -92,6 +92,6 @@ def test_a_tied_output_layer_counts_once() -> None:
 def test_it_is_cheap() -> None:
     named = [(f"layers.{i}.weight", torch.zeros(512, 256)) for i in range(300)]
     weight_probe(named)
-    started = time.perf_counter()
+    started = time.thread_time()
     weight_probe(named)
-    assert time.perf_counter() - started < 0.2, "a hundred times what it takes"
+    assert time.thread_time() - started < 0.2, "a hundred times what it takes"

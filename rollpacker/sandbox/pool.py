@@ -41,6 +41,8 @@ STARVED = 0.8
 """A run that ran into its wall limit, and had no processor for this share of its time, has no
 verdict. On two processors a program of 110 busy threads leaves one beside it 2 %."""
 
+_NOT_BEGUN = "the program had not begun when its run ended"
+
 _log = logging.getLogger(__name__)
 _STATUS = {
     zygote.TIMED_OUT: Status.TIMEOUT,
@@ -166,7 +168,7 @@ class Pool:
             finally:
                 call.worker = None  # from here on there is nothing to cancel
             if reply.how == zygote.BROKEN and not reply.short_of_memory:
-                raise WorkerError(f"{worker}: {last_line(reply.stderr)}")
+                raise WorkerError(f"{worker}: {last_line(reply.stderr) or _NOT_BEGUN}")
         except (WorkerError, OSError) as error:
             _log.warning("sandbox worker failed and is replaced: %s", error)
             call.finish(RunResult(status=Status.SANDBOX_ERROR, detail=str(error)))

@@ -107,7 +107,7 @@ def test_a_connection_that_does_not_come_is_no_network(monkeypatch: pytest.Monke
     monkeypatch.setattr(socket, "create_connection", never)
     began = time.monotonic()
     assert hub.unreachable() == "no connection within 1.5 s"
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
 
 
 def test_what_is_here_is_taken(tmp_path: Path, monkeypatch, caplog, refusing: str) -> None:

@@ -19,6 +19,7 @@ BEGIN = """
 import os, pathlib, sys, time, datetime
 import torch.distributed as dist
 import rollpacker.cluster as cluster
+from rollpacker.cluster import phases
 
 FOLDER, RANK = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
 
@@ -30,9 +31,11 @@ def wait_for(name):
     while not (FOLDER / name).exists():
         time.sleep(0.002)
 
-# Less patient than a turn is long.
+# Who loads its libraries for long has nobody wait in the group. Less patient than a turn is long.
+(FOLDER / f"loaded-{RANK}").touch()
+wait_for(f"loaded-{1 - RANK}")
 dist.init_process_group(
-    "gloo", f"file://{FOLDER}/meet", timeout=datetime.timedelta(seconds=5), world_size=2, rank=RANK
+    "gloo", f"file://{FOLDER}/meet", timeout=datetime.timedelta(seconds=10), world_size=2, rank=RANK
 )
 """
 
@@ -58,7 +61,7 @@ def run(folder: Path, body: str) -> list[tuple[int, str]]:
     found = []
     try:
         for rank in ranks:
-            said = rank.communicate(timeout=100)[1]
+            said = rank.communicate(timeout=250)[1]
             found.append((rank.returncode, said))
     finally:
         for rank in ranks:
@@ -77,19 +80,20 @@ with cluster.phase("rollout", wake=lambda: say("wake"), park=lambda: say("park")
 cluster.committed(1)
 if RANK == 0:
     (FOLDER / "stop-job").write_text("1")
-    time.sleep(0.5)
+    assert phases._opened()._wish.wait(60)
 try:
     cluster.phase("train").__enter__()
 except cluster.Stopped as error:
     say(f"stops with {error.code}")
 if RANK == 0:
-    time.sleep(0.5)  # who has the group's store ends last
+    wait_for("last")
+(FOLDER / "last").touch()
 """
 
     def have_it() -> None:
         while not (tmp_path / "here-job").exists():
             time.sleep(0.01)
-        time.sleep(7.0)
+        time.sleep(12.0)
         (tmp_path / "here-other").touch()
 
     threading.Thread(target=have_it, daemon=True).start()
@@ -114,7 +118,8 @@ try:
 except cluster.LeaseLost as error:
     say(str(error))
 if RANK == 0:
-    time.sleep(0.5)
+    wait_for("last")
+(FOLDER / "last").touch()
 """
     codes = run(tmp_path, body.replace("    with", "    time.sleep(0.3)\n    with", 1))
     assert [code for code, _ in codes] == [0, 0], codes

@@ -30,7 +30,7 @@ def begin(output: Path, seat: Path | None = None, steps: int = 4) -> subprocess.
 
 
 def ended(process: subprocess.Popen[bytes], output: Path) -> int:
-    code = process.wait(timeout=200)
+    code = process.wait(timeout=600)
     assert code in (0, STOPPED), output.with_suffix(".log").read_text()
     return code
 

@@ -51,15 +51,25 @@ def test_a_letter_comes_once_in_order_and_is_forgotten(mailbox: FileMailbox) -> 
     assert len(mailbox.read("b", 0, 0.0)) == 1
 
 
-def test_who_waits_is_told_soon_by_another_process(mailbox: FileMailbox) -> None:
+def test_who_waits_is_told_soon_by_another_process(
+    mailbox: FileMailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        sleep(seconds)
+
+    sleep = time.sleep
+    monkeypatch.setattr(mail_file.time, "sleep", nap)
     code = (
         "import sys, time; from pathlib import Path; from rollpacker.cluster import mail_file\n"
         "box = mail_file.open_mailbox(sys.argv[1]); time.sleep(0.3)\n"
-        "box.post('a', 'other', '1', 'ask', {'at_s': time.time()})"
+        "box.post('a', 'other', '1', 'ask', {})"
     )
     with subprocess.Popen([sys.executable, "-c", code, mailbox.address]):
-        (letter,) = mailbox.read("a", 0, 30.0)
-        assert time.time() - letter.facts["at_s"] < 1.0
+        (letter,) = mailbox.read("a", 0, 120.0)
+    assert 0.0 < max(naps) < 0.05, "so long a letter lies there at most"
     began_s = time.monotonic()
     assert mailbox.read("a", letter.number, 0.1) == []
     assert time.monotonic() - began_s >= 0.1
@@ -78,14 +88,12 @@ def test_who_is_stopped_while_it_writes_holds_up_nobody(mailbox: FileMailbox) ->
         for name in map(str, range(8)):
             writer = subprocess.Popen([sys.executable, "-c", code, mailbox.address, name])
             writers.append(writer)
-            while not any(one.sender == name for one in mailbox.read("a", after, 30.0)):
+            while not any(one.sender == name for one in mailbox.read("a", after, 60.0)):
                 pass
             time.sleep(rng.uniform(0.0, 0.05))
             writer.send_signal(signal.SIGSTOP)
-            began_s = time.monotonic()
             mailbox.post("a", "me", name, "ask", {})
-            letters = mailbox.read("a", after, 10.0)
-            assert time.monotonic() - began_s < 1.0
+            letters = mailbox.read("a", after, 0.0)
             assert any((one.sender, one.key) == ("me", name) for one in letters)
             after = letters[-1].number
             mailbox.forget("a", after)

@@ -316,14 +316,14 @@ def test_an_engine_whose_update_hangs_is_lost_and_not_the_run(tmp_path: Path) ->
 @pytest.mark.parametrize("evaluates", [False, True], ids=["in a round", "in an evaluation"])
 def test_an_engine_that_stands_still_is_lost(tmp_path: Path, evaluates: bool) -> None:
     config = several(steps=3)
-    config = replace(config, deadlines=replace(config.deadlines, heartbeat_s=0.15))
+    config = replace(config, deadlines=replace(config.deadlines, heartbeat_s=0.3))
     fleet = Fleet()
     controller, recorder = make(tmp_path, config, engines=fleet.engines, evaluates=evaluates)
     fleet.newest(1).silent = True
     assert drive(controller) == "every step is done"
     is_whole(tmp_path)
     (lost,) = events(recorder, EngineLost)
-    assert lost.engine == 1 and "no progress for 1.8 s" in lost.reason
+    assert lost.engine == 1 and "no progress for 3.6 s" in lost.reason
 
 
 def test_a_new_engine_has_the_weights_that_came_while_it_was_made(tmp_path: Path) -> None:

@@ -278,17 +278,17 @@ def later(event: threading.Event, seconds: float) -> None:
 def test_others_may_have_a_pool_for_longer_than_any_deadline(tmp_path: Path) -> None:
     gates = {(pool, 2): threading.Event() for pool in ("rollout", "train")}
     for gate in gates.values():
-        later(gate, 2.0)
+        later(gate, 3.5)
     controller, recorder, _, _, _ = shared(
         tmp_path,
         seat=Turns(gates),
         steps=4,
-        deadlines={"generation_s": 0.4, "sync_s": 0.4, "train_s": 0.4, "reward_s": 0.4},
+        deadlines={"generation_s": 2.0, "sync_s": 2.0, "train_s": 2.0, "reward_s": 2.0},
     )
     assert drive(controller) == "every step is done"
-    assert controller.bus.job.waited_s > 1.0
+    assert controller.bus.job.waited_s > 2.0
     seconds = [one.seconds for one in recorder.entries if getattr(one, "name", "") == "evaluation"]
-    assert max(seconds) < 1.0, "no wait is part of an evaluation"
+    assert max(seconds) < 3.0, "no wait is part of an evaluation"
 
 
 def test_a_part_that_does_not_wake_up_is_not_waited_for(tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_a_lost_lease_ends_the_run_in_the_middle_of_what_it_does(tmp_path: Path)
     began = time.monotonic()
     with pytest.raises(LeaseLost) as caught:
         drive(controller)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 100.0  # and not the 1000 s for which it hangs
     assert classify(caught.value)[0] == 6
 
 
@@ -440,7 +440,7 @@ def test_one_that_is_cancelled_while_it_waits_gives_up(tmp_path: Path) -> None:
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(go())
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while seat.said[-1] != ("given up", "rollout"):
         assert time.monotonic() < until
         time.sleep(0.01)

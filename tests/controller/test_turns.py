@@ -338,7 +338,8 @@ def test_evaluations_are_played_and_all_their_generation_is_told(
     assert len(notes) == 2 and len(told) > 2
     assert all(one["metrics"]["eval/reward"] >= 0 for one in notes)
     generated = sum(one["metrics"]["timing_s/testing_gen"] for one in notes)
-    assert sum(told) <= generated <= sum(one["seconds"] for one in notes)
+    # All of it, and nothing twice; what the loop does between calls is the machine's.
+    assert 0.999 * sum(told) <= generated <= sum(one["seconds"] for one in notes)
 
 
 def test_an_evaluation_keeps_its_pool_until_all_turns_are_drawn(

@@ -43,7 +43,7 @@ async def until_ready(those: SupervisedEnvironments, number: int) -> None:
 def test_episodes_are_played_there_and_go_on_elsewhere(tmp_path: Path) -> None:
     """A process that dies, then a host that is cut off: what was lost is played again."""
     net, other = Net(), Net()
-    hosts = [net.host("there", heartbeat_s=1.0), other.host("elsewhere"), ThisHost()]
+    hosts = [net.host("there", heartbeat_s=3.0), other.host("elsewhere"), ThisHost()]
     environments = SupervisedEnvironments(of_class(tmp_path, COUNTS, workers="auto", per_host=1))
     environments.be_on(hosts)
 

@@ -43,7 +43,7 @@ def test_a_reader_waits_and_has_a_letter_at_once() -> None:
         await mail.post("a", "someone", "1", "hello", {})
         assert len((await first)[1]) == len((await second)[1]) == 1
         assert (await other)[1] == []
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 50
         assert not mail._waiting, "nothing is kept of readers that are gone"
 
     asyncio.run(story())

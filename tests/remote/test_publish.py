@@ -317,7 +317,7 @@ def test_a_host_that_is_lost_amid_it_gets_them_later(monkeypatch):
     nets, spread, buffer = [Net(), Net()], Spread(read, bytes), written()
     own = OwnHost(spread, bytes)
     a, b = (
-        RemoteHost(name, net.connect, spread, heartbeat_s=1.0, address="127.0.0.1")
+        RemoteHost(name, net.connect, spread, heartbeat_s=3.0, address="127.0.0.1")
         for name, net in zip("ab", nets, strict=True)
     )
     a.facts(), b.facts()

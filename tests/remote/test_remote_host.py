@@ -88,11 +88,11 @@ def test_a_large_message_does_not_hold_up_another_process():
 
 def test_a_host_that_is_cut_off_is_lost_and_what_comes_later_gets_a_new_agent():
     net = Net()
-    host = net.host(heartbeat_s=1.0)
+    host = net.host(heartbeat_s=3.0)
     process, line = start(host)
     assert echoes(line, b"WORD") == b"hello"
     net.is_cut.set()
-    assert "there has not answered for 1" in process.how_ended(60.0)
+    assert "there has not answered for " in process.how_ended(60.0)
     with pytest.raises(LineEnded):
         line.receive(60.0)
     later, line = start(host)  # waits for the host
@@ -236,7 +236,7 @@ def test_weights_for_a_host_that_is_lost_meanwhile():
             net.is_cut.set()
         return read(layout, start, size)
 
-    host = net.host(heartbeat_s=0.6)
+    host = net.host(heartbeat_s=2.0)
     host._spread = Spread(cutting, bytes)
     with pytest.raises(OSError, match="there is lost: there has not answered"):
         host.weights(buffer.source(1))

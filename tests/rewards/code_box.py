@@ -13,6 +13,7 @@ import pytest
 from rollpacker.rewards.code.grading import grade
 from rollpacker.rewards.reward import Failed, Scored
 from rollpacker.sandbox import Limits, Sandbox, SandboxUnavailable, open_sandbox
+from tests.sandbox.attacks.harness import STOOD_STILL
 
 AT_A_TIME = 4
 
@@ -31,7 +32,11 @@ class Box:
         self, completion: str, tests: Any, *, wall_s: float = 5.0, **arguments: Any
     ) -> Scored | Failed:
         limits = Limits(wall_s=wall_s)
-        return self.run(grade(completion, tests, self.sandbox, limits=limits, **arguments))
+        for _ in range(5):
+            found = self.run(grade(completion, tests, self.sandbox, limits=limits, **arguments))
+            if not (isinstance(found, Failed) and any(why in found.reason for why in STOOD_STILL)):
+                break  # else there is no verdict for the machine's fault: it is asked for again
+        return found
 
     def grade_all(
         self, answers: Iterable[tuple[str, Any]], *, wall_s: float = 5.0

@@ -262,7 +262,7 @@ def test_depth_is_bounded() -> None:
 
 def test_hostile_values_take_linear_time() -> None:
     """A set whose members would all have one hash, one deep in keys, big fractions and integers."""
-    began = time.perf_counter()
+    began = time.thread_time()
     same_hash = ["s", *(["i", f"{n * (2**61 - 1):x}"] for n in range(1, 20_000))]
     check_tree(same_hash)
     assert same(same_hash, same_hash)
@@ -280,7 +280,7 @@ def test_hostile_values_take_linear_time() -> None:
     many = ["s", *(["f", (n / 7).hex()] for n in range(5_000))]
     other = ["s", *(["f", (n / 7 + 1e-9).hex()] for n in range(5_000))]
     assert not same(many, other)
-    assert time.perf_counter() - began < 10
+    assert time.thread_time() - began < 10
 
 
 def test_random_bytes_are_never_a_value() -> None:

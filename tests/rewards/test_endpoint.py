@@ -30,7 +30,7 @@ def completer(url: str, **settings: Any) -> EndpointCompleter:
 def completed(
     respond: Callable[[Asked], Answer | str],
     count: int = 1,
-    timeout_s: float = 5.0,
+    timeout_s: float = 60.0,
     **settings: Any,
 ) -> tuple[list[Any], Stub, EndpointCompleter]:
     """What so many requests at once came to: text or `CompletionFailed`."""
@@ -89,7 +89,7 @@ def test_an_attempt_is_limited_as_a_whole(slow: Answer) -> None:
     started = time.monotonic()
     replies, *_ = completed(first(slow), timeout_s=0.5)
     assert replies == ["fine"]
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 25.0
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_schema_is_dropped_where_it_is_refused() -> None:
         async with serve(no_schema) as stub:
             endpoint = completer(stub.url, schema={"type": "object"})
             for _ in range(3):
-                assert await endpoint.complete(ASK, timeout_s=5) == "fine"
+                assert await endpoint.complete(ASK, timeout_s=60) == "fine"
             await endpoint.close()
             return stub
 
@@ -155,8 +155,8 @@ def test_a_bad_sample_does_not_cost_the_others_their_schema() -> None:
         async with serve(too_long) as stub:
             endpoint = completer(stub.url, schema={"type": "object"})
             with pytest.raises(CompletionFailed, match="too long"):
-                await endpoint.complete(ASK, timeout_s=5)
-            await endpoint.complete(ASK, timeout_s=5)
+                await endpoint.complete(ASK, timeout_s=60)
+            await endpoint.complete(ASK, timeout_s=60)
             await endpoint.close()
             return stub
 
@@ -174,10 +174,12 @@ def test_half_an_hour_of_outage_scaled_down() -> None:
         Answer("oops", status=500),
         Answer("cut", cut_at=10),
     )
-    back_at = time.monotonic() + 2.0
+    began: list[float] = []
 
     def respond(asked: Asked) -> Answer:
-        return OK if time.monotonic() > back_at else trouble[asked.number % len(trouble)]
+        began.append(time.monotonic())
+        is_back = began[-1] > began[0] + 2.0 and asked.number >= len(trouble)
+        return OK if is_back else trouble[asked.number % len(trouble)]
 
     replies, stub, endpoint = completed(
         respond, count=200, timeout_s=0.3, concurrency=8, outage_s=60.0
@@ -195,13 +197,13 @@ def test_a_server_that_is_not_there_is_waited_for() -> None:
         async with serve(lambda asked: OK) as stub:
             url = stub.url
         endpoint = completer(url, max_retries=1)
-        call = asyncio.create_task(endpoint.complete(ASK, timeout_s=5))
+        call = asyncio.create_task(endpoint.complete(ASK, timeout_s=60))
         while endpoint.outage() is None:
             await asyncio.sleep(0.01)
         assert "has been down for" in (endpoint.outage() or "")
         assert not call.done()
         server = await asyncio.start_server(stub._serve, "127.0.0.1", int(url[17:-3]))
-        assert await asyncio.wait_for(call, 10) == "fine"
+        assert await asyncio.wait_for(call, 60) == "fine"
         assert endpoint.outage() is None
         await endpoint.close()
         server.close()
@@ -216,7 +218,7 @@ def test_an_outage_ends_at_its_limit_without_a_verdict() -> None:
     )
     assert {reply.cause for reply in replies} == {Cause.INFRASTRUCTURE}
     assert "down for good" in str(replies[0])
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 60.0
     assert stub.max_open <= 4
 
 
@@ -254,10 +256,10 @@ def test_retry_after_holds_for_everybody() -> None:
     async def run() -> None:
         async with serve(respond) as stub:
             endpoint = completer(stub.url)
-            early = asyncio.create_task(endpoint.complete(ASK, timeout_s=5))
+            early = asyncio.create_task(endpoint.complete(ASK, timeout_s=60))
             while endpoint.num_retries == 0:
                 await asyncio.sleep(0.01)
-            await endpoint.complete(ASK, timeout_s=5)
+            await endpoint.complete(ASK, timeout_s=60)
             await early
             await endpoint.close()
 
@@ -314,7 +316,7 @@ def test_cancelled_requests_leave_nothing_open() -> None:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
             stub.respond = lambda asked: OK
-            assert await endpoint.complete(ASK, timeout_s=5) == "fine"
+            assert await endpoint.complete(ASK, timeout_s=60) == "fine"
             await endpoint.close()
             return stub
 
@@ -326,7 +328,7 @@ def test_works_in_one_loop_after_another() -> None:
         async with serve(lambda asked: OK) as stub:
             endpoint = endpoint or completer(stub.url)
             endpoint.url = stub.url
-            assert await endpoint.complete(ASK, timeout_s=5) == "fine"
+            assert await endpoint.complete(ASK, timeout_s=60) == "fine"
             return endpoint
 
     asyncio.run(run(asyncio.run(run(None))))

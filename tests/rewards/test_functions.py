@@ -221,17 +221,20 @@ def test_deadline_spares_the_samples_that_are_quick(tmp_path: Path) -> None:
         import time
         def f(completions):
             if "slow" in completions:
-                time.sleep(20)
+                time.sleep(600)
             return [1.0] * len(completions)
     """
-    one = reward(tmp_path, source, timeout_s=1.5)
-    started = time.monotonic()
-    verdicts = scored(one, [sample(), sample("slow"), sample()])
+    for timeout_s in (1.5, 6.0, 24.0):  # a machine that stands still takes as long
+        one = reward(tmp_path, source, timeout_s=timeout_s)
+        verdicts = scored(one, [sample(), sample("slow"), sample()])
+        if all(isinstance(verdict, Scored) for verdict in (verdicts[0], verdicts[2])):
+            break
     assert [getattr(v, "value", None) for v in verdicts] == [1.0, None, 1.0]
     assert verdicts[1] == Failed(
-        reason="f took longer than timeout_s=1.5", parts={"f": None}, cause=Cause.DEADLINE
+        reason=f"f took longer than timeout_s={timeout_s:g}",
+        parts={"f": None},
+        cause=Cause.DEADLINE,
     )
-    assert time.monotonic() - started < 15
 
 
 def test_a_shorter_deadline_may_be_asked_for(tmp_path: Path) -> None:
@@ -287,14 +290,14 @@ def test_calls_run_side_by_side(tmp_path: Path, num_workers: int) -> None:
         {"async " if num_workers == 1 else ""}def f(completions):
             here = pathlib.Path({str(tmp_path)!r})
             (here / f"call-{{completions[0]}}").touch()
-            until = time.monotonic() + 10
+            until = time.monotonic() + 100
             while len(list(here.glob("call-*"))) < {width}:
                 if time.monotonic() > until:
                     return [0.0]
                 {pause}
             return [1.0]
     """
-    one = reward(tmp_path, source, workers=num_workers, timeout_s=20)
+    one = reward(tmp_path, source, workers=num_workers, timeout_s=200)
 
     async def run() -> list[list[Scored | Failed]]:
         try:
@@ -314,18 +317,24 @@ def test_a_function_that_always_hangs_takes_no_more_than_its_workers(tmp_path: P
         def f(completions):
             (here / f"pid-{{os.getpid()}}").touch()
             if not (here / "stop").exists():
-                time.sleep(20)
+                time.sleep(600)
             return [1.0]
     """
     one = reward(tmp_path, source, timeout_s=0.7)
 
     async def run() -> tuple[list[Any], list[int], list[Any]]:
         stuck = [(await one.score([sample()]))[0].reason for _ in range(5)]  # type: ignore[union-attr]
-        await asyncio.sleep(0.1)
         pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
-        alive = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        until = time.monotonic() + 15.0  # none of them sleeps for so long any more
+        alive = pids
+        while alive and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+            alive = [pid for pid in alive if Path(f"/proc/{pid}").exists()]
         stop.touch()
-        after = await one.score([sample()])
+        for _ in range(5):
+            after = await one.score([sample()])
+            if isinstance(after[0], Scored):
+                break
         await one.close()
         return stuck, alive, after
 

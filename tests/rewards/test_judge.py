@@ -140,10 +140,10 @@ def test_long_answers_keep_head_and_tail() -> None:
 
 def test_two_megabytes_of_answer_are_quick_to_prepare() -> None:
     for answer in ("\u200b" * 2_000_000 + "4", "<" * 2_000_000, "[ " * 1_000_000, " " * 2_000_000):
-        started = time.perf_counter()
+        started = time.thread_time()
         question(system="s", prompt="p", answer=answer, reference="4", max_answer_chars=16_000)
         has_content(answer)
-        assert time.perf_counter() - started < 1.0
+        assert time.thread_time() - started < 1.0
 
 
 def test_chat_prompts_and_missing_references() -> None:
@@ -262,7 +262,7 @@ def test_samples_do_not_wait_for_canaries() -> None:
     started = time.monotonic()
     verdicts, *_ = scored(slow_canary, sample("20 legs"), canary_rate=1.0)
     assert verdicts[0].value == 0.3
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 25.0
 
 
 def test_which_samples_get_a_canary_is_the_same_in_every_run() -> None:

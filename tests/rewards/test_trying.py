@@ -70,7 +70,7 @@ def test_one_that_hangs_is_found_by_one_call(tmp_path: Path) -> None:
         timeout_s=0.5,
     )
     assert "did not answer a test completion within timeout_s=0.5" in message
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
 
 
 @pytest.mark.parametrize(

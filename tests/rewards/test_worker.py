@@ -168,11 +168,11 @@ def test_a_stopped_worker_is_no_fault_of_the_sample(
 
     started = time.monotonic()
     pid, (stopped, again), others_s = asyncio.run(run())
-    assert time.monotonic() - started < 20, "long before the deadline"
+    assert time.monotonic() - started < 50, "long before the deadline"
     assert isinstance(stopped, Failed) and stopped.cause is Cause.INFRASTRUCTURE
     assert f"worker f-1 (pid {pid}) was stopped" in stopped.reason
     assert isinstance(again, Scored)
-    assert others_s < 10
+    assert others_s < 40
     lines = [r.getMessage() for r in caplog.records if f"(pid {pid}) was stopped" in r.getMessage()]
     assert sum("ended and replaced" in line for line in lines) == 1
     assert not is_alive(pid)
@@ -203,7 +203,7 @@ def test_children_end_with_their_worker(tmp_path: Path, ended_by: str) -> None:
             {end}
             return [1.0]
     """
-    one = reward(tmp_path, source, timeout_s=3.0)
+    one = reward(tmp_path, source, timeout_s=3.0 if ended_by == "deadline" else 60.0)
 
     async def run() -> None:
         await one.score([sample()])

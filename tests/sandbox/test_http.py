@@ -253,7 +253,7 @@ def test_one_attempt_has_a_total_time(slow, monkeypatch):
     assert result.status is Status.SANDBOX_ERROR
     assert "did not answer within 0.4 s" in result.detail
     assert num_requests == 2
-    assert 0.8 <= seconds < 5.0
+    assert 0.8 <= seconds < 60.0  # it hangs for an hour
 
 
 def test_a_flood_of_output_is_bounded_and_the_programs_own_doing():
@@ -281,7 +281,7 @@ def test_a_pause_that_the_service_asks_for_is_kept_but_not_any(monkeypatch):
         assert (await box.run(HELLO)).status is Status.OK
         return time.perf_counter() - began
 
-    assert 0.3 <= with_stub(test) < 5.0
+    assert 0.3 <= with_stub(test) < 60.0  # it asks for a day
 
 
 def test_being_busy_costs_no_attempts():
@@ -338,10 +338,11 @@ def test_an_outage_without_end_is_an_error_and_never_a_verdict():
         await stub.start()
         return results, seconds, await box.run(HELLO)
 
-    results, seconds, after = with_stub(test, outage_s=0.6, workers=4)
+    results, seconds, after = with_stub(test, outage_s=2.0, workers=2)
     assert {result.status for result in results} == {Status.SANDBOX_ERROR}
     assert all("did not come back" in result.detail for result in results)
-    assert 0.5 < seconds < 5  # all at one time, not one set of workers after the other
+    # All at one time: ten sets of workers, one after the other, take 20 s.
+    assert 1.9 < seconds < 15
     assert after.status is Status.OK
 
 

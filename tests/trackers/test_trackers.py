@@ -326,7 +326,7 @@ class FakeTracker(Tracker):
 
     def _do(self, what: str, *details: Any) -> None:
         if what in self.hangs:
-            self.hangs[what].wait(20)
+            self.hangs[what].wait(120)
         if what in self.fails:
             raise self.fails[what]
         self.told.append((what, *details))
@@ -391,7 +391,7 @@ def test_a_tracker_that_hangs_keeps_nobody(where: str, tmp_path: Path, monkeypat
     time.sleep(0.3)
     tell(tracker, run, range(4, 6))
     tracker.on_end(run, "every step is done")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     lines = told_of_trouble(caplog)
     assert len(lines) == 1 and lines[0].endswith("the run goes on without it")
     free.set()

@@ -153,18 +153,29 @@ def test_a_rank_that_is_stopped_is_named_while_the_run_waits(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "LOOK_S", 0.1)
+
+    def said() -> list[str]:
+        told = [record.getMessage() for record in caplog.records]
+        return [text for text in told if "was stopped by a signal" in text]
+
     ranks = Ranks(1)
     try:
         ranks.connect()
         (rank,) = ranks.all
         os.kill(rank.pid, signal.SIGSTOP)
-        threading.Timer(1.0, os.kill, (rank.pid, signal.SIGCONT)).start()
+
+        def go_on_once_it_is_said() -> None:
+            until = time.monotonic() + START_S
+            while not said() and time.monotonic() < until:
+                time.sleep(0.01)
+            os.kill(rank.pid, signal.SIGCONT)
+
+        threading.Thread(target=go_on_once_it_is_said, daemon=True).start()
         with pytest.raises(TrainerError, match="failed: AttributeError"):
             ranks.call("hashes", [()])
     finally:
         ranks.close()
-    said = [r.getMessage() for r in caplog.records if "was stopped by a signal" in r.getMessage()]
-    assert len(said) == 1 and f"kill -CONT {rank.pid}" in said[0]
+    assert len(said()) == 1 and f"kill -CONT {rank.pid}" in said()[0]
 
 
 def test_a_rank_that_stays_stopped_is_lost_and_another_takes_its_place(

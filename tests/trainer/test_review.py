@@ -180,7 +180,7 @@ class Hanging:
         self.release = threading.Event()
 
     def accumulate(self, _samples: object) -> None:
-        self.release.wait(30)
+        self.release.wait(100)
 
 
 def test_a_trainer_that_hangs_can_be_closed():
@@ -196,6 +196,6 @@ def test_a_trainer_that_hangs_can_be_closed():
         return time.monotonic() - began
 
     try:
-        assert asyncio.run(run()) < 5
+        assert asyncio.run(run()) < 50
     finally:
         learner.release.set()

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +28,19 @@ PROMPTLY_S = 4.0
 INTERPRETER_BYTES = 32 << 20
 """Of what is seen from outside, memory that forks share with the interpreter they come from, and
 the error of reading one process after the other."""
+_MORE_TIME = (1, 3, 9)
+STOOD_STILL = ("no processor", "did not answer within its limit", "had not begun")
+"""In what a box says when the machine, and not the program, was too slow."""
 _PROBE_BROKEN = (b"NameError", b"SyntaxError", b"AssertionError", b"ModuleNotFoundError")
+
+
+@dataclass
+class Found:
+    """What was wrong with one attempt."""
+
+    escapes: list[str] = field(default_factory=list)
+    delays: list[str] = field(default_factory=list)
+    """What a machine without a free processor brings about, too."""
 
 
 class Runner(Protocol):
@@ -106,17 +118,29 @@ class Bare:
 
 
 def contained(attack: Attack, runner: Runner, bait: Bait, *, bare: bool = False) -> list[str]:
-    """What got through; empty if the attack was contained."""
-    attempted = _refused(attack, runner) if attack.refused else _attacked(attack, runner, bait)
-    problems = attempted + bait.problems(patience_s=0.1 if bare else 3.0)
+    """What got through; empty if the attack was contained.
+
+    On a machine that stands still an attack runs out of time before it has tried anything. Nothing
+    is shown by that, so it is made again with more time. What gets through once has got through."""
+    for more in _MORE_TIME:
+        limits = replace(attack.limits, wall_s=attack.limits.wall_s * more)
+        found = _attempt(replace(attack, limits=limits), runner, bait, bare)
+        if found.escapes or not found.delays:
+            break
+    if found.escapes:
+        bait.repair()
+    return found.escapes + found.delays
+
+
+def _attempt(attack: Attack, runner: Runner, bait: Bait, bare: bool) -> Found:
+    found = Found(_refused(attack, runner)) if attack.refused else _attacked(attack, runner, bait)
+    found.escapes += bait.problems(patience_s=0.1 if bare else 3.0)
     if not bare:
         if attack.then is not None:
             limits = replace(attack.limits, wall_s=10.0)
-            problems += _afterwards(runner, attack.then, attack.then_prints, limits)
-        problems += _afterwards(runner, HONEST, HONEST_PRINTS, Limits(wall_s=10.0))
-    if problems:
-        bait.repair()
-    return problems
+            _afterwards(found, runner, attack.then, attack.then_prints, limits)
+        _afterwards(found, runner, HONEST, HONEST_PRINTS, Limits(wall_s=10.0))
+    return found
 
 
 def _refused(attack: Attack, runner: Runner) -> list[str]:
@@ -126,7 +150,7 @@ def _refused(attack: Attack, runner: Runner) -> list[str]:
     return []
 
 
-def _attacked(attack: Attack, runner: Runner, bait: Bait) -> list[str]:
+def _attacked(attack: Attack, runner: Runner, bait: Bait) -> Found:
     began = time.monotonic()
     running = runner.start(
         attack.text(bait.described()),
@@ -140,12 +164,20 @@ def _attacked(attack: Attack, runner: Runner, bait: Bait) -> list[str]:
         time.sleep(0.01)
     result = running.result()
     took = time.monotonic() - began
-    problems = problems_of(attack, result, bait)
+    found = Found(_escapes_of(attack, result, bait))
+    (found.delays if _had_no_time(result) else found.escapes).extend(_undone_of(attack, result))
     if took > attack.limits.wall_s + SLACK_S:
-        problems.append(f"it took {took:.2f} s, with a limit of {attack.limits.wall_s} s")
+        found.delays.append(f"it took {took:.2f} s, with a limit of {attack.limits.wall_s} s")
     if attack.memory:
-        problems += _of_memory(attack, result.peak_memory_bytes, most)
-    return problems
+        found.escapes += _of_memory(attack, result.peak_memory_bytes, most)
+    return found
+
+
+def _had_no_time(result: RunResult) -> bool:
+    """The program may have done what it was to do, had it had a processor for longer."""
+    if result.status is Status.SANDBOX_ERROR:
+        return any(words in result.detail for words in STOOD_STILL)
+    return result.status is Status.TIMEOUT
 
 
 def _of_memory(attack: Attack, reported: int, most: int) -> list[str]:
@@ -160,13 +192,12 @@ def _of_memory(attack: Attack, reported: int, most: int) -> list[str]:
 
 def problems_of(attack: Attack, result: RunResult, bait: Bait) -> list[str]:
     """What the result alone tells."""
+    return _escapes_of(attack, result, bait) + _undone_of(attack, result)
+
+
+def _escapes_of(attack: Attack, result: RunResult, bait: Bait) -> list[str]:
     problems = []
     output = result.stdout + result.stderr
-    if result.status not in attack.statuses:
-        problems.append(
-            f"status {result.status.value} (exit {result.exit_code}, {result.detail}): "
-            f"{result.stderr[-300:]!r}"
-        )
     if bait.secret.encode() in output:
         problems.append("the secret came out")
     for line in result.stdout.splitlines():
@@ -177,6 +208,17 @@ def problems_of(attack: Attack, result: RunResult, bait: Bait) -> list[str]:
     problems += [
         f"{len(it)} bytes were kept" for it in (result.stdout, result.stderr) if len(it) > cap
     ]
+    return problems
+
+
+def _undone_of(attack: Attack, result: RunResult) -> list[str]:
+    """It did not end as it should, or did not come as far."""
+    problems = []
+    if result.status not in attack.statuses:
+        problems.append(
+            f"status {result.status.value} (exit {result.exit_code}, {result.detail}): "
+            f"{result.stderr[-300:]!r}"
+        )
     if not attack.raw:
         problems += _of_probe(attack, result)
     if attack.prints is not None and attack.prints not in result.stdout:
@@ -196,14 +238,15 @@ def _of_probe(attack: Attack, result: RunResult) -> list[str]:
     return [f"the probe is broken: {result.stderr[-300:]!r}"] if broken else []
 
 
-def _afterwards(runner: Runner, program: str, prints: bytes, limits: Limits) -> list[str]:
+def _afterwards(found: Found, runner: Runner, program: str, prints: bytes, limits: Limits) -> None:
     who = "an honest program" if program == HONEST else "the next program"
     began = time.monotonic()
     result = runner.start(program, limits=limits).result()
     took = time.monotonic() - began
     if result.status is not Status.OK or result.stdout != prints:
-        return [
+        (found.delays if _had_no_time(result) else found.escapes).append(
             f"{who} then gave {result.status.value} {result.stdout[:200]!r} "
             f"{result.stderr[-200:]!r} {result.detail}"
-        ]
-    return [f"{who} then took {took:.1f} s"] if took > PROMPTLY_S else []
+        )
+    elif took > PROMPTLY_S:
+        found.delays.append(f"{who} then took {took:.1f} s")
