@@ -429,7 +429,7 @@ def test_the_machinery_is_asked_again_and_never_trained_on_as_a_zero(tmp_path: P
 
 
 def test_checks_that_are_not_needed_any_more_are_cancelled(tmp_path: Path) -> None:
-    """In a race on verdicts, the check of a surplus sample ends at once, not after its 4 s."""
+    """In a race on verdicts, the check of a surplus sample ends at once, not after its 8 s."""
     rewards = RewardScheduleConfig(kinds={"train": RewardKindConfig(workers=64)})
     config = replace(
         run_config(steps=2),
@@ -437,7 +437,7 @@ def test_checks_that_are_not_needed_any_more_are_cancelled(tmp_path: Path) -> No
             selection="published", race="scored", sample_factor=3.0, prompt_factor=2.0
         ),
     )
-    reward = FakeReward(delay=lambda s: 4.0 if len(s.completion_tokens) == 1 else 0.0)
+    reward = FakeReward(delay=lambda s: 8.0 if len(s.completion_tokens) == 1 else 0.0)
     controller, recorder = make(tmp_path, config, reward=reward, rewards=rewards, evaluates=False)
     drive(controller)
     entries = [entry for entry in recorder.entries if isinstance(entry, Record)]
@@ -454,8 +454,7 @@ def test_checks_that_are_not_needed_any_more_are_cancelled(tmp_path: Path) -> No
         if isinstance(entry.event, SampleScored) and entry.event.cause == "cancelled"
     }
     assert answered
-    # Of several rounds one at least in which the machine did not stand still.
-    assert min(answered[s] - cancelled[s] for s in answered) < 2.0
+    assert all(answered[s] - cancelled[s] < 7.0 for s in answered)
     assert replay(EventLog(tmp_path / "events.jsonl")).difference is None
 
 
