@@ -27,7 +27,6 @@ from rollpacker.rollout.decoder import (
 from rollpacker.rollout.endings import Endings
 from rollpacker.rollout.engine import Carried
 from rollpacker.rollout.kept_rows import KeptRow
-from rollpacker.rollout.kv_slots import ExtendStep
 from rollpacker.rollout.rows import ANY_LENGTH, Pending
 from rollpacker.rollout.sampling import draw
 
@@ -97,7 +96,7 @@ class Extender:
         self, lengths: np.ndarray, ends: np.ndarray, max_tokens: int
     ) -> Iterator[np.ndarray]:
         """Which rows go together that get so many tokens, up to these positions, in parts that keep
-        to the budget when padded."""
+        to the budget."""
         order = np.argsort(lengths, kind="stable")
         if self._fits(lengths, ends, max_tokens):
             yield np.arange(len(lengths))
@@ -112,7 +111,7 @@ class Extender:
     def _fits(self, lengths: np.ndarray, ends: np.ndarray, max_tokens: int) -> bool:
         padded = len(lengths) * int(lengths.max())
         masked = padded * int(ends.max()) * self._query_groups
-        return padded <= max_tokens and masked <= self._max_scores
+        return int(lengths.sum()) <= max_tokens and masked <= self._max_scores
 
     def _pass(self, rows: np.ndarray, guesses: Sequence[Guess], lengths: np.ndarray) -> None:
         num_tokens = int(lengths.max())
@@ -120,13 +119,11 @@ class Extender:
         fed[:, 0] = self._rows.host_column("token")[rows]
         for place, guess in enumerate(guesses):
             fed[place, 1 : lengths[place]] = guess.tokens[: lengths[place] - 1]
-        step = ExtendStep(
-            self._decoder.slots, rows, self._rows.host_column("position")[rows], lengths
-        )
+        starts = self._rows.host_column("position")[rows]
         real = np.arange(num_tokens) < lengths[:, None]
         drawn, log_probs = np.zeros(fed.shape, np.int64), np.zeros(fed.shape)
         drawn[real], log_probs[real] = self._draw(
-            self._decoder.extend_logits(fed, step),
+            self._decoder.extend_logits(fed[real], rows, starts, lengths, last=False),
             np.repeat(rows, lengths),
             self._rows.noise_ahead(rows, num_tokens)[torch.from_numpy(real)],
         )
@@ -196,11 +193,13 @@ class Extender:
             lengths = np.minimum(ends[going] - done[going], most)
             for part in self._passes(lengths, done[going] + lengths, self._max_tokens):
                 places, sizes = going[part], lengths[part]
-                fed = np.zeros((len(places), int(sizes.max())), np.int64)
-                for line, place, size in zip(fed, places.tolist(), sizes.tolist(), strict=True):
-                    line[:size] = prompts[place][done[place] : done[place] + size]
-                step = ExtendStep(self._decoder.slots, rows[places], done[places], sizes)
-                last = self._decoder.extend_logits(fed, step, sizes - 1)
+                fed = [
+                    prompts[place][done[place] : done[place] + size]
+                    for place, size in zip(places.tolist(), sizes.tolist(), strict=True)
+                ]
+                last = self._decoder.extend_logits(
+                    np.concatenate(fed), rows[places], done[places], sizes, last=True
+                )
                 if not len(logits):
                     logits = last.new_empty((len(rows), last.shape[1]))
                 logits[torch.from_numpy(places).to(last.device)] = last
