@@ -26,7 +26,7 @@ from rollpacker.rollout.buckets import (
     plan_buckets,
 )
 from rollpacker.rollout.engine import EngineConfig
-from rollpacker.rollout.extend_step import SPAN_COST_SCORES, ExtendStep
+from rollpacker.rollout.extend_step import ExtendStep
 from rollpacker.rollout.graphs import StepGraphs
 from rollpacker.rollout.kv_slots import (
     DecodeStep,
@@ -94,7 +94,7 @@ class Decoder:
         self.num_prefilled_tokens = 0
         self.num_steps = 0
         self._static = static
-        self._width_buckets = config.width_buckets and not static
+        self.width_buckets = config.width_buckets and not static
         self._max_slots = config.max_slots or MAX_SLOTS
         self._device = device
         shapes, dtype, vocabulary_size = probe(model, device)
@@ -102,8 +102,6 @@ class Decoder:
         self.rows = RowTable(device, vocabulary_size, mirrored=static)
         largest = max(shape.num_kv_heads * shape.key_dim for shape in shapes)
         self._call_cost = CALL_COST_ELEMENTS / largest
-        num_heads: int = model.config.get_text_config().num_attention_heads
-        self._span_cost = SPAN_COST_SCORES / num_heads if self._width_buckets else float("inf")
         self._plan: WidthPlan | None = None
         self._kept: KeptPrompt | None = None
         self._graphs = StepGraphs(device) if static and config.cuda_graphs else None
@@ -364,23 +362,13 @@ class Decoder:
             self.rows.mode,
         )
 
-    def extend_logits(
-        self,
-        tokens: np.ndarray,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        *,
-        last: bool,
-    ) -> torch.Tensor:
-        """Feed row rows[i] so many `lengths[i]` of `tokens`, which lie one behind the other, from
-        position starts[i] on. Logits [tokens, vocabulary] after each; with `last` [rows,
-        vocabulary], after each row's last alone.
+    def extend_logits(self, tokens: np.ndarray, step: ExtendStep, *, last: bool) -> torch.Tensor:
+        """Logits [tokens, vocabulary] after each of `tokens`, which lie one row's behind the
+        other's; with `last` [rows, vocabulary], after each row's last alone.
 
         Never captured: its shapes are seldom the same twice.
         """
         self._plan = None
-        step = ExtendStep(self.slots, rows, starts, lengths, self._span_cost)
         fed = torch.from_numpy(tokens).to(self._device)
         wanted = torch.from_numpy(step.last).to(self._device) if last else None
         if self._plain is not None:
@@ -400,7 +388,7 @@ class Decoder:
         num_rows, width = len(lengths), int(lengths.max())
         one_bucket = [Bucket(0, num_rows, width)]
         most_to_save = num_rows * width - int(lengths.sum())
-        if not self._width_buckets or most_to_save <= self._call_cost:
+        if not self.width_buckets or most_to_save <= self._call_cost:
             return one_bucket
         plan = plan_buckets(lengths, self._call_cost)
         order = np.argsort(lengths, kind="stable")

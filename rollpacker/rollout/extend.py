@@ -26,6 +26,7 @@ from rollpacker.rollout.decoder import (
 )
 from rollpacker.rollout.endings import Endings
 from rollpacker.rollout.engine import Carried
+from rollpacker.rollout.extend_step import SPAN_COST_SCORES, ExtendStep
 from rollpacker.rollout.kept_rows import KeptRow
 from rollpacker.rollout.rows import ANY_LENGTH, Pending
 from rollpacker.rollout.sampling import draw
@@ -62,6 +63,7 @@ class Extender:
         num_heads: int = decoder.model.config.get_text_config().num_attention_heads
         # The most query heads that share a key head.
         self._query_groups = -(-num_heads // min(one.num_kv_heads for one in decoder.slots.layers))
+        self._span_cost = SPAN_COST_SCORES / num_heads if decoder.width_buckets else float("inf")
         kind = decoder.slots.device.type
         # Positions of a pass, by the model's work; by their logits; attention scores.
         self._max_tokens = PREFILL_TOKENS.get(kind, PREFILL_TOKENS_ACCELERATOR)
@@ -123,7 +125,7 @@ class Extender:
         real = np.arange(num_tokens) < lengths[:, None]
         drawn, log_probs = np.zeros(fed.shape, np.int64), np.zeros(fed.shape)
         drawn[real], log_probs[real] = self._draw(
-            self._decoder.extend_logits(fed[real], rows, starts, lengths, last=False),
+            self._decoder.extend_logits(fed[real], self._step(rows, starts, lengths), last=False),
             np.repeat(rows, lengths),
             self._rows.noise_ahead(rows, num_tokens)[torch.from_numpy(real)],
         )
@@ -197,9 +199,8 @@ class Extender:
                     prompts[place][done[place] : done[place] + size]
                     for place, size in zip(places.tolist(), sizes.tolist(), strict=True)
                 ]
-                last = self._decoder.extend_logits(
-                    np.concatenate(fed), rows[places], done[places], sizes, last=True
-                )
+                step = self._step(rows[places], done[places], sizes)
+                last = self._decoder.extend_logits(np.concatenate(fed), step, last=True)
                 if not len(logits):
                     logits = last.new_empty((len(rows), last.shape[1]))
                 logits[torch.from_numpy(places).to(last.device)] = last
@@ -303,6 +304,9 @@ class Extender:
         return again
 
     # -- one pass ----------------------------------------------------------------------------------
+
+    def _step(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> ExtendStep:
+        return ExtendStep(self._decoder.slots, rows, starts, lengths, self._span_cost)
 
     def _draw(
         self, logits: torch.Tensor, row_of_position: np.ndarray, noise: torch.Tensor
