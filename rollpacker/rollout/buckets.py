@@ -15,8 +15,10 @@ MAX_BUCKETS = 4
 CALL_COST_ELEMENTS = 25_000
 """One more attention call costs about as much as reading this many key elements (measured on a CPU
 with 16 to 64 elements a head: 40 microseconds a call, 14 for 416 x 16 keys)."""
-SORT_HORIZON_STEPS = 16
-"""Sorting rows must pay for its copies within so many steps."""
+SORT_HORIZON_STEPS = 8
+"""Moving rows must pay for its copies within so many steps."""
+MOVE_COST = 3
+"""A position that moves costs as much as so many that a step attends to (measured on a CPU)."""
 
 
 class Bucket(NamedTuple):
@@ -48,6 +50,19 @@ def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:
             Bucket(at, stop, int(lengths[at:stop].max())),
         ]
     return buckets
+
+
+def least_moves(order: np.ndarray, buckets: list[Bucket]) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows move to which places, so that each is in the bucket that it has when all rows are
+    in this order. Those that are there already stay, in whatever order they are.
+
+    Rows that come or leave would otherwise move all that are between the old place and the new.
+    """
+    held = np.repeat(np.arange(len(buckets)), [stop - start for start, stop, _, _ in buckets])
+    wanted = np.empty_like(held)
+    wanted[order] = held
+    target = np.flatnonzero(wanted != held)
+    return target[np.argsort(wanted[target], kind="stable")], target
 
 
 def bucket_cost(buckets: list[Bucket], call_cost: float) -> float:

@@ -18,16 +18,18 @@ from transformers import PreTrainedModel
 from rollpacker.rollout.attention import STEP_KEYWORD, install_attention
 from rollpacker.rollout.buckets import (
     CALL_COST_ELEMENTS,
+    MOVE_COST,
     SORT_HORIZON_STEPS,
     Bucket,
     bucket_cost,
+    least_moves,
     plan_buckets,
 )
 from rollpacker.rollout.engine import EngineConfig
+from rollpacker.rollout.extend_step import ExtendStep
 from rollpacker.rollout.graphs import StepGraphs
 from rollpacker.rollout.kv_slots import (
     DecodeStep,
-    ExtendStep,
     KVSlots,
     PrefillStep,
     PromptCache,
@@ -92,7 +94,7 @@ class Decoder:
         self.num_prefilled_tokens = 0
         self.num_steps = 0
         self._static = static
-        self._width_buckets = config.width_buckets and not static
+        self.width_buckets = config.width_buckets and not static
         self._max_slots = config.max_slots or MAX_SLOTS
         self._device = device
         shapes, dtype, vocabulary_size = probe(model, device)
@@ -360,48 +362,46 @@ class Decoder:
             self.rows.mode,
         )
 
-    def extend_logits(
-        self, tokens: np.ndarray, step: ExtendStep, ends: np.ndarray | None = None
-    ) -> torch.Tensor:
-        """Logits [real tokens, vocabulary] after every real one of `tokens` [rows, tokens]; where
-        `ends` [rows] are given, [rows, vocabulary] after these alone.
+    def extend_logits(self, tokens: np.ndarray, step: ExtendStep, *, last: bool) -> torch.Tensor:
+        """Logits [tokens, vocabulary] after each of `tokens`, which lie one row's behind the
+        other's; with `last` [rows, vocabulary], after each row's last alone.
 
         Never captured: its shapes are seldom the same twice.
         """
         self._plan = None
         fed = torch.from_numpy(tokens).to(self._device)
-        wanted = step.real
-        if ends is not None:
-            places = np.arange(len(tokens)) * tokens.shape[1] + ends
-            wanted = torch.from_numpy(places).to(self._device)
+        wanted = torch.from_numpy(step.last).to(self._device) if last else None
         if self._plain is not None:
             return self._plain.extend(fed, step.positions, wanted, step)
         logits: torch.Tensor = self.model(
-            input_ids=fed,
-            position_ids=step.positions,
+            input_ids=fed[None],
+            position_ids=step.positions[None],
             use_cache=False,
             **{STEP_KEYWORD: step},
-        ).logits
-        flat = logits.flatten(0, 1)
-        return flat if wanted is None else flat.index_select(0, wanted)
+        ).logits[0]
+        return logits if wanted is None else logits.index_select(0, wanted)
 
     def _make_plan(self) -> list[Bucket]:
-        """Buckets for the live rows; sorts the rows by length first if that soon pays."""
+        """Buckets for the live rows, which are first put among rows of like length if that soon
+        pays."""
         lengths = self.rows.host_column("position") + 1
         num_rows, width = len(lengths), int(lengths.max())
         one_bucket = [Bucket(0, num_rows, width)]
         most_to_save = num_rows * width - int(lengths.sum())
-        if not self._width_buckets or most_to_save <= self._call_cost:
+        if not self.width_buckets or most_to_save <= self._call_cost:
             return one_bucket
         plan = plan_buckets(lengths, self._call_cost)
         order = np.argsort(lengths, kind="stable")
-        moved = np.flatnonzero(order != np.arange(num_rows))
         sorted_plan = plan_buckets(lengths[order], self._call_cost)
         saving = bucket_cost(plan, self._call_cost) - bucket_cost(sorted_plan, self._call_cost)
-        if saving * SORT_HORIZON_STEPS <= 2 * len(moved) * width:
+        if saving <= 0:
             return plan
-        self.slots.gather(order[moved].tolist(), moved.tolist(), width)
-        self.rows.rearrange(order[moved], moved)
+        source, target = least_moves(order, sorted_plan)
+        width = int(lengths[source].max(initial=0))
+        if saving * SORT_HORIZON_STEPS <= MOVE_COST * len(source) * width:
+            return plan
+        self.slots.gather(source.tolist(), target.tolist(), width)
+        self.rows.rearrange(source, target)
         return sorted_plan
 
     def _mark_even(self, plan: list[Bucket]) -> list[Bucket]:

@@ -26,8 +26,8 @@ from rollpacker.rollout.decoder import (
 )
 from rollpacker.rollout.endings import Endings
 from rollpacker.rollout.engine import Carried
+from rollpacker.rollout.extend_step import SPAN_COST_SCORES, ExtendStep
 from rollpacker.rollout.kept_rows import KeptRow
-from rollpacker.rollout.kv_slots import ExtendStep
 from rollpacker.rollout.rows import ANY_LENGTH, Pending
 from rollpacker.rollout.sampling import draw
 
@@ -63,6 +63,7 @@ class Extender:
         num_heads: int = decoder.model.config.get_text_config().num_attention_heads
         # The most query heads that share a key head.
         self._query_groups = -(-num_heads // min(one.num_kv_heads for one in decoder.slots.layers))
+        self._span_cost = SPAN_COST_SCORES / num_heads if decoder.width_buckets else float("inf")
         kind = decoder.slots.device.type
         # Positions of a pass, by the model's work; by their logits; attention scores.
         self._max_tokens = PREFILL_TOKENS.get(kind, PREFILL_TOKENS_ACCELERATOR)
@@ -97,7 +98,7 @@ class Extender:
         self, lengths: np.ndarray, ends: np.ndarray, max_tokens: int
     ) -> Iterator[np.ndarray]:
         """Which rows go together that get so many tokens, up to these positions, in parts that keep
-        to the budget when padded."""
+        to the budget."""
         order = np.argsort(lengths, kind="stable")
         if self._fits(lengths, ends, max_tokens):
             yield np.arange(len(lengths))
@@ -112,7 +113,7 @@ class Extender:
     def _fits(self, lengths: np.ndarray, ends: np.ndarray, max_tokens: int) -> bool:
         padded = len(lengths) * int(lengths.max())
         masked = padded * int(ends.max()) * self._query_groups
-        return padded <= max_tokens and masked <= self._max_scores
+        return int(lengths.sum()) <= max_tokens and masked <= self._max_scores
 
     def _pass(self, rows: np.ndarray, guesses: Sequence[Guess], lengths: np.ndarray) -> None:
         num_tokens = int(lengths.max())
@@ -120,13 +121,11 @@ class Extender:
         fed[:, 0] = self._rows.host_column("token")[rows]
         for place, guess in enumerate(guesses):
             fed[place, 1 : lengths[place]] = guess.tokens[: lengths[place] - 1]
-        step = ExtendStep(
-            self._decoder.slots, rows, self._rows.host_column("position")[rows], lengths
-        )
+        starts = self._rows.host_column("position")[rows]
         real = np.arange(num_tokens) < lengths[:, None]
         drawn, log_probs = np.zeros(fed.shape, np.int64), np.zeros(fed.shape)
         drawn[real], log_probs[real] = self._draw(
-            self._decoder.extend_logits(fed, step),
+            self._decoder.extend_logits(fed[real], self._step(rows, starts, lengths), last=False),
             np.repeat(rows, lengths),
             self._rows.noise_ahead(rows, num_tokens)[torch.from_numpy(real)],
         )
@@ -196,11 +195,12 @@ class Extender:
             lengths = np.minimum(ends[going] - done[going], most)
             for part in self._passes(lengths, done[going] + lengths, self._max_tokens):
                 places, sizes = going[part], lengths[part]
-                fed = np.zeros((len(places), int(sizes.max())), np.int64)
-                for line, place, size in zip(fed, places.tolist(), sizes.tolist(), strict=True):
-                    line[:size] = prompts[place][done[place] : done[place] + size]
-                step = ExtendStep(self._decoder.slots, rows[places], done[places], sizes)
-                last = self._decoder.extend_logits(fed, step, sizes - 1)
+                fed = [
+                    prompts[place][done[place] : done[place] + size]
+                    for place, size in zip(places.tolist(), sizes.tolist(), strict=True)
+                ]
+                step = self._step(rows[places], done[places], sizes)
+                last = self._decoder.extend_logits(np.concatenate(fed), step, last=True)
                 if not len(logits):
                     logits = last.new_empty((len(rows), last.shape[1]))
                 logits[torch.from_numpy(places).to(last.device)] = last
@@ -304,6 +304,9 @@ class Extender:
         return again
 
     # -- one pass ----------------------------------------------------------------------------------
+
+    def _step(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> ExtendStep:
+        return ExtendStep(self._decoder.slots, rows, starts, lengths, self._span_cost)
 
     def _draw(
         self, logits: torch.Tensor, row_of_position: np.ndarray, noise: torch.Tensor

@@ -192,9 +192,9 @@ class PlainForward:
         wanted: torch.Tensor | None,
         step: RolloutStep,
     ) -> torch.Tensor:
-        """Logits [wanted, vocabulary] after those of `tokens` [rows, tokens], at `positions` of the
-        same shape, that `wanted` points to in the flat batch (None: all)."""
-        hidden = self._hidden(tokens.view(-1), positions.view(-1), tokens.shape[0], step)
+        """Logits [wanted, vocabulary] after those of `tokens` [tokens], at `positions` [tokens],
+        that `wanted` points to (None: all). To `step` they are the tokens of one row."""
+        hidden = self._hidden(tokens, positions, 1, step)
         return self._logits(hidden if wanted is None else hidden.index_select(0, wanted))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,19 @@ import pytest
 import torch
 
 from rollpacker.rollout import threads
-from rollpacker.rollout.attention import UnsupportedModelError, install_attention
-from rollpacker.rollout.buckets import MAX_BUCKETS, Bucket, bucket_cost, plan_buckets
+from rollpacker.rollout.attention import (
+    UnsupportedModelError,
+    causal_attention,
+    install_attention,
+)
+from rollpacker.rollout.buckets import (
+    MAX_BUCKETS,
+    Bucket,
+    bucket_cost,
+    least_moves,
+    plan_buckets,
+)
+from rollpacker.rollout.extend_step import ExtendStep, Span, plan_spans
 from rollpacker.rollout.kv_slots import KVSlots, LayerShape
 from rollpacker.rollout.threads import measure_threads
 from tests.rollout.tiny import END, generate, request, tiny_model
@@ -64,6 +75,71 @@ def test_long_rows_among_short_ones_are_put_in_buckets_of_their_own(
     assert max(len(plan) for plan in plans) > 2
     plain = generate(model, requests, max_slots=12, width_buckets=False)
     assert [r.tokens for r in bucketed] == [r.tokens for r in plain]
+
+
+def test_only_rows_of_another_bucket_move() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        lengths = rng.integers(1, 600, rng.integers(2, 40))
+        order = np.argsort(lengths, kind="stable")
+        buckets = plan_buckets(lengths[order], call_cost=float(rng.choice([0, 50])))
+        source, target = least_moves(order, buckets)
+        moved = lengths.copy()
+        moved[target] = lengths[source]
+        for start, stop, width, _ in buckets:
+            assert sorted(moved[start:stop]) == sorted(lengths[order[start:stop]])
+            assert moved[start:stop].max() == width
+            inside = (source >= start) & (source < stop)
+            assert not (inside & (target >= start) & (target < stop)).any()
+
+
+def test_a_long_row_that_comes_changes_places_with_one_row_a_bucket() -> None:
+    lengths = np.array([10, 12, 11, 50, 52, 51, 900])
+    buckets = [Bucket(0, 3, 12), Bucket(3, 6, 52), Bucket(6, 7, 900)]
+    lengths[[0, 6]] = lengths[[6, 0]]
+    source, target = least_moves(np.argsort(lengths), buckets)
+    assert (source.tolist(), target.tolist()) == ([6, 0], [0, 6])
+
+
+def test_rows_share_a_span_where_that_is_cheaper_than_another_call() -> None:
+    lengths, ends = np.array([5, 6, 200, 1]), np.array([100, 104, 900, 901])
+    assert plan_spans(lengths, ends, 0.0) == [
+        Span(row, row + 1, length, end)
+        for row, (length, end) in enumerate(zip(lengths.tolist(), ends.tolist(), strict=True))
+    ]
+    assert plan_spans(lengths, ends, float("inf")) == [Span(0, 4, 200, 901)]
+    assert plan_spans(lengths, ends, 5000.0) == [
+        Span(0, 2, 6, 104),
+        Span(2, 3, 200, 900),
+        Span(3, 4, 1, 901),
+    ]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("call_cost", [0.0, 60.0, float("inf")])
+def test_an_extension_attends_as_a_pass_over_the_whole_row(
+    window: int | None, call_cost: float
+) -> None:
+    torch.manual_seed(0)
+    slots = _slots()
+    slots.reserve(6, 23)
+    rows, starts, lengths = np.array([0, 1, 3, 5]), np.array([9, 4, 0, 7]), np.array([3, 8, 8, 1])
+    whole = []
+    for row, start, length in zip(rows.tolist(), starts, lengths, strict=True):
+        query, key, value = (torch.randn(1, heads, start + length, 4) for heads in (4, 2, 2))
+        slots.keys[0][row, :, :start], slots.values[0][row, :, :start] = (
+            part[0, :, :start] for part in (key, value)
+        )
+        output = causal_attention(query, key, value, 0.5, window)
+        whole.append((start, query, key, value, output))
+    new = [torch.cat([one[part][:, :, one[0] :] for one in whole], 2) for part in (1, 2, 3)]
+    step = ExtendStep(slots, rows, starts, lengths, call_cost)
+    found = step.attend(0, *new, 0.5, window, None)
+    wanted = torch.cat([one[4][:, :, one[0] :] for one in whole], 2).transpose(1, 2)
+    torch.testing.assert_close(found, wanted)
+    for row, one in zip(rows.tolist(), whole, strict=True):
+        assert torch.equal(slots.keys[0][row, :, : one[2].shape[2]], one[2][0])
+    assert not slots.keys[0][[2, 4]].any()
 
 
 def _slots(budget_bytes: int = 2**20) -> KVSlots:
