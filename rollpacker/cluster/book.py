@@ -27,6 +27,7 @@ from rollpacker.core.cluster import (
     Lost,
     Restored,
     Start,
+    StayedAway,
     Stop,
     Submitted,
     Withdrew,
@@ -154,6 +155,9 @@ class Book:
             case Committed():
                 record.steps = int(facts["step"])
                 record.work_s += event.work_s
+            case StayedAway():
+                told = "is away for longer than it said: it is passed over until it asks again"
+                self.note(at_s, f"{name} {told}")
             case Lost():
                 self.note(at_s, f"{name} was lost: {facts['why']}")
                 record.told = facts

@@ -381,6 +381,8 @@ class Service:
         for record in self._book.placed():
             if record.is_cancelled and not self._alive.of(record.job.name):
                 self._end(record, "cancelled", None)
+        for name in self._cluster.overdue(self._now_s):
+            self._happen(core.StayedAway(self._now_s, name))
         self._alive.press()
 
     def _gone(self, name: str, incarnation: int, code: int) -> None:

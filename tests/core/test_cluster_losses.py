@@ -27,6 +27,7 @@ from rollpacker.core.cluster import (
     Lost,
     Restored,
     Start,
+    StayedAway,
     Stop,
     Submitted,
     Withdrew,
@@ -122,6 +123,8 @@ def test_whatever_is_lost_nothing_is_given_twice_and_nobody_starves(
                 asks.pop(event.job, None)
             watched.tell(event)
             continue
+        for name in watched.cluster.overdue(now_s):
+            watched.tell(StayedAway(now_s, name))
         name = rng.choice(sorted(watched.on))
         _happens_to(name, rng, watched, asks, done, now_s)
     for node in sorted(watched.drained):
