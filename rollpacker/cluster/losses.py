@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from rollpacker.cluster.book import Book, Record
+from rollpacker.cluster.hostless import Hostless
 from rollpacker.cluster.mailbox_seat import lease_s
 from rollpacker.cluster.runner import Runner
 from rollpacker.core.coexecution.nodes import Node
@@ -29,6 +30,7 @@ class Alive:
         """Asks the runner about all starts that the book knows. Raises `OSError`."""
         self._book = book
         self._runner = runner
+        self.hostless = Hostless(runner)
         self.incarnations: set[Start] = set()
         self.ever_heard: set[str] = set()
         """Of the jobs' present incarnations."""

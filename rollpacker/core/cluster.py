@@ -7,7 +7,8 @@
     Ended     -> Close of nodes that nobody needs, Start of jobs that waited for nodes
     StayedAway   whose turn it is does not come: it is out of its turn, until it asks again
     Lost         its process is gone: it is out of its turn, and Start once more (or GiveUp)
-    Drained      jobs leave the node at their next commit: Start elsewhere, or Stop and it waits
+    Drained      jobs leave the node at their next commit, or at once if they are to start on it and
+                 it has no host: Start elsewhere, or Stop and it waits
     Cancelled -> Stop; it is the job's own end that frees its nodes
 
 Groups share no nodes. In a group `coexecution/turns.py` says who is next, and where a job goes is a
@@ -289,7 +290,12 @@ class Cluster:
         for standing in self.state.groups.values():
             standing.changed()
         self._num_changes += 1
-        return []
+        commands: list[Command] = []
+        for running in [*self._running.values()]:
+            is_to_start = not (running.joined or running.is_cancelled)
+            if not event.has_host and is_to_start and self._is_drained(running):
+                commands += self._displace(running, event.at_s)
+        return commands
 
     def _is_drained(self, running: Running) -> bool:
         nodes = self.state.nodes

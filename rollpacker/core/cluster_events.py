@@ -97,6 +97,8 @@ class Drained:
 
     at_s: float
     node: Node
+    has_host: bool = True
+    """False: nobody can start anything there now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from rollpacker.cluster.mail_file import FileMailbox
 from rollpacker.cluster.runner import Order
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
+from rollpacker.core.coexecution.nodes import Node
 from rollpacker.sim.cluster_spec import load_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +57,9 @@ class NoRunner:
 
     def last_lines(self, job: str) -> str:
         return f"a line of {job}\n"
+
+    def has_host(self, node: Node) -> bool:
+        return True
 
     def want(self, num_nodes: Mapping[str, int]) -> None:
         self.wanted = num_nodes
