@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.cluster import hostless
+from rollpacker.cluster import hostless, losses
 from rollpacker.cluster.book import node_name
 from rollpacker.cluster.runner import NoHost, Order
 from rollpacker.cluster.service import Service
@@ -74,6 +74,20 @@ def test_a_job_goes_elsewhere_if_its_nodes_host_stays_away(
     village.runner.away.clear()
     village.until(lambda: "node cheap/0 may have jobs again" in village.told)
     assert village.job("a")["incarnation"] == 3, "where it is it stays"
+
+
+def test_who_cannot_be_started_yet_is_not_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was heard last is its earlier start's: it would be lost again and again."""
+    monkeypatch.setattr(losses, "SILENT_S", 0.3)
+    village = lost(tmp_path, nodes=2)
+    time.sleep(0.5)
+    for _ in range(5):
+        village.step()
+    assert (village.job("a")["state"], village.job("a")["incarnation"]) == ("running", 2)
+    village.runner.away.clear()
+    village.until(lambda: ("a", 2) in village.runner.orders)
 
 
 def test_where_it_fits_nowhere_else_it_waits_for_the_host_which_is_wanted(
