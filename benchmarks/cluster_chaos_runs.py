@@ -35,7 +35,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -46,11 +46,10 @@ from exactly_once import check
 from machine import write_result
 from resume import fingerprints, write_config, write_model
 
-from rollpacker.cluster.local_runner import ROLLOUT_NODES, TRAIN_NODES
 from rollpacker.cluster.seat import SEAT_VARIABLE
 from rollpacker.core.ids import PoolName
 from tests.cluster_service import lab
-from tests.cluster_service.witness import Device, violations
+from tests.cluster_service.witness import devices_of, violations
 
 NUM_JOBS = 4
 NUM_SEEDS = 2
@@ -79,11 +78,8 @@ def be_job(arguments: list[str]) -> int:
     from rollpacker.cluster import mailbox_seat
 
     folder = Path(os.environ[DEVICES])
-    nodes = {
-        "rollout": os.environ[ROLLOUT_NODES].split(","),
-        "train": os.environ[TRAIN_NODES].split(","),
-    }
-    own = {pool: [Device(folder, node) for node in names] for pool, names in nodes.items()}
+    pools: tuple[PoolName, ...] = get_args(PoolName)
+    own = {pool: devices_of(folder, os.environ, pool) for pool in pools}
     who = os.environ[SEAT_VARIABLE].partition("#")[2]
     enter, leave = mailbox_seat.MailboxSeat.enter, mailbox_seat.MailboxSeat.leave
 

@@ -3,10 +3,10 @@
     python benchmarks/cluster_properties.py            # two minutes on a quiet core
     python benchmarks/cluster_properties.py --quick
 
-Jobs come, ask for any pool in any order, commit, drift, are lost, cancelled, withdraw; nodes are
-drained and restored. Most of it under a policy of whims, which places, moves and orders at random
-whatever memory lets it; the rest under the shipped one. Checked by a witness that knows nothing but
-the commands:
+Jobs come, ask for any pool in any order, stay away for longer than they said, commit, drift, are
+lost, cancelled, withdraw; nodes are drained, with hosts or without, and restored. Most of it under
+a policy of whims, which places, moves and orders at random whatever memory lets it; the rest under
+the shipped one. Checked by a witness that knows nothing but the commands:
 
     no node is held by two            no node has more in its host memory than there is
     nobody holds while it waits       of jobs that all wait, one is granted (no circular wait)
@@ -201,6 +201,8 @@ class Drive:
     def step(self, comes: bool) -> None:
         """One event."""
         self.now_s += self._rng.expovariate(0.1)
+        for name in self.cluster.overdue(self.now_s):
+            self.tell(core.StayedAway(self.now_s, name))
         on = self.witness.on
         present = len(on) + len(self.cluster.waiting)
         if comes and present < MAX_JOBS and (not on or self._rng.random() < 0.02):
@@ -245,7 +247,7 @@ class Drive:
         elif what < 0.8 and len(self._drained) < 5:
             node = rng.choice(NODES)
             self._drained.add(node)
-            self.tell(core.Drained(self.now_s, node))
+            self.tell(core.Drained(self.now_s, node, has_host=rng.random() < 0.5))
         elif self._drained:
             self.restore(rng.choice(sorted(self._drained)))
 

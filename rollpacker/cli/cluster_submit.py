@@ -6,9 +6,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import getpass
-import hashlib
 import json
 import math
+import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,10 +37,11 @@ def run(args: argparse.Namespace) -> int:
     if config is None:
         job, facts = job_of_program(args, _owner(args)), facts_of_program(args)
     else:
-        job, facts = job_of(args, config, spec), facts_of(args, config)
+        path = new_file(config)
+        job, facts = job_of(args, config, spec), facts_of(config, path)
     check_job(job, spec.core_pools())
     check_reachable(job)
-    with contextlib.nullcontext() if config is None else kept(config):
+    with contextlib.nullcontext() if config is None else kept(config, path):
         answer = desk.ask("submit", {"job": to_plain(job), **facts})
     if args.json:
         print(json.dumps({name: value for name, value in answer.items() if name != "about"}))
@@ -86,10 +87,10 @@ def _owner(args: argparse.Namespace) -> str:
         return ""
 
 
-def facts_of(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+def facts_of(config: RunConfig, path: Path) -> dict[str, Any]:
     """How the run is started, and started again: it goes on from what there is, with the config
-    that was submitted, whatever becomes of the file."""
-    train = [sys.executable, "-m", "rollpacker.cli.main", "train", str(submitted_file(config))]
+    that was submitted, which is kept at `path`, whatever becomes of the user's file."""
+    train = [sys.executable, "-m", "rollpacker.cli.main", "train", str(path)]
     return {
         "command": [*train, "--resume=auto"],
         "resume": [],  # the command does so by itself
@@ -103,29 +104,24 @@ def _run_folder(config: RunConfig) -> Path:
     return (Path(config.runs_dir).expanduser() / config.name).resolve()
 
 
-def submitted_file(config: RunConfig) -> Path:
-    """Where the config is kept: in the run's folder, which every host of the job's sees, under a
-    name of its own, so that a job which is refused changes nothing of one that runs."""
-    from rollpacker.config.load import to_plain
-
-    text = json.dumps(to_plain(config), sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    return _run_folder(config) / f"submitted-{digest}.yaml"
+def new_file(config: RunConfig) -> Path:
+    """Where the config is to be kept: in the run's folder, which every host of the job's sees,
+    under a name that no other submission has, of the same config neither: one that is refused takes
+    its file away, and changes nothing of one that runs."""
+    return _run_folder(config) / f"submitted-{secrets.token_hex(4)}.yaml"
 
 
 @contextlib.contextmanager
-def kept(config: RunConfig) -> Iterator[None]:
-    """The config's file is there, and stays unless the job is refused inside: a service that has
+def kept(config: RunConfig, path: Path) -> Iterator[None]:
+    """The config is in this file, and stays unless the job is refused inside: a service that has
     not answered may still start it. Raises `ValueError`."""
     from rollpacker.cli.cluster_desk import Refused
     from rollpacker.config.load import save_config
 
-    path = submitted_file(config)
     made = [one for one in (path, *path.parents) if not one.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if made:
-            save_config(config, path, comment="As it was submitted to a cluster.")
+        save_config(config, path, comment="As it was submitted to a cluster.")
     except OSError as error:
         raise ValueError(f"the config cannot be kept in the run's folder: {error}") from error
     try:

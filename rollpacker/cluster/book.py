@@ -27,6 +27,7 @@ from rollpacker.core.cluster import (
     Lost,
     Restored,
     Start,
+    StayedAway,
     Stop,
     Submitted,
     Withdrew,
@@ -104,6 +105,8 @@ class Book:
         self.records: dict[str, Record] = {}
         self.notes: deque[Note] = deque(maxlen=NUM_NOTES)
         self.drained: set[Node] = set()
+        self.hostless: set[Node] = set()
+        """Of the drained ones those that may have jobs again once they have a host."""
 
     def placed(self) -> Sequence[Record]:
         """Jobs that have nodes."""
@@ -117,7 +120,7 @@ class Book:
             case Submitted():
                 self._submitted(event, facts)
             case Drained() | Restored():
-                self._node(event)
+                self._node(event, facts)
             case _ if event.job in self.records:
                 self._of_job(self.records[event.job], event, facts)
         for command in commands:
@@ -154,6 +157,9 @@ class Book:
             case Committed():
                 record.steps = int(facts["step"])
                 record.work_s += event.work_s
+            case StayedAway():
+                told = "is away for longer than it said: it is passed over until it asks again"
+                self.note(at_s, f"{name} {told}")
             case Lost():
                 self.note(at_s, f"{name} was lost: {facts['why']}")
                 record.told = facts
@@ -186,13 +192,18 @@ class Book:
         if not record.is_placed and not record.outcome:
             self._end(record, at_s, {"outcome": "cancelled"})
 
-    def _node(self, event: Drained | Restored) -> None:
+    def _node(self, event: Drained | Restored, facts: Facts) -> None:
         node = event.node
+        self.hostless.discard(node)
         if isinstance(event, Drained):
             self.drained.add(node)
+            if facts.get("until_it_has_a_host"):
+                self.hostless.add(node)
         else:
             self.drained.discard(node)
         what = "gets no more jobs" if isinstance(event, Drained) else "may have jobs again"
+        if node in self.hostless:
+            what = "has no host, and gets no more jobs until it does"
         self.note(event.at_s, f"node {node_name(node)} {what}")
 
     # -- commands ----------------------------------------------------------------------

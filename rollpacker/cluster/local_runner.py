@@ -79,6 +79,9 @@ class LocalRunner:
                 raise OSError(f"job {order.job} has not started within {START_S:g} s")
             time.sleep(_LOOK_S)
 
+    def has_host(self, node: Node) -> bool:
+        return True
+
     def stop(self, job: str, incarnation: int) -> None:
         place = self._place(job, incarnation)
         with contextlib.suppress(OSError, ValueError):

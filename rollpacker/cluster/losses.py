@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from rollpacker.cluster.book import Book, Record
+from rollpacker.cluster.hostless import Hostless
 from rollpacker.cluster.mailbox_seat import lease_s
 from rollpacker.cluster.runner import Runner
 from rollpacker.core.coexecution.nodes import Node
@@ -29,6 +30,7 @@ class Alive:
         """Asks the runner about all starts that the book knows. Raises `OSError`."""
         self._book = book
         self._runner = runner
+        self.hostless = Hostless(runner)
         self.incarnations: set[Start] = set()
         self.ever_heard: set[str] = set()
         """Of the jobs' present incarnations."""
@@ -51,13 +53,19 @@ class Alive:
     def started(self, name: str, incarnation: int) -> None:
         self.incarnations.add((name, incarnation))
         self._attempted.discard((name, incarnation))
-        self.ever_heard.discard(name)
-        self._heard_s.pop(name, None)
+        self._is_new(name)
 
     def attempted(self, name: str, incarnation: int) -> None:
         """Whoever was to start it could not say whether it has: it is tried again, and may come."""
+        if (name, incarnation) not in self.incarnations:
+            self._is_new(name)
         self.incarnations.add((name, incarnation))
         self._attempted.add((name, incarnation))
+
+    def _is_new(self, name: str) -> None:
+        """What was heard of its earlier start says nothing of this one."""
+        self.ever_heard.discard(name)
+        self._heard_s.pop(name, None)
 
     def heard(self, name: str) -> None:
         """Of the present incarnation."""

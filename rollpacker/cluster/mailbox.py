@@ -21,9 +21,9 @@ class Letter:
     """Of the box's letters, 1 or more; rising in the order in which they are read."""
     sender: str
     kind: str
-    """ask, left, committed, beat of a job (`mailbox_seat.py`); submit, cancel, drain, status of who
-    asks the service; grant, stop, and an answer of the question's kind, or refused, of the
-    service."""
+    """ask, left, committed, beat of a job, and close, to itself (`mailbox_seat.py`); submit,
+    cancel, drain, status of who asks the service; grant, stop, and an answer of the question's
+    kind, or refused, of the service."""
     facts: Mapping[str, Any]
     """As JSON has it."""
     key: str

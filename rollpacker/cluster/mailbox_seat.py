@@ -35,6 +35,8 @@ UNHEARD_S = 60.0
 _LOOK_S = 0.02
 """So quickly a wait that was given up is noticed."""
 _READ_S = 1.0
+_END_S = 10.0
+"""Within which threads end that wait for a mailbox that does not answer."""
 _AGAIN_S = 0.1
 
 Told = Callable[[str], None]
@@ -76,8 +78,12 @@ class MailboxSeat:
         self._watchers: list[tuple[Told, Told]] = []
         self._closed = threading.Event()
         self._beat()
-        for work in (self._beat_on, self._read_on):
-            threading.Thread(target=work, name=f"seat of {job}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=work, name=f"seat of {job}", daemon=True)
+            for work in (self._beat_on, self._read_on)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def enter(self, pool: PoolName, purpose: str, *, given_up: threading.Event) -> bool:
         with self._changed:
@@ -132,6 +138,16 @@ class MailboxSeat:
             if ask is not None:
                 self.leave(ask.pool)
             self._closed.set()
+            self._end_threads()
+
+    def _end_threads(self) -> None:
+        """A thread that calls ray while Python ends, or ray's own part in the process does, ends
+        the process with exit code 1, or aborts it."""
+        with contextlib.suppress(OSError):  # so that who reads need not wait for a letter
+            self._mailbox.post(self._job, self._job, f"{self._incarnation}/close", "close", {})
+        until = time.monotonic() + _END_S
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0.0))
 
     # -- letters -----------------------------------------------------------------------
 

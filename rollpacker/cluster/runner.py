@@ -26,12 +26,24 @@ class Order:
     train_nodes: Sequence[Node]
 
 
+class NoHost(OSError):
+    """A node has no host now."""
+
+    def __init__(self, node: Node, message: str) -> None:
+        super().__init__(message)
+        self.node = node
+
+
 class Runner(Protocol):
     """Knows jobs by name and incarnation, also those that an earlier service has started. Calls may
     be repeated. They raise `OSError` where nothing can be asked."""
 
     def start(self, order: Order) -> None:
-        """Start it, unless this very start was made before."""
+        """Start it, unless this very start was made before. Raises `NoHost`."""
+        ...
+
+    def has_host(self, node: Node) -> bool:
+        """Whether the node has one now."""
         ...
 
     def stop(self, job: str, incarnation: int) -> None:

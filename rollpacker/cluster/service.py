@@ -26,12 +26,13 @@ from rollpacker.cluster.forgetting import Forgetting
 from rollpacker.cluster.losses import Alive, why_ended
 from rollpacker.cluster.mailbox import SERVICE, Letter, Mailbox
 from rollpacker.cluster.mailbox_seat import LEASE_S
-from rollpacker.cluster.runner import Runner
+from rollpacker.cluster.runner import NoHost, Runner
 from rollpacker.cluster.status import job_status, status
 from rollpacker.cluster.store import Entry, Position, Store, checksum, entry_of, happened
 from rollpacker.core import cluster as core
 from rollpacker.core.cluster import Cluster, Command, Event
 from rollpacker.core.coexecution.job import ClusterJob
+from rollpacker.core.coexecution.nodes import Node
 from rollpacker.core.ids import PoolName
 from rollpacker.core.plain import from_plain
 
@@ -161,10 +162,10 @@ class Service:
 
     def _flush(self) -> None:
         """Write what has happened, then obey."""
+        changes_nodes = bool(self._written and self._book.hostless)
         if self._written:
             self._store.write(self._written, self._dealt_with())
             self._written.clear()
-        changes_nodes = False
         while self._commands:
             self._obey(self._commands[0])
             changes_nodes |= isinstance(self._commands.pop(0), core.Open | core.Close)
@@ -308,8 +309,9 @@ class Service:
         node = node_of(name)
         if restore:
             self._happen(core.Restored(self._now_s, node))
-        elif node not in self._book.drained:
-            self._happen(core.Drained(self._now_s, node))
+        elif node not in self._book.drained - self._book.hostless:
+            has_host = node not in self._alive.hostless.nodes
+            self._happen(core.Drained(self._now_s, node, has_host))
         there = [one for one in self._book.placed() if node in one.nodes(one.incarnation)]
         return lambda: {"node": node_name(node), "jobs": [one.job.name for one in there]}
 
@@ -381,6 +383,13 @@ class Service:
         for record in self._book.placed():
             if record.is_cancelled and not self._alive.of(record.job.name):
                 self._end(record, "cancelled", None)
+        for name in self._cluster.overdue(self._now_s):
+            self._happen(core.StayedAway(self._now_s, name))
+        for node in self._alive.hostless.overdue():
+            if node not in self._book.drained:
+                self._happen(core.Drained(self._now_s, node, False), {"until_it_has_a_host": True})
+        for node in self._alive.hostless.back(self._book.hostless):
+            self._happen(core.Restored(self._now_s, node))
         self._alive.press()
 
     def _gone(self, name: str, incarnation: int, code: int) -> None:
@@ -412,19 +421,25 @@ class Service:
 
     def _start_due(self) -> None:
         """Jobs whose nodes have nobody on them any more who is to leave."""
+        failed = set[Node]()
         for record in list(self._alive.due()):
             name, incarnation = record.job.name, record.incarnation
             try:
                 self._runner.start(order_of(record, self._mailbox.address))
             except OSError as error:
+                if isinstance(error, NoHost):
+                    failed.add(error.node)
                 self._say(f"{name} cannot be started yet: {error}")
                 self._alive.attempted(name, incarnation)
             else:
                 self._alive.started(name, incarnation)
+        self._alive.hostless.tried(failed)
 
     def _want(self) -> None:
         nodes = {one for record in self._book.placed() for one in record.nodes(record.incarnation)}
         nodes |= self._alive.nodes_of_leaving()
+        if self._cluster.waiting:
+            nodes |= self._book.hostless
         num_nodes = {pool.name: 0 for pool in self._cluster.pools}
         for node in nodes:
             num_nodes[node.pool] += 1

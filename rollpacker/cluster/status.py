@@ -118,6 +118,9 @@ def _why(record: Record, cluster: Cluster, book: Book, is_heard: bool, now_s: fl
 
 def _what_is_missing(cluster: Cluster, book: Book) -> str:
     for pool in cluster.pools:
+        hostless = sorted(node_name(node) for node in book.hostless if node.pool == pool.name)
+        if hostless:
+            return f"{', '.join(hostless)} of pool {pool.name} may have jobs once there is a host"
         num_drained = sum(node.pool == pool.name for node in book.drained)
         if num_drained == pool.nodes:
             return (

@@ -5,8 +5,10 @@
     Left      -> Grant to whoever is next
     Committed    what it has done is counted; it may Start elsewhere, or Stop, for one that waits
     Ended     -> Close of nodes that nobody needs, Start of jobs that waited for nodes
+    StayedAway   whose turn it is does not come: it is out of its turn, until it asks again
     Lost         its process is gone: it is out of its turn, and Start once more (or GiveUp)
-    Drained      jobs leave the node at their next commit: Start elsewhere, or Stop and it waits
+    Drained      jobs leave the node at their next commit, or at once if they are to start on it and
+                 it has no host: Start elsewhere, or Stop and it waits
     Cancelled -> Stop; it is the job's own end that frees its nodes
 
 Groups share no nodes. In a group `coexecution/turns.py` says who is next, and where a job goes is a
@@ -35,14 +37,16 @@ from rollpacker.core.cluster_events import (
     Open,
     Restored,
     Start,
+    StayedAway,
     Stop,
     Submitted,
     Withdrew,
     leaving_first,
 )
-from rollpacker.core.cluster_running import Running
+from rollpacker.core.cluster_running import LOSSES_S, MAX_LOSSES, Running
+from rollpacker.core.cluster_turns import ClusterTurns
 from rollpacker.core.coexecution.group import Sharing
-from rollpacker.core.coexecution.job import ClusterJob, Phase, Times
+from rollpacker.core.coexecution.job import ClusterJob, Times
 from rollpacker.core.coexecution.learned import LearnedTimes
 from rollpacker.core.coexecution.nodes import Nodes, Pool, check_job
 from rollpacker.core.coexecution.placement import Choice, Policy, Rest, State
@@ -54,7 +58,6 @@ from rollpacker.core.coexecution.room import (
     pays,
     restarted,
 )
-from rollpacker.core.coexecution.turns import Turns
 from rollpacker.core.coexecution.waiting import AGEING_H, Devices, Waiting
 
 __all__ = [
@@ -76,15 +79,11 @@ __all__ = [
     "Open",
     "Restored",
     "Start",
+    "StayedAway",
     "Stop",
     "Submitted",
     "Withdrew",
 ]
-
-MAX_LOSSES = 3
-"""A job that is lost more often than this without a commit is given up, unless ..."""
-LOSSES_S = 3600.0
-"""... its losses are further apart than this."""
 
 
 class Cluster:
@@ -104,14 +103,13 @@ class Cluster:
         self.state = State(nodes=Nodes(pools), link_gb_s=link_gb_s, max_group=max_group)
         self._pools = tuple(pools)
         self._policy = policy
-        self._turns: dict[int, Turns] = {}
         self._running: dict[str, Running] = {}
+        self._turns = ClusterTurns(self._running)
         self._waiting = Waiting(pools, quotas, ageing_s)
         self._paused: dict[str, Running] = {}
         """Of jobs that wait and have run before: what they have done so far."""
         self._since_s: dict[str, float] = {}
         """When jobs that had to wait for nodes came, until they first ask for their turn."""
-        self._num_grants = 0
         self._num_changes = 0
         """Of who is where."""
 
@@ -134,21 +132,28 @@ class Cluster:
         number = next(n for n, one in enumerate(layout.jobs) if one.name == job)
         return layout.sharings[number]
 
+    def overdue(self, at_s: float) -> list[str]:
+        """Jobs that others wait for although they are away for longer than they said: whoever has
+        the clock says `StayedAway` of them."""
+        return self._turns.overdue(at_s)
+
     def handle(self, event: Event) -> list[Command]:
         """What to do about it. Raises `ValueError` for a job that no nodes here can take."""
         match event:
             case Submitted():
                 return self._submitted(event)
             case Asked():
-                return self._asked(event)
+                return self._turns.asked(event, self._since_s.pop(event.job, None))
             case Left():
-                return self._left(event)
+                return self._turns.left(event)
             case Committed():
                 return self._committed(event)
             case Ended():
                 return self._ended(event)
             case Withdrew():
-                return self._withdrew(event)
+                return self._turns.withdrew(event)
+            case StayedAway():
+                return self._turns.stayed_away(event)
             case Lost():
                 return self._lost(event)
             case Cancelled():
@@ -214,10 +219,7 @@ class Cluster:
         settled = self.state.settle(
             job, choice, tail_release=self._policy.tail_release, rest=late.rest
         )
-        if choice.group is None:
-            self._turns[settled.group] = Turns(choice.order)
-        else:
-            self._turns[settled.group].order = choice.order
+        self._turns.set_order(settled.group, choice.order)
         if name not in self._running:
             came_s = self._waiting.take(name)
             paused = self._paused.pop(name, None)
@@ -248,20 +250,12 @@ class Cluster:
     def _detach(self, running: Running, at_s: float) -> list[Command]:
         """The job leaves its group and its nodes."""
         job = running.job.name
-        commands = self._out_of_turn(running, at_s)
+        commands = self._turns.take_out(running, at_s)
         closed = self.state.unsettle(job, running.group)
         self._num_changes += 1
         if running.group not in self.state.groups:
-            del self._turns[running.group]
+            self._turns.end(running.group)
         return [*commands, Close(closed)] if closed else commands
-
-    def _out_of_turn(self, running: Running, at_s: float) -> list[Command]:
-        """Until it asks again."""
-        if not running.joined:
-            return []
-        running.joined, running.token = False, 0
-        granted = self._turns[running.group].remove(running.job.name, at_s)
-        return [self._grant(one, phase) for one, phase in granted]
 
     # -- losses, cancellations, nodes that go ------------------------------------------
 
@@ -270,12 +264,10 @@ class Cluster:
         if running is None:
             return []
         at_s = event.at_s
-        recent = (one for one in running.lost_s if at_s - one < LOSSES_S)
-        running.lost_s = (*recent, at_s)
-        if running.is_cancelled or len(running.lost_s) > MAX_LOSSES:
+        if running.loses(at_s) or running.is_cancelled:
             told: list[Command] = [] if running.is_cancelled else [GiveUp(event.job)]
             return told + self._let_go(event.job, at_s) + self._start_waiting(at_s)
-        commands = self._out_of_turn(running, at_s)
+        commands = self._turns.take_out(running, at_s)
         if self._is_drained(running):
             return commands + self._displace(running, at_s)
         standing = self.state.groups[running.group]
@@ -298,7 +290,12 @@ class Cluster:
         for standing in self.state.groups.values():
             standing.changed()
         self._num_changes += 1
-        return []
+        commands: list[Command] = []
+        for running in [*self._running.values()]:
+            is_to_start = not (running.joined or running.is_cancelled)
+            if not event.has_host and is_to_start and self._is_drained(running):
+                commands += self._displace(running, event.at_s)
+        return commands
 
     def _is_drained(self, running: Running) -> bool:
         nodes = self.state.nodes
@@ -326,44 +323,7 @@ class Cluster:
         """It is started again, which it waits for."""
         return Late(running.job, running.rest and restarted(running.job, running.rest))
 
-    # -- turns -------------------------------------------------------------------------
-
-    def _asked(self, event: Asked) -> list[Command]:
-        running = self._running[event.job]
-        turns = self._turns[running.group]
-        if not running.joined:
-            running.joined = True
-            came_s = self._since_s.pop(event.job, math.inf)
-            due_s = min(came_s + running.job.cold_start_s, event.at_s)
-            running.began_s = running.began_s or due_s
-            turns.join(event.job, running.rollout_nodes, running.job.slo)
-        granted = turns.ask(event.job, event.phase, event.at_s)
-        return [self._grant(job, phase) for job, phase in granted]
-
-    def _left(self, event: Left) -> list[Command]:
-        running = self._running.get(event.job)
-        if running is None or running.token != event.token:
-            return []
-        running.token = 0
-        granted = self._turns[running.group].leave(event.job, event.phase, event.at_s)
-        return [self._grant(job, phase) for job, phase in granted]
-
-    def _withdrew(self, event: Withdrew) -> list[Command]:
-        running = self._running.get(event.job)
-        if running is None or not running.joined:
-            return []
-        turns = self._turns[running.group]
-        if running.token:
-            running.token = 0
-            granted = turns.leave(event.job, event.phase, event.at_s)
-        else:
-            granted = turns.withdraw(event.job, event.at_s)
-        return [self._grant(job, phase) for job, phase in granted]
-
-    def _grant(self, job: str, phase: Phase) -> Grant:
-        self._num_grants += 1
-        self._running[job].token = self._num_grants
-        return Grant(job, phase, self._num_grants)
+    # -- iterations --------------------------------------------------------------------
 
     def _committed(self, event: Committed) -> list[Command]:
         running = self._running[event.job]
@@ -405,7 +365,8 @@ class Cluster:
         if choice is None:
             return []
         if choice.group == running.group:
-            self._turns[running.group].order = standing.order = choice.order
+            self._turns.set_order(running.group, choice.order)
+            standing.order = choice.order
             standing.changed()
             return []
         if late is not None and choice.takes_nodes and not is_endangered:

@@ -68,6 +68,15 @@ class Withdrew:
 
 
 @dataclass(frozen=True, slots=True)
+class StayedAway:
+    """The job is away for longer than it said, between two phases, and others wait for its turn
+    (`Cluster.overdue`): it has none until it asks again."""
+
+    at_s: float
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """All processes of the job are gone, and it has not ended: it goes on from its last commit. A
     cancelled one has ended by that."""
@@ -88,6 +97,8 @@ class Drained:
 
     at_s: float
     node: Node
+    has_host: bool = True
+    """False: nobody can start anything there now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +108,17 @@ class Restored:
 
 
 Event = (
-    Submitted | Asked | Left | Committed | Ended | Withdrew | Lost | Cancelled | Drained | Restored
+    Submitted
+    | Asked
+    | Left
+    | Committed
+    | Ended
+    | Withdrew
+    | StayedAway
+    | Lost
+    | Cancelled
+    | Drained
+    | Restored
 )
 
 # -- commands ----------------------------------------------------------------------

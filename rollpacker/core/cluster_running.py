@@ -9,6 +9,15 @@ from rollpacker.core.coexecution.learned import LearnedTimes
 from rollpacker.core.coexecution.nodes import Node
 from rollpacker.core.coexecution.placement import Rest
 
+MAX_LOSSES = 3
+"""A job that is lost more often than this without a commit is given up, unless ..."""
+LOSSES_S = 3600.0
+"""... its losses are further apart than this."""
+PATIENCE = 3.0
+"""A job may be away for this many times what it said at most, ..."""
+PATIENCE_S = 30.0
+"""... and for so long in any case, before others go on without it."""
+
 
 # size: one field for each thing that is known of a job
 @dataclass(slots=True)
@@ -38,3 +47,15 @@ class Running:
     lost_s: tuple[float, ...] = ()
     """When it was lost, since its last commit."""
     is_cancelled: bool = False
+
+    def loses(self, at_s: float) -> bool:
+        """It is lost. Returns whether that is once too often."""
+        recent = (one for one in self.lost_s if at_s - one < LOSSES_S)
+        self.lost_s = (*recent, at_s)
+        return len(self.lost_s) > MAX_LOSSES
+
+    @property
+    def patience_s(self) -> float:
+        """So long others wait for it where it neither holds nodes nor wants any."""
+        worst = self.job.worst
+        return max(PATIENCE_S, PATIENCE * max(worst.between_s, worst.after_s))

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.autoscaler.sdk import request_resources
 
+from rollpacker.cluster.runner import NoHost
 from rollpacker.remote.ray_agents import LEASE_S
 from rollpacker.remote.ray_wardens import MARGIN_S, Wardens
 from rollpacker.remote.token import MODE, PATH
@@ -138,12 +139,17 @@ class RayRunner:
     def _address(self, node: Node) -> str:
         address = self.host_of(node)
         if address is None:
-            raise OSError(
+            raise NoHost(
+                node,
                 f"ray has no host for node {node.number} of the pool {node.pool}: start one with "
                 f'ray start --address={self._head} --resources=\'{{"{pool_resource(node.pool)}": '
-                "1}'"
+                "1}'",
             )
         return address
+
+    def has_host(self, node: Node) -> bool:
+        """See `Runner`."""
+        return self.host_of(node) is not None
 
     # -- jobs ----------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,8 +26,10 @@ from rollpacker.cli.cluster_submit import job_of
 from rollpacker.cli.main import main
 from rollpacker.cluster.mail_file import FileMailbox
 from rollpacker.cluster.runner import Order
+from rollpacker.config import load
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
+from rollpacker.core.coexecution.nodes import Node
 from rollpacker.sim.cluster_spec import load_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +59,9 @@ class NoRunner:
 
     def last_lines(self, job: str) -> str:
         return f"a line of {job}\n"
+
+    def has_host(self, node: Node) -> bool:
+        return True
 
     def want(self, num_nodes: Mapping[str, int]) -> None:
         self.wanted = num_nodes
@@ -182,6 +188,23 @@ def test_what_was_submitted_is_what_starts_whatever_becomes_of_the_file(served: 
     assert (config.name, config.train.steps, config.train.learning_rate) == ("one", 7, 0.001)
     assert served.submit("one") == 2 and "is here already" in served.err
     assert list(kept.parent.iterdir()) == [kept], "the refused one has left nothing"
+
+
+def test_of_two_equal_submissions_the_refused_one_leaves_the_others_file(
+    served: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = load.save_config
+
+    def save_late(*arguments: Any, **settings: Any) -> None:
+        """The other one comes just then, and is accepted."""
+        monkeypatch.setattr(load, "save_config", save)
+        assert served.submit("one") == 0
+        save(*arguments, **settings)
+
+    monkeypatch.setattr(load, "save_config", save_late)
+    assert served.submit("one") == 2 and "is here already" in served.err
+    (order,) = served.runner.orders.values()
+    assert list((served.folder / "runs/one").iterdir()) == [Path(order.command[-2])]
 
 
 def test_a_program_of_another_framework_is_submitted(served: Command) -> None:

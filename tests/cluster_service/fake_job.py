@@ -19,19 +19,19 @@ from pathlib import Path
 
 from rollpacker.cluster.local_runner import ROLLOUT_NODES, TRAIN_NODES
 from rollpacker.cluster.seat import SEAT_VARIABLE, Iteration, Seat, open_seat
-from tests.cluster_service.witness import Device
+from tests.cluster_service.witness import devices_of
 
 STOPPED = 130
 
 
 def engine(devices: Path) -> None:
     """Holds its devices between a line and the next one."""
-    own = [Device(devices, node) for node in os.environ[ROLLOUT_NODES].split(",")]
+    own = devices_of(devices, os.environ, "rollout")
     who = os.environ[SEAT_VARIABLE].partition("#")[2]
     for line in sys.stdin:
         for device in own:
             if line == "hold\n":
-                device.hold(f"{who} rollout")
+                device.hold(f"{who} rollout on {os.environ[ROLLOUT_NODES]}")
             else:
                 device.drop()
         print("done", flush=True)
@@ -52,7 +52,7 @@ class Job:
         self.seat = seat
         self.stop = threading.Event()
         self.who = os.environ[SEAT_VARIABLE].partition("#")[2]
-        self.own = [Device(devices, node) for node in os.environ[TRAIN_NODES].split(",")]
+        self.own = devices_of(devices, os.environ, "train")
         self.engine = subprocess.Popen(
             [sys.executable, __file__, "engine", str(devices)],
             stdin=subprocess.PIPE,
@@ -75,7 +75,7 @@ class Job:
 
     def train(self, seconds: float) -> None:
         for device in self.own:
-            device.hold(f"{self.who} train")
+            device.hold(f"{self.who} train on {os.environ[TRAIN_NODES]}")
         time.sleep(seconds)
         for device in self.own:
             device.drop()

@@ -20,6 +20,7 @@ from rollpacker.cluster.service import Service
 from rollpacker.core.cluster import MAX_LOSSES, Cluster
 from rollpacker.core.coexecution.cheapest_work import CheapestWork
 from rollpacker.core.coexecution.job import ClusterJob
+from rollpacker.core.coexecution.nodes import Node
 from rollpacker.core.plain import to_plain
 from tests.cluster_service import lab
 
@@ -70,6 +71,9 @@ class Pretended:
 
     def last_lines(self, job: str) -> str:
         return f"{job} says\nsomething"
+
+    def has_host(self, node: Node) -> bool:
+        return True
 
     def want(self, num_nodes: Mapping[str, int]) -> None:
         self.wanted = num_nodes

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.cluster.local_runner import LocalRunner
+from rollpacker.cluster.local_runner import ROLLOUT_NODES, TRAIN_NODES, LocalRunner
 from rollpacker.cluster.losses import SILENT_S
 from rollpacker.cluster.mailbox_seat import LEASE_S
+from rollpacker.remote.warden import HOSTS
 from tests.cluster_service import lab
-from tests.cluster_service.witness import Device, is_held, violations
+from tests.cluster_service.witness import Device, devices_of, is_held, violations
 
 
 class Town:
@@ -121,6 +122,18 @@ def test_the_witness_sees_two_on_one_device(tmp_path: Path) -> None:
     assert '"comes": "b"' in seen and f"a (pid {os.getpid()})" in seen
     first.drop()
     assert not is_held(tmp_path, "cheap/0") and second.hold("b")
+
+
+def test_the_witness_sees_two_nodes_that_are_one_host(tmp_path: Path) -> None:
+    first, second = (
+        {ROLLOUT_NODES: f"cheap/{n}", TRAIN_NODES: "fast/0", HOSTS["rollout"]: "10.0.0.7"}
+        for n in range(2)
+    )
+    (one,), (other,) = (devices_of(tmp_path, own, "rollout") for own in (first, second))
+    assert one.hold("a") and not other.hold("b")
+    assert '"device": "10.0.0.7"' in violations(tmp_path)[0]
+    (alone,) = devices_of(tmp_path, first, "train")
+    assert alone.node == "fast/0", "where jobs have no other host"
 
 
 def test_a_service_is_a_process_that_may_be_killed_at_once(tmp_path: Path) -> None:

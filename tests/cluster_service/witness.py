@@ -1,4 +1,6 @@
-"""Made-up devices: a file each, locked by whoever computes there. Standard library only.
+"""Made-up devices: a file each, locked by whoever computes there.
+
+A device is a host's, if the job was told its nodes' hosts: two nodes that are one host have one.
 
 A lock lasts as long as the process that has it, running or stopped, and nobody else can take it
 meanwhile: two that are on one device at a time, one of them stopped, are found out.
@@ -9,7 +11,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+
+from rollpacker.cluster.local_runner import ROLLOUT_NODES, TRAIN_NODES
+from rollpacker.core.ids import PoolName
+from rollpacker.remote.warden import HOSTS
 
 VIOLATIONS = "violations.jsonl"
 
@@ -35,6 +42,12 @@ class Device:
 
     def drop(self) -> None:
         fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def devices_of(folder: Path, environ: Mapping[str, str], pool: PoolName) -> list[Device]:
+    """A job's own, by its environment."""
+    nodes = environ[{"rollout": ROLLOUT_NODES, "train": TRAIN_NODES}[pool]]
+    return [Device(folder, name) for name in environ.get(HOSTS[pool], nodes).split(",")]
 
 
 def is_held(folder: Path, node: str) -> bool:

@@ -27,6 +27,7 @@ from rollpacker.core.cluster import (
     Lost,
     Restored,
     Start,
+    StayedAway,
     Stop,
     Submitted,
     Withdrew,
@@ -87,7 +88,8 @@ def events_of(rng: random.Random, watched: Unkind, now_s: float) -> Event:
     if kind < 0.5:
         return Cancelled(now_s, name)
     node = rng.choice([*ROLLOUT, *TRAIN])
-    return Restored(now_s, node) if kind > 0.72 else Drained(now_s, node)
+    has_host = rng.random() < 0.5
+    return Restored(now_s, node) if kind > 0.72 else Drained(now_s, node, has_host)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=["published", "shipped", "round robin"])
@@ -122,6 +124,8 @@ def test_whatever_is_lost_nothing_is_given_twice_and_nobody_starves(
                 asks.pop(event.job, None)
             watched.tell(event)
             continue
+        for name in watched.cluster.overdue(now_s):
+            watched.tell(StayedAway(now_s, name))
         name = rng.choice(sorted(watched.on))
         _happens_to(name, rng, watched, asks, done, now_s)
     for node in sorted(watched.drained):
@@ -228,6 +232,22 @@ def test_jobs_leave_a_drained_node_at_their_next_commit(node: Node) -> None:
     moved = started(watched.tell(Committed(2.0, "a", 130.0)))
     assert node not in (*moved.rollout_nodes, *moved.train_nodes)
     assert node not in watched.open
+
+
+def test_a_job_that_is_to_start_where_no_host_is_goes_elsewhere_at_once() -> None:
+    pools = (replace(POOLS[0], nodes=4), replace(POOLS[1], nodes=2))
+    watched = Unkind(CheapestWork(), pools)
+    for name in "ab":
+        watched.jobs[name] = job(name, 100, 30, 3.0)
+        watched.tell(Submitted(0.0, watched.jobs[name]))
+    (node,) = watched.on["a"].train_nodes
+    assert watched.on["b"].train_nodes == (node,)
+    watched.tell(Asked(1.0, "b", "rollout"))
+    watched.tell(Lost(2.0, "a"))
+    moved = started(watched.tell(Drained(3.0, node, has_host=False)))
+    assert moved.job == "a" and node not in moved.train_nodes
+    assert watched.on["b"].train_nodes == (node,), "it runs, until it is lost"
+    assert started(watched.tell(Lost(4.0, "b"))).train_nodes == moved.train_nodes
 
 
 def test_who_holds_nodes_is_not_moved() -> None:

@@ -69,6 +69,7 @@ def test_a_node_without_a_host_is_said_with_what_to_do(tmp_path: Path) -> None:
     lab = runner(tmp_path, a={**HEAD, **FAST})
     with pytest.raises(OSError, match=r"no host for node 0 of the pool cheap.*pool_cheap"):
         lab._address(Node("cheap", 0))
+    assert not lab.has_host(Node("cheap", 0)) and lab.has_host(Node("fast", 0))
 
 
 # -- hosts that are away -------------------------------------------------------------------

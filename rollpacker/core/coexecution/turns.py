@@ -6,9 +6,10 @@ A job holds the nodes of one phase at most, so nobody who holds anything waits f
 is no circular wait. Orders:
 
     round_robin   each job once a turn, in one fixed order on every node; who is not there yet is
-                  waited for. Its period has a closed form (`group.period_s`). What a job asks for
-                  besides (a second rollout before its training: a refill, an evaluation; training
-                  before a rollout: to begin, to mend) is no turn: it is first come, first served.
+                  waited for (`awaited`). Its period has a closed form (`group.period_s`). What a
+                  job asks for besides (a second rollout before its training: a refill, an
+                  evaluation; training before a rollout: to begin, to mend) is no turn: it is first
+                  come, first served.
     first_come    who asked first; nobody overtakes on a node that an earlier one waits for, so that
                   a job of many nodes does not starve.
     least_slack   as first_come, but who is closest to breaking its SLO comes first.
@@ -48,6 +49,8 @@ class _Member:
     asked_s: float = 0.0
     since_s: float = 0.0
     """Its first ask."""
+    away_since_s: float = 0.0
+    """When it last let go of nodes, or of its wait for some."""
     waited_s: float = 0.0
 
 
@@ -145,16 +148,37 @@ class Turns:
         """The job waits for nothing any more. Returns what is granted to others by that."""
         if self._waiting.pop(job, None) is not None:
             self._members[job].waits_for = None
+            self._members[job].away_since_s = now_s
         return self._grant(now_s)
 
     def leave(self, job: str, phase: Phase, now_s: float) -> list[tuple[str, Phase]]:
         """The job is done with the nodes, or gives them up at its tail. Returns what is granted."""
         member = self._members[job]
         assert member.holds == phase, (job, phase, member.holds)
-        member.holds = None
+        member.holds, member.away_since_s = None, now_s
         for node in member.nodes[phase]:
             self._seats[node].holder = None
         return self._grant(now_s)
+
+    def awaited(self, now_s: float) -> dict[str, float]:
+        """Jobs for which free nodes are kept from others that want them, and for how long they have
+        neither held nor wanted any."""
+        if self._order != "round_robin":
+            return {}
+        away = {
+            id(one): job
+            for job, one in self._members.items()
+            if one.holds is None and one.waits_for is None
+        }
+        found = dict[str, float]()
+        for member in self._waiting.values():
+            phase = member.waits_for
+            assert phase is not None
+            for node in () if member.is_extra else member.nodes[phase]:
+                due = self._seats[node].due(phase)
+                if self._seats[node].holder is None and id(due) in away:
+                    found[away[id(due)]] = now_s - due.away_since_s
+        return found
 
     # -- who is next -------------------------------------------------------------------
 
