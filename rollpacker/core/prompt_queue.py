@@ -16,12 +16,13 @@ from rollpacker.core.ids import PromptId, SampleId
 
 Place = tuple[float, int, int]
 """Urgency, tokens of the longest sample and arrival of a prompt, such that the least is next."""
+Entry = tuple[Place, PromptId]
 
 
 class PromptQueue:
     """Tell it what may have changed (`look_again`) before `pop`."""
 
-    __slots__ = ("_arrivals", "_changed", "_counter", "_known", "_places", "_samples", "_unknown")
+    __slots__ = ("_arrivals", "_changed", "_counter", "_entries", "_known", "_samples", "_unknown")
 
     def __init__(self) -> None:
         self._samples: dict[PromptId, dict[SampleId, int]] = {}
@@ -30,10 +31,10 @@ class PromptQueue:
         self._counter = count()
         self._changed: dict[PromptId, None] = {}
         """In order, so that nothing hangs on the order of a set."""
-        self._places: dict[PromptId, Place] = {}
+        self._entries: dict[PromptId, Entry] = {}
         """What of the heaps is valid."""
-        self._known: list[tuple[Place, PromptId]] = []
-        self._unknown: list[tuple[Place, PromptId]] = []
+        self._known: list[Entry] = []
+        self._unknown: list[Entry] = []
         """With urgency 0."""
 
     def __len__(self) -> int:
@@ -56,7 +57,7 @@ class PromptQueue:
         self._changed[prompt] = None
         if not waiting:
             del self._samples[prompt], self._arrivals[prompt], self._changed[prompt]
-            self._places.pop(prompt, None)
+            self._entries.pop(prompt, None)
         if not self._samples:  # a heap keeps what is not valid any more until it comes up
             self._known.clear()
             self._unknown.clear()
@@ -75,9 +76,9 @@ class PromptQueue:
         for prompt in self._changed:
             found = urgency(prompt)
             longest = max(self._samples[prompt].values())
-            place = (-(found or 0.0), -longest, self._arrivals[prompt])
-            self._places[prompt] = place
-            heapq.heappush(self._unknown if found is None else self._known, (place, prompt))
+            entry = ((-(found or 0.0), -longest, self._arrivals[prompt]), prompt)
+            self._entries[prompt] = entry
+            heapq.heappush(self._unknown if found is None else self._known, entry)
         self._changed.clear()
         first = self._first(self._known)
         mean_first = self._first(self._unknown)
@@ -89,8 +90,8 @@ class PromptQueue:
         self.remove(sample)
         return sample
 
-    def _first(self, heap: list[tuple[Place, PromptId]]) -> tuple[Place, PromptId] | None:
+    def _first(self, heap: list[Entry]) -> Entry | None:
         """The least that is valid."""
-        while heap and self._places.get(heap[0][1]) != heap[0][0]:
+        while heap and self._entries.get(heap[0][1]) is not heap[0]:
             heapq.heappop(heap)
         return heap[0] if heap else None
