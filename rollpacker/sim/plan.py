@@ -23,7 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, as_completed
 
 from rollpacker.sim.plan_effort import BUDGETS as BUDGETS
-from rollpacker.sim.plan_effort import WARM_STEPS, Budget, expected_steps
+from rollpacker.sim.plan_effort import WARM_STEPS
+from rollpacker.sim.plan_effort import Budget as Budget
+from rollpacker.sim.plan_effort import expected_steps as expected_steps
 from rollpacker.sim.plan_ideas import (
     FACTORS,
     OFF,
