@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 LINE_EVERY_S = 10.0
 """Without a terminal, a line of progress at most this often."""
+LONG_S = 300.0
+"""Who waits longer is told what else there is."""
 _EXAMPLES = """\
 examples:
   rollpacker plan configs/scenarios/14b-16k.yaml
@@ -193,22 +195,43 @@ def _search(
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+    from rollpacker.cli import plan_text
     from rollpacker.cli.output import console
     from rollpacker.sim import plan as planning
 
-    columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn())
+    columns = (
+        TextColumn("{task.description:>17}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
     errors = console(stderr=True)
-    told_s = time.monotonic()
+    began_s = told_s = time.monotonic()
+    small = planning.expected_steps(base, planning.BUDGETS["quick"])
+    hint = small < planning.expected_steps(base, budget) * 2 / 3
 
-    def progress(stage: str, done: int, total: int) -> None:
-        nonlocal told_s
-        bars.update(bar, description=stage, completed=done, total=max(total, 1))
-        if not errors.is_terminal and time.monotonic() - told_s >= LINE_EVERY_S:
-            told_s = time.monotonic()
-            print(f"rollpacker: {stage}: {done} of {total} simulations", file=sys.stderr)
+    def progress(stage: str, done: int, total: int, share: float) -> None:
+        nonlocal told_s, hint
+        now_s = time.monotonic()
+        left_s = (now_s - began_s) * (1 / share - 1) if share else 0.0
+        left = plan_text.left(left_s)
+        bars.update(bar, description=stage, completed=done, total=max(total, 1), left=left)
+        if hint and now_s - began_s > LINE_EVERY_S and left_s > LONG_S:
+            hint = False
+            errors.print(
+                f"rollpacker: this takes {left} more: every setting is simulated over many steps. "
+                "--budget quick simulates less; Ctrl-C ends it, and tells the fastest so far.",
+                soft_wrap=True,
+                markup=False,
+                highlight=False,
+            )
+        if not errors.is_terminal and now_s - told_s >= LINE_EVERY_S:
+            told_s = now_s
+            told = f"; {left} left" if left else ""
+            print(f"rollpacker: {stage}: {done} of {total} simulations{told}", file=sys.stderr)
 
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
-        bar = bars.add_task("starting", total=None)
+        bar = bars.add_task("starting", total=None, left="")
         return planning.plan(
             base,
             evaluate,

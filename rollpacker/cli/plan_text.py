@@ -19,6 +19,14 @@ NO_TAIL_SHARE = 0.3
 """With more responses than this at the cap, the cap is what ends a round."""
 
 
+def left(seconds: float) -> str:
+    """So long, roughly, in words; nothing of nothing known."""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return "about a minute" if seconds > 0 else ""
+    return f"about {minutes} minutes" if minutes < 100 else f"about {seconds / 3600:.0f} hours"
+
+
 def trust(plan: Plan, real: AsMeasured) -> list[str]:
     """How far off the simulation is on the run as it was, which a gain should exceed."""
     off = real.offset

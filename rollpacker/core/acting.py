@@ -115,7 +115,8 @@ class Episode:
     acts: bool = False
     """The environment has its turn."""
     is_open: bool = False
-    """The environment knows of it, and was not told that it is over."""
+    """The environment, or whoever keeps what it is to be told once it has a worker, knows of it,
+    and was not told that it is over."""
     replaces: tuple[SampleId, ...] = ()
     """See `Launch`; of one that is not launched yet."""
     retracing: Retracing = field(default_factory=Retracing)

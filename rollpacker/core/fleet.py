@@ -314,19 +314,22 @@ class Fleet:
 
     def _continue(self, command: Continue) -> Continue:
         """Each goes on where it was, which has what came before, or by the routing."""
-        seats, takers = self._seats, {engine.number for engine in self._takers()}
+        # Every turn comes by here: no list of all engines is made for it.
+        seats, engines = self._seats, self.engines
         tokens = self._known.mean_tokens()
         away = []
         for sample in command.samples:
             seats.work[sample] = tokens
             seats.source.pop(sample, None)
             seats.carried.pop(sample, None)
-            if (home := seats.engine[sample]) in takers:
-                self.engines[home].tokens += tokens
+            home = seats.engine[sample]
+            if home != NOWHERE and engines[home].takes and not self._gathering:
+                engines[home].tokens += tokens
             else:
                 away.append(sample)
-        self._route(away)
-        if len(self.engines) > 1 or not takers:
+        if away:
+            self._route(away)
+        if len(engines) > 1 or not self._takers():
             return replace(command, engines=tuple(map(seats.engine.__getitem__, command.samples)))
         return command
 

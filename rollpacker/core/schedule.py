@@ -22,6 +22,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from rollpacker.core.commands import Command
 from rollpacker.core.deadlines import AdaptiveDeadline, AdaptiveDeadlineConfig
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.prompt_queue import PromptQueue
 
 Order = Literal["fifo", "closest", "longest"]
 
@@ -68,8 +69,8 @@ class _Kind:
         self.deadline = None if config.deadline is None else AdaptiveDeadline(config.deadline)
         self.queue: deque[SampleId] = deque()
         """Who waits, where the order is "fifo"."""
-        self.by_prompt: dict[PromptId, deque[SampleId]] = {}
-        """Who waits of each prompt, in the other orders."""
+        self.by_prompt = PromptQueue()
+        """Who waits, in the other orders."""
         self.dropped: set[SampleId] = set()
         """Still in the queue, but not needed any more."""
         self.longest_s: dict[PromptId, float] = {}
@@ -79,9 +80,10 @@ class _Kind:
         self.total_s = 0.0
         """Seconds that they took together."""
 
-    def expected_s(self, prompt: PromptId) -> float:
-        mean = self.total_s / self.num_seen if self.num_seen else 0.0
-        return self.longest_s.get(prompt, mean)
+    @property
+    def mean_s(self) -> float:
+        """Of the deeds that ended by themselves."""
+        return self.total_s / self.num_seen if self.num_seen else 0.0
 
 
 _UNBOUND = KindConfig()
@@ -116,13 +118,12 @@ class Schedule(Generic[E]):
         self._longest = order == "longest"
         self._cancelled: set[SampleId] = set()
         """Running, and not needed any more."""
-        self._tokens: dict[SampleId, int] = {}
-        """Length of each waiting response, where the order goes by it."""
 
     def begin_round(self) -> None:
         """Forget what was learnt of the last round's prompts."""
         for kind in self._kinds.values():
             kind.longest_s.clear()
+            kind.by_prompt.look_at_all()
 
     def ask(self, sample: SampleId, num_tokens: int = 0) -> list[Command]:
         """The sample, of so many tokens, needs a deed: start it, or let it wait for a worker."""
@@ -131,10 +132,8 @@ class Schedule(Generic[E]):
         if kind.num_free is None or kind.num_free > 0:
             return [self._start(kind, sample)]
         self.num_waiting += 1
-        if self._longest:
-            self._tokens[sample] = num_tokens
         if self._by_prompt:
-            kind.by_prompt.setdefault(sample.prompt, deque()).append(sample)
+            kind.by_prompt.add(sample, num_tokens if self._longest else 0)
         else:
             kind.queue.append(sample)
         return []
@@ -150,6 +149,7 @@ class Schedule(Generic[E]):
         if kind.num_free is not None:
             kind.num_free += 1
         self._cancelled.discard(sample)
+        kind.by_prompt.look_again(sample[0])
         seconds = event.seconds
         if seconds is not None and not event.cause:  # it ended by itself
             prompt = sample[0]
@@ -159,6 +159,12 @@ class Schedule(Generic[E]):
             if kind.deadline is not None:
                 kind.deadline.observe(seconds, correct=self._is_right(event))
         return retry
+
+    def look_again(self, prompt: PromptId) -> None:
+        """The prompt lacks fewer samples now."""
+        kind = self._kinds.get(prompt.source)
+        if kind is not None:
+            kind.by_prompt.look_again(prompt)
 
     def may_ask_again(self, event: E, retry: int) -> bool:
         """Whether the machinery failed, rather than the response, and may get another try."""
@@ -170,12 +176,11 @@ class Schedule(Generic[E]):
 
     def start_waiting(self, source: str, missing: Callable[[PromptId], int]) -> list[Command]:
         """Start as many waiting deeds of this kind as there are free workers. `missing` tells how
-        many samples a prompt still lacks."""
+        many samples a prompt still lacks: asked again where a deed of the prompt was asked for
+        or has ended since, and after `look_again`."""
         kind = self._kinds[source]
         commands: list[Command] = []
-        if not (kind.queue or kind.by_prompt):
-            return commands
-        while kind.num_free:
+        while kind.num_free and (kind.queue or kind.by_prompt):
             sample = self._next_of_prompts(kind, missing) if self._by_prompt else self._next(kind)
             if sample is None:
                 break
@@ -191,7 +196,8 @@ class Schedule(Generic[E]):
                     self._cancelled.add(sample)
                     running.append(sample)
             elif self._by_prompt:
-                self._leave_queue(sample)
+                self._kinds[sample.prompt.source].by_prompt.remove(sample)
+                self.num_waiting -= 1
             else:
                 self._kinds[sample.prompt.source].dropped.add(sample)
         return running
@@ -236,29 +242,8 @@ class Schedule(Generic[E]):
             kind.dropped.remove(sample)
         return None
 
-    def _next_of_prompts(self, kind: _Kind, missing: Callable[[PromptId], int]) -> SampleId | None:
-        if not kind.by_prompt:
-            return None
-        # The first of several: arrival breaks ties.
-        if self._longest:
-            prompt = max(kind.by_prompt, key=lambda prompt: self._expected(kind, prompt))
-        else:
-            prompt = min(kind.by_prompt, key=missing)
-        sample = kind.by_prompt[prompt][0]
-        if self._longest:
-            sample = max(kind.by_prompt[prompt], key=self._tokens.__getitem__)
-        self._leave_queue(sample)
-        return sample
-
-    def _expected(self, kind: _Kind, prompt: PromptId) -> tuple[float, int]:
-        return kind.expected_s(prompt), max(map(self._tokens.__getitem__, kind.by_prompt[prompt]))
-
-    def _leave_queue(self, sample: SampleId) -> None:
-        """A sample that waits leaves the queue of its prompt, where the order goes by prompt."""
-        by_prompt = self._kinds[sample.prompt.source].by_prompt
-        waiting = by_prompt[sample.prompt]
-        waiting.remove(sample)
-        self._tokens.pop(sample, None)
+    def _next_of_prompts(self, kind: _Kind, missing: Callable[[PromptId], int]) -> SampleId:
         self.num_waiting -= 1
-        if not waiting:
-            del by_prompt[sample.prompt]
+        if self._longest:
+            return kind.by_prompt.pop(kind.longest_s.get, kind.mean_s)
+        return kind.by_prompt.pop(lambda prompt: -missing(prompt), 0.0)

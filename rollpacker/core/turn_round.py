@@ -20,7 +20,13 @@ from dataclasses import replace
 
 from rollpacker.core.acting import Acting, Episode, Retracing
 from rollpacker.core.commands import CancelAct, Command, Conclude, Continue, LetGo, Release
-from rollpacker.core.events import Acted, SampleAborted, SampleFailed, SampleGenerated
+from rollpacker.core.events import (
+    Acted,
+    SampleAborted,
+    SampleFailed,
+    SampleGenerated,
+    SampleScored,
+)
 from rollpacker.core.groups import Group, RoundPlan
 from rollpacker.core.ids import SampleId
 from rollpacker.core.lifecycle import SampleState, check
@@ -89,7 +95,7 @@ class TurnRound(Round):
         episode.tokens, episode.given = in_all, 0
         if event.finish_reason == "stop":
             group.states[index] = check(LAUNCHED, ACTING)
-            episode.acts = True
+            episode.acts = episode.is_open = True
             let_go = self._acting.kept.leave(event)
             asked = self._acting.ask(sample, episode.tokens)
             return [*asked, LetGo(samples=tuple(let_go))] if let_go else asked
@@ -116,6 +122,12 @@ class TurnRound(Round):
         else:
             commands = self._go_on(event, episode)
         return self._told([*commands, *self._start_waiting(sample)])
+
+    def on_scored(self, event: SampleScored) -> list[Command]:
+        """See `Round.on_scored`."""
+        commands = super().on_scored(event)
+        self._acting.look_again(event.sample.prompt)
+        return commands
 
     def on_aborted(self, event: SampleAborted) -> list[Command]:
         """See `Round.on_aborted`."""
@@ -164,7 +176,9 @@ class TurnRound(Round):
         group.states[index] = check(group.states[index], GENERATED)
         self._ended.append((episode.tokens, True))
         concluded = Conclude(sample=sample, reason=reason)
-        return [concluded, *self._generated(group, index, episode.tokens)]
+        commands = [concluded, *self._generated(group, index, episode.tokens)]
+        self._acting.look_again(sample.prompt)
+        return commands
 
     def _lost(self, event: Acted, group: Group, index: int) -> list[Command]:
         """The environment did not answer. What raised or was too slow would be so again with the

@@ -21,8 +21,11 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, as_completed
-from dataclasses import dataclass
 
+from rollpacker.sim.plan_effort import BUDGETS as BUDGETS
+from rollpacker.sim.plan_effort import WARM_STEPS
+from rollpacker.sim.plan_effort import Budget as Budget
+from rollpacker.sim.plan_effort import expected_steps as expected_steps
 from rollpacker.sim.plan_ideas import (
     FACTORS,
     OFF,
@@ -48,8 +51,9 @@ from rollpacker.sim.plan_result import (
 from rollpacker.sim.plan_workers import interrupt_held, work, workers
 from rollpacker.sim.result import SystemResult
 
-Progress = Callable[[str, int, int], None]
-"""Called with the stage's name, and how many of its simulations are done of how many."""
+Progress = Callable[[str, int, int, float], None]
+"""Called with the stage's name, how many of its simulations are done of how many, and about which
+share of all stages is."""
 
 
 MAX_LOSS = 0.01
@@ -58,38 +62,12 @@ SCREEN_SLACK = 0.02
 """While few steps are simulated, a length shift may miss the bound by so much; not at the end."""
 FINAL_MARGIN = 0.002
 """A finalist's length shift keeps the bound by this much, so that fresh seeds seldom refuse it."""
+MOST_DONE = 0.99
+"""Of a plan's work, before its end."""
 FINAL_SEED = 1000
 """Finalists are compared on seeds that the search has not seen."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """How much is simulated."""
-
-    fine: bool
-    """The larger grid of factors."""
-    screen_steps: int
-    kept: int
-    """Factors that pass the screen."""
-    second_steps: int
-    finalists: int
-    seeds: int
-    steps: int
-    """Of each simulation of a finalist; more if long rounds are rare."""
-
-
-BUDGETS = {
-    "quick": Budget(
-        fine=False, screen_steps=15, kept=4, second_steps=25, finalists=2, seeds=3, steps=20
-    ),
-    "normal": Budget(
-        fine=True, screen_steps=20, kept=12, second_steps=40, finalists=4, seeds=4, steps=40
-    ),
-    "thorough": Budget(
-        fine=True, screen_steps=40, kept=24, second_steps=100, finalists=8, seeds=8, steps=100
-    ),
-}
-WARM_STEPS = 8
 MAX_STRETCH = 4
 """To see one round of the rarest kind, a simulation may be so many times longer than asked for."""
 
@@ -101,7 +79,7 @@ def plan(
     budget: Budget,
     max_shift: float | None = None,
     jobs: int = 1,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = lambda stage, done, total, share: None,
 ) -> Plan:
     """Search. `max_shift`: trained responses may be shorter than the policy's own by this share;
     None: by as much as at the current settings. With debias any shift is allowed: the weights undo
@@ -127,7 +105,7 @@ def compare(
     seeds: Sequence[int],
     steps: int,
     jobs: int = 1,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = lambda stage, done, total, share: None,
 ) -> list[Finding]:
     """These candidates on the same seeds (counted from the base's own); savings are against the
     first. More steps are simulated where they are needed to see every kind of round."""
@@ -153,7 +131,8 @@ class _Search:
         self._bound = -math.inf
         """Least shift allowed, a negative number; on the seeds at hand."""
         self._workers = workers
-        self._progress = progress
+        self._say = progress
+        self._num_expected = expected_steps(base, budget)
         self._known: dict[tuple[str, int, int], Measure] = {}
         self._num_simulated = 0
         self._best_so_far: Finding | None = None
@@ -381,6 +360,9 @@ class _Search:
             for c in candidates
         ]
         return [finding(c, row, rows[0]) for c, row in zip(candidates, rows, strict=True)]
+
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        self._say(stage, done, total, min(self._num_simulated / self._num_expected, MOST_DONE))
 
     def _num_steps(self, candidate: Candidate, steps: int) -> int:
         """So many, or as many as it takes to see a round of every kind."""

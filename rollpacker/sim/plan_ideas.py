@@ -106,6 +106,8 @@ class Base:
     """Chance per token and update that a carried token comes out differently."""
     mismatch_band: tuple[float, ...] = ()
     """Its ends, where it is not known better."""
+    has_turns: bool = False
+    """Samples are trajectories, to which the complement rule does not apply."""
     capped_share: float | None = None
     """Of the policy's own responses, so many run to the cap; None: not known."""
     trust: float | None = None
@@ -213,6 +215,7 @@ def plan_base(scenario: Scenario) -> Base:
         seed=scenario.seed,
         mismatch=scenario.carry.mismatch,
         mismatch_band=scenario.carry.mismatch_band or (),
+        has_turns=scenario.turns is not None,
         capped_share=Workload(scenario).capped_share(),
     )
 
@@ -375,7 +378,7 @@ def factor_grid(base: Base, *, fine: bool) -> list[Idea]:
 def _order_grid(base: Base, fine: bool) -> list[Idea]:
     pools = (1.125, 1.25, 1.5, 1.75, 2.0, 2.5) if fine else (1.25, 1.5, 2.0)
     waits = (1, 2, 4, 8, 16) if fine else (4, 16)
-    rules = (True, False) if base.mismatch else (True,)
+    rules = (True, False) if base.mismatch and not base.has_turns else (True,)
     return [
         *(
             order_idea(factor, max_deferrals=wait, complement=rule)

@@ -128,8 +128,8 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
 
 
 def _tail(scenario: Scenario) -> TailBatchingConfig:
-    """Deferred trajectories begin anew here: that some of their tokens are drawn in one pass is not
-    simulated."""
+    """To the core deferred trajectories begin anew: what of them is taken in by one pass is the
+    machine's to say (`Machine.carries_turns`)."""
     tail = scenario.tail_batching
     return replace(tail, carry="none") if scenario.turns is not None and tail.carries else tail
 

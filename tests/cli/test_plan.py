@@ -331,13 +331,15 @@ def test_without_a_terminal_it_says_how_far_it_is(
     assert main(["plan", str(scenario), "--budget", "quick", "--jobs", "1", "--json"]) == 0
     out, err = capsys.readouterr()
     json.loads(out)
-    assert re.search(r"^rollpacker: factors: \d+ of \d+ simulations$", err, re.MULTILINE)
+    assert re.search(
+        r"^rollpacker: factors: \d+ of \d+ simulations; about .* left$", err, re.MULTILINE
+    )
 
 
 def test_an_interrupt_tells_the_best_so_far(scenario: Path) -> None:
     config = load_scenario(scenario)
 
-    def interrupt(stage: str, done: int, total: int) -> None:
+    def interrupt(stage: str, done: int, total: int, share: float) -> None:
         if stage == "closer":
             raise KeyboardInterrupt
 

@@ -138,8 +138,9 @@ class Environments:
         assert command.samples
         for sample in command.samples:
             played = self.played[sample]
-            assert played.is_open, f"{sample} has no episode to end"
-            played.is_open = False
+            # Whoever waits for a worker has a message behind it that nobody needs any more.
+            assert played.is_open or played.waits, f"{sample} has no episode to end"
+            played.is_open = played.waits = False
             if sample not in self.asked:
                 continue
             there = self.asked[sample]
@@ -229,3 +230,4 @@ class Environments:
         assert not self.asked, f"owed: {self.asked}"
         for sample, played in self.played.items():
             assert not played.is_open, f"{sample} has an episode that nobody ended"
+            assert not played.waits, f"{sample} has a message that nobody answered or let go of"
