@@ -11,6 +11,7 @@ has no pattern. That leaves templates that count letters: so some texts are rend
 
 from __future__ import annotations
 
+import ast
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -122,6 +123,6 @@ def _written(template: str) -> list[str]:
     """The strings of a template's own, but for white space, which the probe has, too."""
     import jinja2
 
-    tokens = jinja2.Environment().lexer.tokenize(template)
-    found = {str(token.value) for token in tokens if token.type == "string"}
+    tokens = jinja2.Environment().lex(template)
+    found = {str(ast.literal_eval(value)) for _, kind, value in tokens if kind == "string"}
     return sorted(one for one in found if one.strip())
