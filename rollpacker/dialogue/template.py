@@ -14,7 +14,6 @@ from typing import Any
 
 from rollpacker.chat_template import end_of_turn
 from rollpacker.dialogue.encoding import Encoder, num_alike
-from rollpacker.dialogue.patterns import Patterns
 from rollpacker.dialogue.trajectory import Message
 
 STAND_IN = "stand-in-of-a-turn"
@@ -60,7 +59,6 @@ class DialogueTemplate:
         if self.tools:
             self._find_tools(last, followed)
         self.ending = self._ending_of(followed.partition(STAND_IN)[2])
-        self._patterns = Patterns(self._behind_turn, tokenizer.chat_template)
 
     @property
     def marker_ids(self) -> frozenset[int]:
@@ -132,9 +130,6 @@ class DialogueTemplate:
 
     def behind_turn(self, messages: Sequence[Message]) -> str:
         """The text behind any turn of the model: its ending, the messages, a generation prompt."""
-        return self._patterns(messages)
-
-    def _behind_turn(self, messages: Sequence[Message]) -> str:
         results = []
         for message in messages:
             if message.get("role") != "tool":
