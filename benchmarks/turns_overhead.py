@@ -31,6 +31,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from machine import ROOT, write_result
 
 sys.path.insert(0, str(ROOT))  # for the tests' fakes and tokenizers
 
+from rollpacker.chat_template import decoded
+from rollpacker.cli.driving import python_set_for_runs
 from rollpacker.cli.environments import Turns
 from rollpacker.controller.driver import Controller, Parts
 from rollpacker.controller.engines import Engines, Weights
@@ -244,8 +247,8 @@ def make(folder: Path, steps: int, tokens_per_s: float) -> tuple[Controller, Pac
         eval_prompts=None,
         cursor=PromptCursor("train", PROMPTS, 0, True, None),
         build_samples=build_samples,
-        decode=tokenizer.decode,
-        render=tokenizer.decode,
+        decode=partial(decoded, tokenizer, skip_special_tokens=True),
+        render=partial(decoded, tokenizer, skip_special_tokens=False),
         log=LogWriter(folder / "events.jsonl"),
         samples=SampleWriter(folder / "samples", folder / "evaluations"),
         player=turns.player(0),
@@ -269,7 +272,8 @@ async def _measure(
         engine.profile = cProfile.Profile()
         of_loop.enable()
     wall, cpu, loop = time.perf_counter(), time.process_time(), time.thread_time()
-    await controller.run()
+    with python_set_for_runs():
+        await controller.run()
     wall, loop = time.perf_counter() - wall, time.thread_time() - loop
     cpu = time.process_time() - cpu - engine.own_cpu_s
     of_loop.disable()

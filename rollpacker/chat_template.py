@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _REPLY = "reply"
+
+
+def decoded(tokenizer: Any, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+    """The text of these tokens, as the tokenizer's `decode` has it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", True):
+        # What `decode` does, without its look at each token.
+        return str(backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
 
 def end_of_turn(

@@ -13,6 +13,7 @@ run gets a thread of its own. The caller's thread then waits, does what must be 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import queue
 import signal
@@ -38,6 +39,11 @@ SWITCH_INTERVAL_S = 0.0005
 takes it many times per decode step, and would wait Python's 5 ms each time that verdicts or samples
 are being worked on. `benchmarks/streaming.py` runs with it: there the engine decodes while verdicts
 come in and gradients are asked for."""
+
+COLLECT_AFTER = 20_000
+"""Python looks for cycles of garbage each time that so many containers more were made than freed;
+its own 700 cost a tenth of the controller's time, spent on tokens, which are in no cycle
+(`benchmarks/turns_overhead.py`)."""
 
 CLOSE_WITHIN_S = 10.0
 """What a run that is ended at once may take to let go of its engine, workers and files."""
@@ -170,15 +176,25 @@ def drive(controller: Controller, caller: Caller, *, is_command: bool) -> str:
     import asyncio
 
     ending = _Ending(controller, caller, is_command=is_command)
-    switch_interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        with ending.heeding_signals():
+        with python_set_for_runs(), ending.heeding_signals():
             return caller.run(ending.run())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+
+
+@contextlib.contextmanager
+def python_set_for_runs() -> Iterator[None]:
+    """`SWITCH_INTERVAL_S` and `COLLECT_AFTER`; before and behind it as the program has them."""
+    switch_interval_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if 0 < thresholds[0] < COLLECT_AFTER:  # 0: the program wants none at all
+        gc.set_threshold(COLLECT_AFTER, *thresholds[1:])
+    try:
+        yield
     finally:
         sys.setswitchinterval(switch_interval_s)
+        gc.set_threshold(*thresholds)
 
 
 class _Ending:

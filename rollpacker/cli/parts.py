@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.chat_template import decoded
 from rollpacker.cli.environments import Turns, check_turns, load_turns, with_tools
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.reward_schedule import RewardKindConfig
@@ -74,15 +75,11 @@ class Policy:
         return self.inputs.reward
 
     def decode(self, tokens: Sequence[int]) -> str:
-        text = self.loaded.tokenizer.decode(list(tokens), skip_special_tokens=True)
-        assert isinstance(text, str), "a list of tokens is one text"
-        return text
+        return decoded(self.loaded.tokenizer, tokens, skip_special_tokens=True)
 
     def render(self, tokens: Sequence[int]) -> str:
         """The text with special tokens: what the model saw."""
-        text = self.loaded.tokenizer.decode(list(tokens), skip_special_tokens=False)
-        assert isinstance(text, str), "a list of tokens is one text"
-        return text
+        return decoded(self.loaded.tokenizer, tokens, skip_special_tokens=False)
 
     @property
     def mean_prompt_tokens(self) -> int:

@@ -116,7 +116,7 @@ class Play:
         self._goes_on(self.trajectory.prompted(prompt, given), len(given))
 
     def _goes_on(self, trajectory: Trajectory, num_given: int) -> None:
-        longer = len(trajectory.context) - len(trajectory.prompt) - self.num_tokens
+        longer = trajectory.num_context - len(trajectory.prompt) - self.num_tokens
         self.num_given = max(num_given, longer)
         self.num_tokens += self.num_given
         self.trajectory = trajectory
@@ -125,7 +125,7 @@ class Play:
         """The next turn was drawn, with so many tokens before it that the engine had kept. The
         first one's are nobody's to keep."""
         if self.num_turns:
-            before = max(len(self.trajectory.context) - self.num_given, 1)
+            before = max(self.trajectory.num_context - self.num_given, 1)
             kept = min(num_reused, before - 1)  # the latest drawn one was never fed
             self.spent.kept_tokens += kept
             self.spent.recomputed_tokens += before - 1 - kept
@@ -149,7 +149,7 @@ class Play:
             sample=self.sample,
             prompt_tokens=whole.prompt,
             tokens=whole.tokens,
-            log_probs=tuple(value for turn in whole.turns for value in turn.log_probs or ()),
+            log_probs=whole.log_probs,
             finish_reason=reason,
             version=self.version,
             given=whole.given,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Protocol
 
 from rollpacker.spans import Rewritten, Spans, rows_in
@@ -51,8 +50,8 @@ class Trajectory:
             if last.log_probs is not None and segment.log_probs is not None:
                 log_probs = last.log_probs + segment.log_probs
             joined = Segment(last.tokens + segment.tokens, log_probs)
-            return replace(self, segments=(*self.segments[:-1], joined))
-        return replace(self, segments=(*self.segments, segment))
+            return Trajectory(self.prompt, (*self.segments[:-1], joined), self.rewritten)
+        return Trajectory(self.prompt, (*self.segments, segment), self.rewritten)
 
     def prompted(self, prompt: tuple[int, ...], given: Sequence[int] = ()) -> Trajectory:
         """With the whole prompt of the next turn. If it begins with all that there is, token by
@@ -79,8 +78,16 @@ class Trajectory:
     @property
     def context(self) -> tuple[int, ...]:
         """All that the model sees before its next token."""
-        first, prompt = self.rewritten[-1] if self.rewritten else (0, self.prompt)
+        if not self.rewritten:
+            return self._behind(self.prompt)
+        first, prompt = self.rewritten[-1]
         return prompt + self.tokens[first:]
+
+    @property
+    def num_context(self) -> int:
+        """How many tokens `context` has."""
+        first, prompt = self.rewritten[-1] if self.rewritten else (0, self.prompt)
+        return len(prompt) - first + sum([len(one.tokens) for one in self.segments])
 
     @property
     def _begins_anew(self) -> bool:
@@ -102,7 +109,21 @@ class Trajectory:
     @property
     def tokens(self) -> tuple[int, ...]:
         """All that came after the prompt."""
-        return tuple(chain.from_iterable([one.tokens for one in self.segments]))
+        return self._behind(())
+
+    @property
+    def log_probs(self) -> tuple[float, ...]:
+        """Of all that the model drew."""
+        found: list[float] = []
+        for one in self.turns:
+            found += one.log_probs or ()
+        return tuple(found)
+
+    def _behind(self, before: tuple[int, ...]) -> tuple[int, ...]:
+        found = [*before]
+        for one in self.segments:  # in whole stretches: each turn has all that came before it
+            found += one.tokens
+        return tuple(found)
 
     @property
     def given(self) -> Spans:

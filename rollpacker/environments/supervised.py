@@ -7,7 +7,6 @@ cause; none of them is a zero.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import json
 import logging
@@ -74,8 +73,8 @@ class _Life:
 @dataclass(slots=True)
 class _Episode:
     life: _Life | None = None
-    said: dict[int, bytes] = field(default_factory=dict)
-    """Hashes of its answers by turn, in whichever life, if they should be the same in each."""
+    said: dict[int, Begun | Answered] = field(default_factory=dict)
+    """Its first answers by turn, in whichever life, if they should be the same in each."""
 
 
 class SupervisedEnvironments:
@@ -318,8 +317,8 @@ class SupervisedEnvironments:
         life.last = answer
         if not self.is_deterministic:
             return answer
-        said = _digest(answer)
-        if known.said.setdefault(life.turn, said) != said:
+        first = known.said.setdefault(life.turn, answer)
+        if first is not answer and _compared(first) != _compared(answer):
             why = (
                 f"{self.name} is said to be deterministic, but when an episode was played again"
                 f" with the same messages, it answered otherwise at turn {life.turn}"
@@ -362,15 +361,14 @@ class SupervisedEnvironments:
             logger.warning("environment %s%s", kind, more)
 
 
-def _digest(answer: Begun | Answered) -> bytes:
-    """Of what matters to the episode; its seconds do not."""
+def _compared(answer: Begun | Answered) -> str:
+    """What matters to the episode; its seconds do not."""
     values: list[Any] = [answer.messages]
     if isinstance(answer, Answered):
         values += [answer.reward, answer.done, answer.truncated]
     elif answer.tools is not None:
         values.append(answer.tools)
-    text = json.dumps(values, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return json.dumps(values, sort_keys=True)
 
 
 def _load(

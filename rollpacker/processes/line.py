@@ -36,6 +36,9 @@ class Line:
         self._connection = connection
         self._heard: deque[Message] = deque()
         self._unsent = bytearray()
+        self._is_flushing = False
+        """The loop is about to send what is unsent."""
+        self._waits_for_room = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
@@ -104,6 +107,7 @@ class Line:
         `ValueError` that `heard` raises ends the line."""
         self._connection.setblocking(False)
         self._loop = loop
+        self._is_flushing = self._waits_for_room = False  # which the last loop may not have come to
 
         def readable() -> None:
             try:
@@ -122,7 +126,16 @@ class Line:
         self._unsent += packed(kind, number, payload)
         self._flush()
 
+    def post_together(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
+        """As `post`, together with what else is posted before the loop looks around again: each
+        sending is a system call."""
+        self._unsent += packed(kind, number, payload)
+        if not self._is_flushing and self._loop is not None:
+            self._is_flushing = True
+            self._loop.call_soon(self._flush)
+
     def _flush(self) -> None:
+        self._is_flushing = False
         if self._loop is None:
             self._unsent.clear()
             return
@@ -131,10 +144,13 @@ class Line:
                 del self._unsent[: self._connection.send(self._unsent)]
         except BlockingIOError:
             self._loop.add_writer(self.fileno(), self._flush)
+            self._waits_for_room = True
             return
         except OSError:
             self._unsent.clear()
-        self._loop.remove_writer(self.fileno())
+        if self._waits_for_room:
+            self._loop.remove_writer(self.fileno())
+            self._waits_for_room = False
 
     def detach(self) -> None:
         """Stop calling the loop. Idempotent."""

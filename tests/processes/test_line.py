@@ -98,3 +98,27 @@ def test_nonsense_is_an_end(nonsense: bytes) -> None:
         line.receive(5)
     line.close()
     theirs.close()
+
+
+def test_what_is_posted_together_arrives_in_order_and_a_later_loop_takes_it_up() -> None:
+    ours, theirs = two()
+
+    async def post() -> None:
+        ours.attach(asyncio.get_running_loop(), lambda message: None, lambda: None)
+        ours.post_together(1, 1, b"a")
+        ours.post_together(1, 2, bytes(5_000_000))  # more than a socket holds
+        assert not ready([theirs], 0.0), "sent before the loop looks around"
+        ours.post(1, 3)
+        assert theirs.receive(5) == (1, 1, b"a")
+        ours.post_together(1, 4)
+
+    asyncio.run(post())
+
+    async def post_again() -> list[int]:
+        ours.attach(asyncio.get_running_loop(), lambda message: None, lambda: None)
+        ours.post_together(1, 5)
+        return [(await asyncio.to_thread(theirs.receive, 5)).number for _ in range(4)]
+
+    assert asyncio.run(post_again()) == [2, 3, 4, 5]
+    ours.close()
+    theirs.close()

@@ -174,7 +174,7 @@ class WorkerProcess:
             self._line.post(LOAD, 0, self._taken())
 
     def send(self, kind: int, call: int, payload: bytes = b"") -> None:
-        self._line.post(kind, call, payload)
+        self._line.post_together(kind, call, payload)
 
     def kill(self) -> None:
         """End it, its children too, and hear no more of it."""
