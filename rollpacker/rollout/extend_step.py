@@ -168,7 +168,7 @@ class _SpanStep:
             query = query.narrow(1, *self._tokens)
         else:
             query = query.index_select(1, self._padded)
-        by_row = query.unflatten(1, (self._num_rows, self._num_tokens)).transpose(0, 1)
+        by_row = query.view(num_heads, self._num_rows, self._num_tokens, -1).transpose(0, 1)
         # Query heads that share a key head follow each other as if they were more tokens, so that
         # keys and values are never repeated.
         groups = num_heads // num_kv_heads
