@@ -25,7 +25,7 @@ from rollpacker.core.records import EVALUATION_ROLLOUT
 from rollpacker.data.dataset import TRAIN, PromptRow, PromptSet
 from rollpacker.environments.environment import Episode
 from rollpacker.rewards.reward import Cause, Failed, Progress, Reward, RewardInput, Scored
-from rollpacker.rollout.engine import GenerationRequest, Response
+from rollpacker.rollout.engine import GenerationRequest, Response, SamplingParams
 from rollpacker.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
@@ -189,15 +189,7 @@ async def evaluate(
     """
     settings, sampling = config.eval, config.eval_sampling
     rows = prompts.rows[: settings.max_prompts]
-    requests = [
-        GenerationRequest(
-            sample=SampleId(PromptId("eval", 0, number), index, 0),
-            prompt_tokens=row.tokens,
-            sampling=sampling,
-        )
-        for number, row in enumerate(rows)
-        for index in range(settings.samples_per_prompt)
-    ]
+    requests = _requests(rows, settings.samples_per_prompt, sampling)
     episodes: dict[SampleId, Episode] = {}
     async with drawing or nullcontext():
         if player is None:
@@ -231,6 +223,20 @@ async def evaluate(
     texts = [one.completion for one in inputs]
     judged = tuple(zip(responses, texts, verdicts, strict=True))
     return EvalResult(metrics=metrics, passed=passed, judged=judged, episodes=episodes)
+
+
+def _requests(
+    rows: Sequence[PromptRow], samples_per_prompt: int, sampling: SamplingParams
+) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            sample=SampleId(PromptId("eval", 0, number), index, 0),
+            prompt_tokens=row.tokens,
+            sampling=sampling,
+        )
+        for number, row in enumerate(rows)
+        for index in range(samples_per_prompt)
+    ]
 
 
 def _was_lost(verdict: Scored | Failed) -> bool:
