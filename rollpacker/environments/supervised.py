@@ -114,6 +114,8 @@ class SupervisedEnvironments:
         self.name: str = hello["name"]
         self.tools: tuple[ToolSchema, ...] = tuple(hello["tools"])
         self.begins: bool = hello["begins"]
+        self.scores_at_end: bool = hello["scores_at_end"]
+        self.gives_rewards: bool = hello["gives_rewards"]
         self.rows: tuple[dict[str, Any], ...] | None = None
         """What it brought. None: it was not asked."""
         if brings_rows:
@@ -249,6 +251,16 @@ class SupervisedEnvironments:
         )
         life.turn = turn
         return self._settled(known, life, answered)
+
+    async def finish(
+        self, episode: SampleId, *, timeout_s: float | None = None
+    ) -> float | Lost | None:
+        """See `Environments`."""
+        known = self._episodes.setdefault(episode, _Episode())
+        if known.life is None:
+            return self._lost("the episode was lost before and has not begun anew")
+        reply = await self._asked(known, known.life, (None, None), timeout_s)
+        return reply if isinstance(reply, Lost) else reply.get("reward")
 
     def end(self, episode: SampleId) -> None:
         """See `Environments`."""

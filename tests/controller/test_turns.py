@@ -82,6 +82,18 @@ def look_up(word: str) -> str:
     """
     return word * 2
 
+class Toolbox:
+    def reset(self, **columns):
+        pass
+
+    def spell(self, word: str) -> str:
+        """Spell it.
+
+        Args:
+            word: The word.
+        """
+        return word
+
 class Hangs(Talk):
     def trouble(self):
         if self.row["number"] % 4 == 1 and self.turn == 2:
@@ -356,6 +368,11 @@ def test_another_environment_is_another_run(
         ("environment=null", "the reward environment is what an environment says"),
         ("environment.function=null", "must name tools or a function"),
         ("environment.function=talk.py:Tolk", "Talk"),
+        (
+            'environment={tools: ["talk.py:look_up"]}',
+            "rewards: the reward environment is what an environment says, and tools alone say none",
+        ),
+        ("environment.function=talk.py:Toolbox", "Toolbox has neither a method step nor get_rew"),
         (
             "tail_batching={enabled: true, carry: weighted}"
             "\nalgorithm={mismatch_correction: token-mask}",
