@@ -15,8 +15,10 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rollpacker.bus import Bus
 from rollpacker.cli.main import main
 from rollpacker.controller.generation import Generation
+from rollpacker.controller.reasons import Reasons
 from rollpacker.core.commands import LIMITS
 from rollpacker.environments.supervised import SupervisedEnvironments
 from tests.dialogue.families import tokenizer_of
@@ -197,6 +199,19 @@ def weights(folder: Path, name: str) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def test_reasons_that_differ_by_their_numbers_are_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reasons = Reasons(Bus(None, None, sinks=[]))  # type: ignore[arg-type]
+    for pid in (17, 1234):
+        reasons._tell(f"the environment: its process (pid {pid}) ended by itself")
+    reasons._tell("the environment: it raised")
+    assert [one.getMessage().split(" (")[0] for one in caplog.records] == [
+        "no use for a sample: the environment: its process",
+        "no use for a sample: the environment: it raised",
+    ]
+
+
 def test_trajectories_are_trained_on(folder: Path) -> None:
     """What the trainer says of the drawn tokens is what the engine said of them, turn by turn."""
     assert train("tail_batching.enabled=true", "tail_batching.prompt_factor=1.5") == 0
@@ -349,6 +364,35 @@ def test_evaluations_are_played_and_all_their_generation_is_told(
     assert all(one["metrics"]["eval/reward"] >= 0 for one in notes)
     generated = sum(one["metrics"]["timing_s/testing_gen"] for one in notes)
     assert generated == pytest.approx(sum(told), rel=0.2)
+
+
+def test_a_dry_run_shows_the_prompt_with_its_tools(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "data.max_prompt_tokens=250"
+    assert train(*TOOLS, "data.train.chat=true", long, "--dry-run") == 0
+    told = capsys.readouterr().out
+    assert "environment  look_up; tools: look_up" in told
+    assert '"name": "look_up"' in told[told.index("first prompt") :]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ('environment={tools: ["talk.py:look_up", "talk.py:look_up"]}', "names a tool twice"),
+        ('environment={tools: ["nofile.py:f"]}', "nofile.py"),
+        ("data.train.chat=false", "set data.train.chat=true"),
+        ("environment={function: talk.py:Tolk}", "Talk"),
+        ("environment={function: talk.py:Talk, arguments: {x: 1}}", "making one raised TypeError"),
+    ],
+)
+def test_a_dry_run_looks_at_tools_and_environments(
+    folder: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    long = "data.max_prompt_tokens=250"
+    assert train(*TOOLS, "data.train.chat=true", long, override, "--dry-run") == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 def test_another_environment_is_another_run(

@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollpacker.environments.environment import Answered, Begun, EnvironmentSetupError, Lost
+from rollpacker.environments.environment import (
+    Answered,
+    Begun,
+    EnvironmentConfig,
+    EnvironmentSetupError,
+    Lost,
+)
 from rollpacker.environments.shapes import reset_arguments, stepped
 from rollpacker.environments.supervised import SupervisedEnvironments
 from tests.environments.playing import (
@@ -302,6 +308,11 @@ def test_a_column_that_reset_names_must_be_there(tmp_path: Path) -> None:
     lost = lost_by(config, answer=3)
     assert lost.cause == "environment"
     assert lost.reason == "Env needs the column question; the row has: seed, answer"
+
+
+def test_a_package_without_a_name_is_told_as_one() -> None:
+    with pytest.raises(EnvironmentSetupError, match='"program:" names no command'):
+        SupervisedEnvironments(EnvironmentConfig(function="program:"))
 
 
 def test_a_column_called_options_is_a_column() -> None:

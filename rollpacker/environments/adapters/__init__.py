@@ -32,8 +32,8 @@ __all__ = ["PACKAGES", "AdapterError", "is_adapted", "load", "rows"]
 
 def is_adapted(name: str) -> bool:
     """Whether `name` is `package:NAME` of one of `PACKAGES`, rather than a function of somebody."""
-    package, colon, rest = name.partition(":")
-    return bool(colon and rest) and package in PACKAGES
+    package, colon, _ = name.partition(":")
+    return bool(colon) and package in PACKAGES
 
 
 def load(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
@@ -63,5 +63,6 @@ def _module_of(name: str) -> tuple[Any, str]:
             f" Known are {', '.join(PACKAGES)}."
         )
     if not rest:
-        raise AdapterError(f'"{name}" names no environment; write "{package}:NAME".')
+        what, kind = ("command", "COMMAND") if package == "program" else ("environment", "NAME")
+        raise AdapterError(f'"{name}" names no {what}; write "{package}:{kind}".')
     return importlib.import_module(f"{__name__}.{PACKAGES[package]}"), rest
