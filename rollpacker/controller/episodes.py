@@ -50,8 +50,6 @@ class Episodes:
     _noise: dict[SampleId, SampleId | None] = field(default_factory=dict, init=False)
     """Whose noise a sample draws with."""
     _tasks: dict[SampleId, asyncio.Task[None]] = field(default_factory=dict, init=False)
-    _finishing: set[asyncio.Task[None]] = field(default_factory=set, init=False)
-    """Those that limits ended, and that are asked what they were worth."""
     _concluded: list[Play] = field(default_factory=list, init=False)
     """In this step."""
     _lost: dict[str, int] = field(default_factory=dict, init=False)
@@ -136,8 +134,8 @@ class Episodes:
 
     def _finish(self, play: Play, future: Future[Episode | Lost]) -> None:
         task = asyncio.ensure_future(self._finished(play, future))
-        self._finishing.add(task)
-        task.add_done_callback(self._finish_ended)
+        self._tasks[play.sample] = task
+        task.add_done_callback(lambda done: self._finish_ended(play.sample, done))
 
     async def _finished(self, play: Play, future: Future[Episode | Lost]) -> None:
         try:
@@ -146,8 +144,9 @@ class Episodes:
         finally:
             self.player.end(play)
 
-    def _finish_ended(self, task: asyncio.Task[None]) -> None:
-        self._finishing.discard(task)
+    def _finish_ended(self, sample: SampleId, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(sample) is task:
+            del self._tasks[sample]
         error = None if task.cancelled() else task.exception()
         self.watch.sign()
         if error is not None:

@@ -90,7 +90,8 @@ def _hello(
 async def _environment(request: Mapping[str, Any]) -> Loaded:
     spec, arguments = request["function"], request["arguments"]
     make: Callable[[], Any]
-    if adapters.is_adapted(spec):
+    is_unnamed = spec.removesuffix(":") in adapters.PACKAGES  # which loading it says
+    if is_unnamed or adapters.is_adapted(spec):
         make = adapters.load(spec, arguments)
         in_loop = getattr(make, "is_quick", False)
     else:

@@ -110,16 +110,10 @@ class SupervisedEnvironments:
         )
         first = WorkerProcess("environment-1", load, self._cwd, self._quota, program=PROGRAM)
         self._spares = [first]
-        hello = self._greeted(self._spares[0])
-        self.name: str = hello["name"]
+        hello = self._hello = self._greeted(self._spares[0])
         self.tools: tuple[ToolSchema, ...] = tuple(hello["tools"])
         self.begins: bool = hello["begins"]
         self.scores_at_end: bool = hello["scores_at_end"]
-        self.gives_rewards: bool = hello["gives_rewards"]
-        self.rows: tuple[dict[str, Any], ...] | None = None
-        """What it brought. None: it was not asked."""
-        if brings_rows:
-            self.rows = tuple(hello["rows"])
         said = hello["is_deterministic"]
         self.is_deterministic: bool = said if config.deterministic is None else config.deterministic
         self._pool: EpisodePool | None = None
@@ -128,6 +122,19 @@ class SupervisedEnvironments:
         self._numbers = itertools.count(1)
         self._episodes: dict[SampleId, _Episode] = {}
         self._told: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        return self._hello["name"]  # type: ignore[no-any-return]
+
+    @property
+    def gives_rewards(self) -> bool:
+        return self._hello["gives_rewards"]  # type: ignore[no-any-return]
+
+    @property
+    def rows(self) -> tuple[dict[str, Any], ...] | None:
+        """What it brought. None: it was not asked."""
+        return tuple(self._hello["rows"]) if "rows" in self._hello else None
 
     # -- processes --------------------------------------------------------------------------
 

@@ -219,7 +219,7 @@ def test_prints_of_tools_are_shown(tmp_path: Path, caplog: pytest.LogCaptureFixt
             'def f(a: list[C] | None):\n    """Do.\n\n    Args:\n        a: It.\n    """',
             "is the Enum C, and a model gives plain values. Write Literal['red']",
         ),
-        ('def f():\n    """Do."""\n    yield 1', "tool f is a generator; return a list"),
+        ('def f():\n    """Do."""\n    yield 1', "is a generator; return a list"),
         ("class f: ...", "is a type, not a function"),
         ("g = 1", "has no f"),
         ("f = 1", "is a int, not a function"),

@@ -32,8 +32,8 @@ __all__ = ["PACKAGES", "AdapterError", "is_adapted", "load", "rows"]
 
 def is_adapted(name: str) -> bool:
     """Whether `name` is `package:NAME` of one of `PACKAGES`, rather than a function of somebody."""
-    package, colon, _ = name.partition(":")
-    return bool(colon) and package in PACKAGES
+    package, colon, rest = name.partition(":")
+    return bool(colon and rest) and package in PACKAGES
 
 
 def load(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
