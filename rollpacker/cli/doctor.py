@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollpacker.cli import findings, output, trials
 from rollpacker.cli.cluster_findings import cluster
+from rollpacker.cli.errors import classify
 from rollpacker.cli.findings import Finding
 from rollpacker.imports import MissingPackageError
 
@@ -196,6 +197,10 @@ def _outcome(one: _NamedCheck) -> list[Finding]:
         cure = "The machine may be busy: run it again when it is not."
         return [Finding("warn", one.name, f"slow: not measured ({error})", cure)]
     except Exception as error:  # whatever it is, the other checks go on
+        code, told = classify(error)
+        if code != 1:  # the user's to mend, and the message says how
+            cure = "Correct that, and run doctor again."
+            return [Finding("fail" if one.must else "warn", one.name, told, cure)]
         text = f"{type(error).__name__}: {error}"
         cure = "Please report this line, and how you got it."
         return [Finding("fail" if one.must else "warn", one.name, text, cure)]

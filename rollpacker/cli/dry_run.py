@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from rollpacker.cli.environments import Turns
     from rollpacker.config.schema import RunConfig
     from rollpacker.data.dataset import PromptRow
 
@@ -67,19 +68,43 @@ def _print_devices(config: RunConfig) -> RunConfig:
 
 
 def _first_rows(config: RunConfig) -> tuple[Sequence[str], Sequence[PromptRow]]:
-    """How prompts are made, and the first of `data.train`, without anything else loaded. What keeps
-    it from being shown is said in its place."""
+    """How prompts are made, and the first of `data.train`, without anything else loaded but the
+    environments, whose tools stand in the prompt. What keeps it from being shown is said in its
+    place. Raises what their mistakes raise."""
+    from rollpacker.cli.environments import load_turns
     from rollpacker.cli.hub import look_for_hub
     from rollpacker.cli.parts import of_tokenizer
-    from rollpacker.data.prompts import load_few
 
     try:
         look_for_hub(config)
         tokenizer = of_tokenizer(config, config.model.path)
-        few = load_few(config.data, "train", rows=_MOST_ROWS, **tokenizer)
     except (ValueError, OSError) as error:
         return [f"first prompt  cannot be shown: {error}"], []
-    return few.told, few.rows
+    turns = load_turns(config, tokenizer)
+    try:
+        return _shown(config, tokenizer, turns)
+    finally:
+        if turns is not None:
+            turns.close()
+
+
+def _shown(
+    config: RunConfig, tokenizer: Mapping[str, Any], turns: Turns | None
+) -> tuple[Sequence[str], Sequence[PromptRow]]:
+    from rollpacker.cli.environments import check_turns, with_tools
+    from rollpacker.data.prompts import load_few
+
+    told = []
+    if turns is not None:
+        tools = ", ".join(tool["function"]["name"] for tool in turns.environments.tools)
+        told.append(f"environment  {turns.environments.name}; tools: {tools or 'none'}")
+    try:
+        few = load_few(config.data, "train", rows=_MOST_ROWS, **with_tools(tokenizer, turns))
+    except (ValueError, OSError) as error:
+        return [*told, f"first prompt  cannot be shown: {error}"], []
+    if turns is not None:
+        check_turns(turns, {"train": few}, told.append)
+    return [*told, *few.told], few.rows
 
 
 def _try_rewards(config: RunConfig, rows: Sequence[PromptRow]) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.cli.driving import Caller
-from rollpacker.config.schema import RunConfig
+from rollpacker.config.schema import ENVIRONMENT, RunConfig
 from rollpacker.core.acting import ActingConfig, TurnLimits
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.core.schedule import KindConfig
@@ -104,6 +104,7 @@ def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> Turns | No
         num_rows=data.size,
     )
     try:
+        _check_rewards(config, environments)
         template = DialogueTemplate(
             of_tokenizer["tokenizer"],
             tools=environments.tools,
@@ -125,6 +126,17 @@ def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> Turns | No
         takes_rewrites=environment.rewrites == "prefixes",
         per_host=environment.per_host,
     )
+
+
+def _check_rewards(config: RunConfig, environments: SupervisedEnvironments) -> None:
+    """Raises `ValueError` for a reward that the environment never gives."""
+    asked = any(reward.function == ENVIRONMENT for reward in config.rewards)
+    if asked and not environments.gives_rewards:
+        raise ValueError(
+            f"rewards: the reward {ENVIRONMENT} is what an environment says, and"
+            f" {environments.name} has neither a method step nor get_reward: write"
+            " get_reward(self), or name a function of yours in rewards"
+        )
 
 
 def _most_tokens(config: RunConfig, context: int | None) -> int:

@@ -217,12 +217,23 @@ def _environment_of(section: Mapping[str, Any], objects: dict[str, Any]) -> dict
     def named(one: Any) -> Any:
         if not callable(one):
             return one
+        if getattr(one, "__name__", "") == "<lambda>":
+            raise ValueError(
+                "environment: a lambda has no name, type hints or docstring to tell the model of;"
+                " write a function"
+            )
         name = f"environment.{_name_of(one)}"
         if objects.setdefault(name, one) is not one:
             raise ValueError(f'environment.tools: two tools are called "{_name_of(one)}"')
         return f"<python>:{name}"
 
     found = dict(section)
+    function = found.get("function")
+    if not (function is None or isinstance(function, str) or callable(function)):
+        raise ValueError(
+            f"environment.function is one {type(function).__name__}, and each episode has its own:"
+            " give a class, or a function that makes one"
+        )
     if isinstance(found.get("tools"), list):
         found["tools"] = [named(one) for one in found["tools"]]
     if "function" in found:

@@ -49,6 +49,7 @@ class Stage:
         self.tools = environments.tools
         self.begins = environments.begins
         self.is_deterministic = environments.is_deterministic
+        self.scores_at_end = environments.scores_at_end
         self.lost: Lost | None = None
         """Why there is no trajectory."""
         self._environments = environments
@@ -99,6 +100,16 @@ class Stage:
             for said in answer.messages:
                 self._told(f"{_text(said.get('role'))}: {_text(said.get('content'))}")
         return answer
+
+    async def finish(
+        self, episode: SampleId, *, timeout_s: float | None = None
+    ) -> float | Lost | None:
+        reward = await self._environments.finish(episode, timeout_s=timeout_s)
+        if isinstance(reward, Lost):
+            self.lost = reward
+        elif reward is not None:
+            self._told(f"environment: reward {reward:g}, asked for at the end")
+        return reward
 
     def end(self, episode: SampleId) -> None:
         self._environments.end(episode)

@@ -282,6 +282,7 @@ def inputs(config: RunConfig) -> list[Finding]:
     the rows and is tried out."""
     from rollpacker.cli.parts import load_inputs
     from rollpacker.data.dataset import DataError
+    from rollpacker.environments.environment import EnvironmentSetupError
     from rollpacker.rewards.reward import RewardError
     from rollpacker.sandbox.sandbox import SandboxUnavailable
     from rollpacker.trainer.model import ModelError
@@ -294,6 +295,8 @@ def inputs(config: RunConfig) -> list[Finding]:
     except DataError as error:
         name = "data.train" if config.data.eval is None else "data"
         return [Finding("fail", name, str(error), f"Correct {name}.")]
+    except EnvironmentSetupError as error:
+        return [Finding("fail", "environment", str(error), "Correct the environment.")]
     except MissingPackageError:
         raise
     except (RewardError, SandboxUnavailable, ValueError) as error:

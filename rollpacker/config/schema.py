@@ -249,6 +249,11 @@ class RunConfig:
             return
         if not environment.tools and environment.function is None:
             raise ValueError("environment must name tools or a function")
+        if environment.tools and any(reward.function == ENVIRONMENT for reward in self.rewards):
+            raise ValueError(
+                f"rewards: the reward {ENVIRONMENT} is what an environment says, and tools alone"
+                " say none: name a function of yours instead, which gets the whole dialogue"
+            )
         if self.deadlines.generation_s < 2 * environment.timeout_s:
             raise ValueError(
                 f"deadlines.generation_s ({self.deadlines.generation_s:g}) must be at least twice "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from rollpacker.core.ids import SampleId
-from rollpacker.environments.environment import Episode
+from rollpacker.environments.environment import Episode, Lost
 from rollpacker.rewards.reward import Scored, TurnRewards
 from rollpacker.rollout.engine import Response
 from rollpacker.trainer.trainer import TokenScores, TrainSample
@@ -24,6 +25,8 @@ class Known:
     """None: there is none yet, or the rewards had none to give."""
     episode: Episode | None = None
     """Of several turns: what was said."""
+    finish: Future[Episode | Lost] | None = None
+    """The episode as it will be once its environment has said what it was worth."""
     check_s: float | None = None
     """How long the check took, with a verdict or without."""
     scores: TokenScores | None = None
@@ -99,10 +102,14 @@ class Desk:
         """The step is settled. The responses of `waiting` are kept, since their checks are still
         to be handed over."""
         kept = {sample: self._known[sample] for sample in waiting}
-        self._known = {s: Known(one.response, episode=one.episode) for s, one in kept.items()}
+        self._known = {s: _waiting(one) for s, one in kept.items()}
         self.round_kind = ""
 
     def _scored(self, sample: SampleId) -> tuple[Response, float]:
         known = self._known[sample]
         assert known.verdict is not None, f"{sample} has no verdict, and is trained on"
         return known.response, known.verdict.value
+
+
+def _waiting(known: Known) -> Known:
+    return Known(known.response, episode=known.episode, finish=known.finish)

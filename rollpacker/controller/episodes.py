@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 from rollpacker.bus import Bus, Routes
@@ -23,7 +24,7 @@ from rollpacker.core.commands import Act, CancelAct, Conclude
 from rollpacker.core.events import Acted, SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.data.dataset import PromptRow
-from rollpacker.environments.environment import Answered, Begun, Lost
+from rollpacker.environments.environment import Answered, Begun, Episode, Lost
 from rollpacker.rollout.engine import GenerationRequest, Response, SamplingParams
 
 _CANCELLED = Lost(reason="not needed any more", cause="cancelled")
@@ -121,9 +122,35 @@ class Episodes:
         response = play.response(command.reason)
         self._turns.concluded(response)
         self.desk.lay_down(response)
-        self.desk[command.sample].episode = self.player.episode(play)
+        known = self.desk[command.sample]
+        known.episode = self.player.episode(play)
         self._concluded.append(play)
-        self.main.post(self.player.end, play)
+        if not self.player.must_finish(play, command.reason):
+            self.main.post(self.player.end, play)
+            return
+        known.finish = Future()
+        known.finish.set_running_or_notify_cancel()  # who waits for it cannot cancel it
+        self.main.post(self._finish, play, known.finish)
+
+    def _finish(self, play: Play, future: Future[Episode | Lost]) -> None:
+        task = asyncio.ensure_future(self._finished(play, future))
+        self._tasks[play.sample] = task
+        task.add_done_callback(lambda done: self._finish_ended(play.sample, done))
+
+    async def _finished(self, play: Play, future: Future[Episode | Lost]) -> None:
+        try:
+            lost = await self.player.finish(play)
+            future.set_result(lost or self.player.episode(play))
+        finally:
+            self.player.end(play)
+
+    def _finish_ended(self, sample: SampleId, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(sample) is task:
+            del self._tasks[sample]
+        error = None if task.cancelled() else task.exception()
+        self.watch.sign()
+        if error is not None:
+            self.main.fail(error)
 
     def _on_act(self, command: Act) -> None:
         self.carried.begun(command.sample.prompt)

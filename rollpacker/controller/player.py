@@ -245,12 +245,9 @@ class Player:
             begun = await self.begin(play, timeout_s=timeout_s)
             if isinstance(begun, Lost):
                 return begun
-            for number, message in enumerate(play.said[: turn - 1], start=1):
-                again = await self.environments.act(
-                    play.sample, number, message, timeout_s=timeout_s
-                )
-                if isinstance(again, Lost):
-                    return again
+            lost = await self._again(play, play.said[: turn - 1], timeout_s)
+            if lost is not None:
+                return lost
         if len(play.said) < turn:
             play.said.append(self._dialogue_of(play).message(play.drawn, turn))
         message = play.said[-1]
@@ -267,6 +264,41 @@ class Player:
         play.spent.answer_s.append(answer.seconds)
         play.metrics.update(answer.metrics)
         return answer
+
+    async def _again(
+        self, play: Play, said: Sequence[Message], timeout_s: float | None
+    ) -> Lost | None:
+        """Give these messages to an episode that begins anew."""
+        for turn, message in enumerate(said, start=1):
+            answer = await self.environments.act(play.sample, turn, message, timeout_s=timeout_s)
+            if isinstance(answer, Lost):
+                return answer
+        return None
+
+    def must_finish(self, play: Play, reason: str) -> bool:
+        """Whether an episode that ended for this reason has not said yet what it was worth."""
+        asked = self.environments.scores_at_end and play.is_begun
+        return asked and reason not in ("done", "truncated")
+
+    async def finish(self, play: Play) -> Lost | None:
+        """Ask the environment what the episode, which a limit has ended, was worth: a reward of
+        its last turn. One that was lost is played again first where that brings the same."""
+        environments, timeout_s = self.environments, self.timeout_s
+        worth = await environments.finish(play.sample, timeout_s=timeout_s)
+        if isinstance(worth, Lost) and worth.cause == "infrastructure":
+            if not environments.is_deterministic:
+                return worth
+            begun = await self.begin(play, timeout_s=timeout_s)
+            if isinstance(begun, Lost):
+                return begun
+            lost = await self._again(play, play.said, timeout_s)
+            worth = lost or await environments.finish(play.sample, timeout_s=timeout_s)
+        if isinstance(worth, Lost):
+            return worth
+        if worth is not None:
+            play.rewards += [None] * (play.num_turns - len(play.rewards))
+            play.rewards[-1] = (play.rewards[-1] or 0.0) + worth
+        return None
 
     def _answered(self, play: Play, said: Message, told: Sequence[Message]) -> None:
         """What the next turn stands behind. Raises `ValueError` if the template refuses it."""

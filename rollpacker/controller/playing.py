@@ -49,10 +49,11 @@ async def play_all(
             going = await _answered(player, going, limits, timeout_s, reasons)
             going_on = {one.sample for one in going}
             let_go([sample for sample in turns if sample not in going_on])
+        lost = await _finished(player, [plays[sample] for sample in reasons], reasons)
     finally:
         for one in plays.values():
             player.end(one)
-    ended = [plays[sample] for sample in reasons]
+    ended = [plays[sample] for sample in reasons if sample not in lost]
     responses = [one.response(reasons[one.sample]) for one in ended]
     return responses, {one.sample: player.episode(one) for one in ended}
 
@@ -60,6 +61,15 @@ async def play_all(
 async def _begun(player: Player, plays: Sequence[Play], timeout_s: float) -> list[Play]:
     found = await asyncio.gather(*(player.begin(one, timeout_s=timeout_s) for one in plays))
     return [one for one, begun in zip(plays, found, strict=True) if not isinstance(begun, Lost)]
+
+
+async def _finished(
+    player: Player, plays: Sequence[Play], reasons: dict[SampleId, str]
+) -> set[SampleId]:
+    """Ask those that a limit ended what they were worth; which of them were lost by that."""
+    asked = [one for one in plays if player.must_finish(one, reasons[one.sample])]
+    found = await asyncio.gather(*map(player.finish, asked))
+    return {one.sample for one, lost in zip(asked, found, strict=True) if lost is not None}
 
 
 async def _answered(

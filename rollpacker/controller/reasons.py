@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 
 from rollpacker.bus import Bus
@@ -14,6 +15,7 @@ from rollpacker.trainer.trainer import TrainerProcessError
 
 logger = logging.getLogger(__name__)
 
+_NUMBER = re.compile(r"\d+")
 MAX_REASONS = 100
 """Different reasons that are counted; free texts could go on for ever."""
 
@@ -27,6 +29,9 @@ class Reasons:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._counts: Counter[str] = Counter()
+        """By the first reason of each kind."""
+        self._first: dict[str, str] = {}
+        """By kind: what the reasons are but for their numbers, such as those of processes."""
         bus.add_sink(self._saw)
 
     def reason_of(self, finish: Finish) -> str:
@@ -61,6 +66,9 @@ class Reasons:
                 self._count(command.reason)
 
     def _tell(self, reason: str) -> None:
+        kind = _NUMBER.sub("0", reason)
+        if kind in self._first or len(self._first) < MAX_REASONS:
+            reason = self._first.setdefault(kind, reason)
         if reason not in self._counts and len(self._counts) < MAX_TOLD_REASONS:
             # It may quote what a model wrote, which a terminal must not obey.
             shown = "".join(one if one.isprintable() else "\ufffd" for one in reason)

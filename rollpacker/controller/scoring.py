@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from rollpacker.bus import Bus, Routes
 from rollpacker.controller.desk import Desk
@@ -22,7 +23,8 @@ from rollpacker.core.commands import CancelScore, Score
 from rollpacker.core.events import SampleScored
 from rollpacker.core.ids import SampleId
 from rollpacker.data.dataset import PromptRow
-from rollpacker.rewards.reward import Failed, Progress, Reward, RewardInput, Scored
+from rollpacker.environments.environment import Episode, Lost
+from rollpacker.rewards.reward import Cause, Failed, Progress, Reward, RewardInput, Scored
 
 MAX_BATCHES = 8
 """Batches under way at once."""
@@ -47,10 +49,11 @@ class Scoring:
     """Of the whole run."""
     _single: deque[Score] = field(default_factory=deque, init=False)
     _batched: deque[Score] = field(default_factory=deque, init=False)
-    _tasks: dict[asyncio.Task[None], tuple[list[Score], set[SampleId]]] = field(
+    _tasks: dict[asyncio.Task[None], tuple[list[Score], set[SampleId], bool]] = field(
         default_factory=dict, init=False
     )
-    """Under way: what was asked for, and the samples whose verdicts are still needed."""
+    """Under way: what was asked for, and the samples whose verdicts are still needed, and
+    whether it is a batch."""
     _num_batches: int = field(default=0, init=False)
     _closed: bool = field(default=False, init=False)
 
@@ -72,14 +75,17 @@ class Scoring:
     def start(self) -> None:
         """Hand over what was asked for. On the event loop only."""
         with self.bus.lock:
-            batches = [[command] for command in self._single]
+            single = [[command] for command in self._single]
             self._single.clear()
+            batch: list[Score] = []
             if self._batched and self._num_batches < MAX_BATCHES:
-                batches.append(list(self._batched))
+                batch = list(self._batched)
                 self._batched.clear()
                 self._num_batches += 1
-        for commands in batches:
+        for commands in single:
             self._start(commands)
+        if batch:
+            self._start(batch, is_batch=True)
 
     def close(self) -> None:
         """End what runs; nobody is told any more."""
@@ -92,6 +98,9 @@ class Scoring:
 
     def _is_alone(self, command: Score) -> bool:
         """It is a task of its own."""
+        known = self.desk.get(command.sample)
+        if known is not None and known.finish is not None:
+            return True  # nobody else waits for its environment
         kind = self.bus.job.config.rewards.kinds.get(command.sample.prompt.source)
         return kind is not None and (kind.workers is not None or kind.deadline is not None)
 
@@ -104,17 +113,22 @@ class Scoring:
                     queue.remove(command)
                     unneeded.discard(command.sample)
                     self._answer(_cancelled(command.sample), None)
-        for task, (_, needed) in list(self._tasks.items()):
+        for task, (_, needed, _) in list(self._tasks.items()):
             if needed & unneeded:
                 needed -= unneeded
                 if not needed:
                     task.cancel()
 
-    def _start(self, commands: list[Score]) -> None:
+    def _start(self, commands: list[Score], *, is_batch: bool = False) -> None:
         # Read before anything else can happen: a step's commit forgets what is not waiting.
         inputs = [self._read(command.sample) for command in commands]
-        task = asyncio.ensure_future(self._score(commands, inputs))
-        self._tasks[task] = (commands, {command.sample for command in commands})
+        finish = self.desk[commands[0].sample].finish
+        task = asyncio.ensure_future(
+            self._score(commands, inputs)
+            if finish is None
+            else self._score_finished(commands, inputs[0], finish)
+        )
+        self._tasks[task] = (commands, {command.sample for command in commands}, is_batch)
         task.add_done_callback(self._done)
 
     def _read(self, sample: SampleId) -> RewardInput:
@@ -128,6 +142,22 @@ class Scoring:
         if known.episode is not None:
             known.completion = self.decode(known.response.tokens)
         return judged
+
+    async def _score_finished(
+        self, commands: list[Score], judged: RewardInput, finish: Future[Episode | Lost]
+    ) -> None:
+        """Of one sample, once its environment has said what it was worth. None at all has no
+        verdict."""
+        episode = await asyncio.wrap_future(finish)
+        if isinstance(episode, Lost):
+            cause = Cause.DEADLINE if episode.cause == "deadline" else Cause.SAMPLE
+            lost = Failed(reason=f"its environment: {episode.reason}", cause=cause)
+            self._answer(_event(commands[0].sample, lost, episode.seconds), lost)
+            return
+        known = self.desk.get(commands[0].sample)
+        if known is not None:
+            known.episode = episode
+        await self._score(commands, [replace(judged, episode=episode)])
 
     async def _score(self, commands: list[Score], inputs: list[RewardInput]) -> None:
         began = self.bus.clock.now()
@@ -148,9 +178,8 @@ class Scoring:
         self.bus.take(event)
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        commands, _ = self._tasks.pop(task)
-        if not self._is_alone(commands[0]):
-            self._num_batches -= 1
+        commands, _, is_batch = self._tasks.pop(task)
+        self._num_batches -= is_batch
         # Asked for in any case: asyncio prints what nobody has looked at.
         error = None if task.cancelled() else task.exception()
         if self._closed:

@@ -59,7 +59,8 @@ class RoundPlan:
     race: Race = "generated"
     tail: TailBatchingConfig
     max_retries: int = 2
-    """Replacements launched per prompt for samples that the engine failed on."""
+    """Replacements launched per prompt for samples that the engine failed on, or whose environment
+    raised or was too slow; and per place for those whose environment's process was lost."""
     tensor_parallel: int = 1
     speculate: bool = False
     min_verdicts: int = 2
@@ -147,6 +148,16 @@ class Group:
         self.values += [None] * count
         self.num_generating += count
         return samples
+
+    def take_retry(self, index: int, most: int, *, of_place: bool) -> bool:
+        """Whether this sample, which has failed, may be replaced. There are so many tries for the
+        prompt; with `of_place` (something broke that others share) for each place, and the prompt's
+        stay as they are."""
+        if of_place:
+            failed = [n for n, state in enumerate(self.states) if state is SampleState.FAILED]
+            return sum(self.places[n] == self.places[index] for n in failed) <= most
+        self.num_retries += 1
+        return self.num_retries <= most
 
     def kept(self) -> list[int]:
         """Indices that finished first and have a verdict."""

@@ -258,16 +258,18 @@ class Round:
             return self._after_engine()
         return self._failed(group, index)
 
-    def _failed(self, group: Group, index: int, *, is_chance: bool = True) -> list[Command]:
+    def _failed(
+        self, group: Group, index: int, *, is_chance: bool = True, of_place: bool = False
+    ) -> list[Command]:
         """The sample, which nobody has any more, is not to be had. `is_chance`: it could be, by
-        another try; else its replacement has noise of its own."""
+        another try; else its replacement has noise of its own. `of_place`: see `take_retry`."""
         group.num_generating -= 1
         group.states[index] = check(group.states[index], SampleState.FAILED)
         hopeful = len(group.finished) + group.num_generating
         if self._scored_race:
             hopeful += group.num_unscored
-        if hopeful < self.plan.samples_needed and group.num_retries < self.plan.max_retries:
-            group.num_retries += 1
+        most = self.plan.max_retries
+        if hopeful < self.plan.samples_needed and group.take_retry(index, most, of_place=of_place):
             replacement = self._add_samples(group, 1)
             if not is_chance:
                 return self._launch(replacement)

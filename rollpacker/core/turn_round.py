@@ -185,7 +185,9 @@ class TurnRound(Round):
         same messages."""
         self._leave_engine(event.sample, 0, 0)
         self._ended.append((0, False))
-        return self._failed(group, index, is_chance=event.cause == "infrastructure")
+        # Nothing that the sample did: a process has many episodes, and takes all of them along.
+        is_chance = event.cause == "infrastructure"
+        return self._failed(group, index, is_chance=is_chance, of_place=is_chance)
 
     def _begin_as(self) -> SampleState:
         return ACTING if self._begins else LAUNCHED

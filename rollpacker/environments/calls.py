@@ -89,14 +89,26 @@ class EpisodeThread:
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         MEMORY.make_room_for_thread()
-        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._latest: asyncio.Future[tuple[Any, float]] | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def start(self, function: Callable[[], Any]) -> asyncio.Future[tuple[Any, float]]:
         """The future gets what it returns and how many seconds it took, or what it raises."""
         future: asyncio.Future[tuple[Any, float]] = self._loop.create_future()
+        self._latest = future
         self._jobs.put((function, future))
         return future
+
+    def _run(self) -> None:
+        while True:
+            try:
+                return self._work()
+            except BaseException as error:  # memory was short outside of the user's code
+                MEMORY.make_room_for_thread()
+                if self._latest is not None:
+                    short = MemoryError(f"{error} (environment.memory_mb may be too little)")
+                    self._loop.call_soon_threadsafe(_fail, self._latest, short)
 
     def _work(self) -> None:
         with contextlib.suppress(GivenUp):  # it may come when the call has just ended

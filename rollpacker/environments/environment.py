@@ -196,6 +196,9 @@ class Environments(Protocol):
     `begin` may be left out; the row's prompt is the prompt."""
     is_deterministic: bool
     """The same actions bring the same answers: a lost episode can be played again."""
+    scores_at_end: bool
+    """They give one reward, with the answer that ends an episode. One that a limit ends is to be
+    asked for it (`finish`)."""
 
     async def open(self) -> None:
         """Start processes in the running loop. Raises `EnvironmentSetupError` for what the user can
@@ -221,6 +224,13 @@ class Environments(Protocol):
         """Give the model's message of this turn, counted from 1, to the episode. The same turn
         again has the same answer. Never raises for what an environment did. Cancelling the call
         gives the episode up, and so does a `Lost`: `begin` begins it anew."""
+        ...
+
+    async def finish(
+        self, episode: SampleId, *, timeout_s: float | None = None
+    ) -> float | Lost | None:
+        """What the episode, which a limit has ended, was worth besides what it has said; None:
+        nothing. As `act` in all else."""
         ...
 
     def end(self, episode: SampleId) -> None:

@@ -26,7 +26,8 @@ from rollpacker.sandbox.sandbox import Sandbox
 @dataclass(frozen=True, slots=True)
 class Loaded:
     hello: dict[str, Any]
-    """What the controller needs to know: `name`, `tools`, `begins`, `is_deterministic`."""
+    """What the controller needs to know: `name`, `tools`, `begins`, `is_deterministic`,
+    `gives_rewards` and `scores_at_end`."""
     make: Callable[[Calls], Played]
     """Makes an episode."""
 
@@ -81,13 +82,16 @@ def _hello(
         "tools": tools,
         "begins": begins,
         "is_deterministic": is_deterministic,
+        "gives_rewards": False,
+        "scores_at_end": False,
     }
 
 
 async def _environment(request: Mapping[str, Any]) -> Loaded:
     spec, arguments = request["function"], request["arguments"]
     make: Callable[[], Any]
-    if adapters.is_adapted(spec):
+    is_unnamed = spec.removesuffix(":") in adapters.PACKAGES  # which loading it says
+    if is_unnamed or adapters.is_adapted(spec):
         make = adapters.load(spec, arguments)
         in_loop = getattr(make, "is_quick", False)
     else:
@@ -101,6 +105,8 @@ async def _environment(request: Mapping[str, Any]) -> Loaded:
     schemas += list(getattr(tried, "tools", ()))
     name = type(tried).__name__
     hello = _hello(name, schemas, True, bool(getattr(tried, "deterministic", False)))
+    hello["scores_at_end"] = shapes.scores_at_end(tried)
+    hello["gives_rewards"] = shapes.has_step(tried) or hello["scores_at_end"]
     if request["rows"]:
         hello["rows"] = _rows(tried, spec, arguments, request["num_rows"])
     close = getattr(tried, "close", None)

@@ -21,6 +21,10 @@ class Played(Protocol):
 
     async def act(self, message: Message) -> Reply: ...
 
+    async def finish(self) -> Reply:
+        """`reward`: what an episode that a limit ended was worth besides what it has said."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -35,6 +39,9 @@ class ToolEpisode:
 
     async def act(self, message: Message) -> Reply:
         return await self._box.answer(message)
+
+    async def finish(self) -> Reply:
+        return {}
 
     async def close(self) -> None:
         return
@@ -82,9 +89,12 @@ class UserEpisode:
 
     async def _with_tools(self, box: ToolBox, message: Message) -> Reply:
         reply = await box.answer(message)
-        if reply["done"] and hasattr(self._environment, "get_reward"):
-            reply["reward"] = shapes.number(await self._calls(self._environment.get_reward))
-        return reply
+        return reply | await self.finish() if reply["done"] else reply
+
+    async def finish(self) -> Reply:
+        if not shapes.scores_at_end(self._environment):
+            return {}
+        return {"reward": shapes.number(await self._calls(self._environment.get_reward))}
 
     async def close(self) -> None:
         close = getattr(self._environment, "close", None)

@@ -12,15 +12,20 @@ the message's text. Runs in a worker process.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollpacker.environments.environment import EnvironmentSetupError, Message
+from rollpacker.rewards.functions.returned import shortened
 
 _GYMNASIUM = {"seed", "options"}
 _USAGE = "it must look like reset(self, row) and step(self, message)"
+
+
+_ORDER = "it returns (messages, reward, done), or Gymnasium's five values"
 
 
 class WrongReturn(Exception):
@@ -65,6 +70,11 @@ def has_step(environment: Any) -> bool:
     return callable(getattr(environment, "step", None))
 
 
+def scores_at_end(environment: Any) -> bool:
+    """It gives one reward, which is asked for when the episode is over, whatever ended it."""
+    return not has_step(environment) and callable(getattr(environment, "get_reward", None))
+
+
 def tools_of(environment: Any) -> list[Callable[..., Any]]:
     """The tools of an environment of TRL's shape: public methods, but for those with a meaning."""
     kept = {"reset", "close", "get_reward", "rows"}
@@ -89,7 +99,8 @@ def reset_arguments(
     plain = [p for p in parameters if p.kind not in _VARIADIC]
     if not parameters:
         return (), {}
-    if plain and names <= _GYMNASIUM:
+    own = any(p.name == "options" and p.default is p.empty for p in plain) and "options" in row
+    if plain and names <= _GYMNASIUM and not own:
         given = {"seed": row["seed"], "options": dict(row)}
         return (), {name: given[name] for name in names}
     first = parameters[0]
@@ -133,13 +144,33 @@ def stepped(returned: Any) -> Stepped:
     """Of `step`. Raises `WrongReturn`."""
     if not isinstance(returned, tuple | list) or len(returned) not in (3, 5):
         raise WrongReturn(f"returned {_kind(returned)}, not (messages, reward, done)")
-    said, reward, done = returned[:3]
-    truncated = bool(returned[3]) if len(returned) == 5 else False
-    is_over = bool(done) or truncated
+    said, reward, done = returned[0], _plain(returned[1]), _plain(returned[2])
+    is_done = _flag("done" if len(returned) == 3 else "terminated", done)
+    truncated = _flag("truncated", _plain(returned[3])) if len(returned) == 5 else False
+    if isinstance(reward, bool) and not isinstance(done, bool):
+        raise WrongReturn(f"returned {reward} for the reward and {done} for done; {_ORDER}")
+    is_over = is_done or truncated
     messages = messages_of(said)
     if not messages and not is_over:
         raise WrongReturn("returned no message although the episode is not over")
-    return Stepped(messages, number(reward), is_over, truncated and not done)
+    return Stepped(messages, number(reward), is_over, truncated and not is_done)
+
+
+def _plain(value: Any) -> Any:
+    """The Python value of a number or truth value of numpy's or torch's."""
+    item = getattr(value, "item", None)
+    if callable(item):
+        with contextlib.suppress(Exception):  # an array of several has none
+            return item()
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    """True or False, or 1 or 0 as some count. Raises `WrongReturn`."""
+    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    told = shortened(repr(value)) if isinstance(value, str | int | float) else _kind(value)
+    raise WrongReturn(f"returned {told} for {name}, which is neither True nor False; {_ORDER}")
 
 
 def _kind(value: Any) -> str:

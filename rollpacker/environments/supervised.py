@@ -109,14 +109,10 @@ class SupervisedEnvironments:
         )
         first = WorkerProcess("environment-1", load, self._cwd, self._quota, program=PROGRAM)
         self._spares = [first]
-        hello = self._greeted(self._spares[0])
-        self.name: str = hello["name"]
+        hello = self._hello = self._greeted(self._spares[0])
         self.tools: tuple[ToolSchema, ...] = tuple(hello["tools"])
         self.begins: bool = hello["begins"]
-        self.rows: tuple[dict[str, Any], ...] | None = None
-        """What it brought. None: it was not asked."""
-        if brings_rows:
-            self.rows = tuple(hello["rows"])
+        self.scores_at_end: bool = hello["scores_at_end"]
         said = hello["is_deterministic"]
         self.is_deterministic: bool = said if config.deterministic is None else config.deterministic
         self._pool: EpisodePool | None = None
@@ -125,6 +121,19 @@ class SupervisedEnvironments:
         self._numbers = itertools.count(1)
         self._episodes: dict[SampleId, _Episode] = {}
         self._told: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        return self._hello["name"]  # type: ignore[no-any-return]
+
+    @property
+    def gives_rewards(self) -> bool:
+        return self._hello["gives_rewards"]  # type: ignore[no-any-return]
+
+    @property
+    def rows(self) -> tuple[dict[str, Any], ...] | None:
+        """What it brought. None: it was not asked."""
+        return tuple(self._hello["rows"]) if "rows" in self._hello else None
 
     # -- processes --------------------------------------------------------------------------
 
@@ -248,6 +257,16 @@ class SupervisedEnvironments:
         )
         life.turn = turn
         return self._settled(known, life, answered)
+
+    async def finish(
+        self, episode: SampleId, *, timeout_s: float | None = None
+    ) -> float | Lost | None:
+        """See `Environments`."""
+        known = self._episodes.setdefault(episode, _Episode())
+        if known.life is None:
+            return self._lost("the episode was lost before and has not begun anew")
+        reply = await self._asked(known, known.life, (None, None), timeout_s)
+        return reply if isinstance(reply, Lost) else reply.get("reward")
 
     def end(self, episode: SampleId) -> None:
         """See `Environments`."""

@@ -5,12 +5,14 @@ Runs in a worker process; the run's own process never imports a tool.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any, get_args, get_type_hints
 
 from rollpacker.core.events import ToolCall
 from rollpacker.environments.environment import EnvironmentSetupError, Message, ToolSchema
@@ -29,6 +31,10 @@ class ToolUnavailable(Exception):
     """A tool cannot be had at all at the moment, whatever the call: the episode is lost."""
 
 
+_HINTS = (
+    "A model gives plain values: use str, int, float, bool, list, dict, Literal or unions of them;"
+    " in place of a dataclass or TypedDict a dict, or each of its fields as a parameter."
+)
 _NO_DESCRIPTION = re.compile(r"no description for the argument '(\w+)'")
 _MAX_ERROR = 500
 _WRONG_KINDS = {
@@ -62,6 +68,9 @@ def schema_of(function: Function, name: str) -> ToolSchema:
                 f'tool {name}: its parameter "{parameter.name}" has no type hint; the model is told'
                 f" what to give by it. Write {parameter.name}: str, or whatever it is."
             )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise EnvironmentSetupError(f"tool {name} is a generator; return a list instead.")
+    _refuse_enums(function, name)
     if not inspect.getdoc(function):
         raise EnvironmentSetupError(
             f"tool {name} has no docstring; it tells the model what the tool does."
@@ -76,8 +85,35 @@ def schema_of(function: Function, name: str) -> ToolSchema:
             f'tool {name}: its docstring does not say what "{found[1]}" is. Write below its text:'
             f" a line Args: and below that {found[1]}: and what it is, further in."
         ) from None
-    except (TypeHintParsingException, NameError, TypeError) as error:
+    except TypeHintParsingException as error:
+        told = str(error).partition(". ")[0].partition(", likely")[0]
+        raise EnvironmentSetupError(f"tool {name}: {told}. {_HINTS}") from None
+    except (NameError, TypeError) as error:
         raise EnvironmentSetupError(f"tool {name}: its type hints: {error}") from None
+
+
+def _refuse_enums(function: Function, name: str) -> None:
+    try:
+        hints = get_type_hints(function)
+    except (NameError, TypeError):  # which who makes the schema says better
+        return
+    for parameter, hint in hints.items():
+        found = next((one for one in _within(hint) if issubclass(one, Enum)), None)
+        if found is not None and parameter != "return":
+            values = ", ".join(repr(one.value) for one in found)
+            raise EnvironmentSetupError(
+                f'tool {name}: its parameter "{parameter}" is the Enum {found.__name__}, and a'
+                f" model gives plain values. Write Literal[{values}], and make the Enum of it"
+                " inside."
+            )
+
+
+def _within(hint: Any) -> Iterator[type]:
+    """The classes that a hint is made of."""
+    if isinstance(hint, type) and not get_args(hint):
+        yield hint
+    for one in get_args(hint):
+        yield from _within(one)
 
 
 def named(functions: Sequence[tuple[str, Function]]) -> dict[str, Function]:
@@ -158,6 +194,11 @@ class ToolBox:
             raise
         except Exception as error:
             content, is_well = f"Error: {_said(error)}", False
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise  # nobody waits for this episode any more
+            content, is_well = f"Error: {_said(error)}", False
         seconds = round(time.perf_counter() - began, 6)
         return answer | {"content": content}, ToolCall(name, seconds, is_well)
 
@@ -189,7 +230,18 @@ class ToolBox:
 
 
 def _as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    """A result as the model reads it; what JSON cannot have (keys that are tuples, say) as Python
+    shows it."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of numpy and torch as numbers and lists; all else as a text."""
+    tolist = getattr(value, "tolist", None)
+    return tolist() if callable(tolist) else str(value)
 
 
 def _said(error: BaseException) -> str:

@@ -1,7 +1,8 @@
 """The program of a process of environments: many episodes, each with an environment of its own.
 
-controller -- requests, pickled --> process: LOAD once, then CALLs that begin an episode or give it
-                                             a message, CANCELs of these, ENDs of episodes
+controller -- requests, pickled --> process: LOAD once, then CALLs that begin an episode, give it
+                                             a message or ask what it was worth,
+                                             CANCELs of these, ENDs of episodes
 controller <-- replies, JSON ------ process: what the environment said, or why it said nothing
 
 The event loop hears requests, and plays async environments; blocking ones have threads
@@ -112,8 +113,10 @@ class _Server:
         try:
             if row is not None:
                 reply = await episode.played.begin(row)
-            else:
+            elif message is not None:
                 reply = await episode.played.act(message)
+            else:
+                reply = await episode.played.finish()
         except asyncio.CancelledError:
             reply = {"wrong": "was cancelled"}
         except ToolUnavailable as error:

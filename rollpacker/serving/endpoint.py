@@ -70,6 +70,8 @@ class Endpoint:
             match request.method, request.path.rstrip("/"):
                 case "GET", "/v1/models":
                     return Answer(200, self._models())
+                case "GET", path if path == f"/v1/models/{self._name}":
+                    return Answer(200, json.dumps(self._model()).encode())
                 case "POST", "/v1/chat/completions":
                     return await self._completed(request)
             raise ApiError(f"there is no {request.method} {request.path} here", status=404)
@@ -77,8 +79,10 @@ class Endpoint:
             return Answer(error.status, error.body)
 
     def _models(self) -> bytes:
-        model = {"id": self._name, "object": "model", "created": 0, "owned_by": "rollpacker"}
-        return json.dumps({"object": "list", "data": [model]}).encode()
+        return json.dumps({"object": "list", "data": [self._model()]}).encode()
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self._name, "object": "model", "created": 0, "owned_by": "rollpacker"}
 
     async def _completed(self, request: Request) -> Answer:
         wanted = chat.read_chat(request.body, request.headers)

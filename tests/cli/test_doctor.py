@@ -184,6 +184,7 @@ def test_a_good_config(capsys, config):
         ("rewards.0.function=FOLDER/reward.py:wants_more", "rewards", "needs the column gold"),
         ("rewards.0.function=FOLDER/reward.py:misspelt", "rewards", "NameError"),
         ("data.train.chat=true", "data.train", "no chat template"),
+        ('environment={tools: ["nofile.py:f"]}', "environment", "nofile.py"),
         ("runs_dir=/proc/nowhere", "disk", "not writable"),
         ("model.lora={rank: 2, target_modules: [q_porj]}", "training", "q_porj"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,3 +83,17 @@ def test_a_class_and_tools_of_this_program(tmp_path: Path) -> None:
 def test_two_tools_of_one_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='two tools are called "look_up"'):
         run(tmp_path, {"tools": [look_up, other()]})
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"tools": [lambda word: word]}, "a lambda has no name"),
+        ({"function": object()}, "environment.function is one object, and each episode has its"),
+    ],
+)
+def test_what_is_no_tool_or_environment(
+    tmp_path: Path, environment: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, environment)

@@ -31,6 +31,7 @@ class Brings:
     """Tools of its own in each episode."""
 
     begins, tools, is_deterministic = True, (), False
+    scores_at_end = False
 
     async def begin(self, *_: Any, **__: Any) -> Begun:
         return Begun(messages=({"role": "user", "content": "q"},), tools=(SEARCH,))

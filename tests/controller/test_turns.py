@@ -16,9 +16,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.file_seat import sit, turns
+from rollpacker.bus import Bus
 from rollpacker.cli.main import main
 from rollpacker.cluster import seat as seats
 from rollpacker.controller.generation import Generation
+from rollpacker.controller.reasons import Reasons
 from rollpacker.core.commands import LIMITS
 from rollpacker.environments.supervised import SupervisedEnvironments
 from tests.dialogue.families import tokenizer_of
@@ -83,6 +85,18 @@ def look_up(word: str) -> str:
         word: The word.
     """
     return word * 2
+
+class Toolbox:
+    def reset(self, **columns):
+        pass
+
+    def spell(self, word: str) -> str:
+        """Spell it.
+
+        Args:
+            word: The word.
+        """
+        return word
 
 class Hangs(Talk):
     def trouble(self):
@@ -185,6 +199,19 @@ def trained(found: list[dict[str, Any]]) -> set[str]:
 def weights(folder: Path, name: str) -> str:
     path = folder / "runs" / name / "checkpoints" / "step_000003" / "model" / "model.safetensors"
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_reasons_that_differ_by_their_numbers_are_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reasons = Reasons(Bus(None, None, sinks=[]))  # type: ignore[arg-type]
+    for pid in (17, 1234):
+        reasons._tell(f"the environment: its process (pid {pid}) ended by itself")
+    reasons._tell("the environment: it raised")
+    assert [one.getMessage().split(" (")[0] for one in caplog.records] == [
+        "no use for a sample: the environment: its process",
+        "no use for a sample: the environment: it raised",
+    ]
 
 
 def test_trajectories_are_trained_on(folder: Path) -> None:
@@ -354,6 +381,35 @@ def test_an_evaluation_keeps_its_pool_until_all_turns_are_drawn(
     assert purposes == ["start", "evaluation", "round", "evaluation"]
 
 
+def test_a_dry_run_shows_the_prompt_with_its_tools(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "data.max_prompt_tokens=250"
+    assert train(*TOOLS, "data.train.chat=true", long, "--dry-run") == 0
+    told = capsys.readouterr().out
+    assert "environment  look_up; tools: look_up" in told
+    assert '"name": "look_up"' in told[told.index("first prompt") :]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ('environment={tools: ["talk.py:look_up", "talk.py:look_up"]}', "names a tool twice"),
+        ('environment={tools: ["nofile.py:f"]}', "nofile.py"),
+        ("data.train.chat=false", "set data.train.chat=true"),
+        ("environment={function: talk.py:Tolk}", "Talk"),
+        ("environment={function: talk.py:Talk, arguments: {x: 1}}", "making one raised TypeError"),
+    ],
+)
+def test_a_dry_run_looks_at_tools_and_environments(
+    folder: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    long = "data.max_prompt_tokens=250"
+    assert train(*TOOLS, "data.train.chat=true", long, override, "--dry-run") == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
 def test_another_environment_is_another_run(
     folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -371,6 +427,11 @@ def test_another_environment_is_another_run(
         ("environment=null", "the reward environment is what an environment says"),
         ("environment.function=null", "must name tools or a function"),
         ("environment.function=talk.py:Tolk", "Talk"),
+        (
+            'environment={tools: ["talk.py:look_up"]}',
+            "rewards: the reward environment is what an environment says, and tools alone say none",
+        ),
+        ("environment.function=talk.py:Toolbox", "Toolbox has neither a method step nor get_rew"),
         (
             "tail_batching={enabled: true, carry: weighted}"
             "\nalgorithm={mismatch_correction: token-mask}",

@@ -185,6 +185,28 @@ def test_a_lost_sample_is_replaced_and_never_judged(published_races: bool) -> No
     assert causes == (set() if published_races else {"infrastructure"})
 
 
+def test_what_a_lost_process_takes_along_is_tried_again_for_each_place() -> None:
+    """No sample of a prompt uses up the tries of another one."""
+    config = job_config(tail_batching=NO_RACE)
+    world = World(config, num_rows=40, unkind=UnkindConfig(act_infrastructure_rate=0.4))
+    world.dialogues = Dialogues(cut_off_rate=0.0, over_rate=1.0)
+    check_run(world.run())
+    first: dict[SampleId, SampleId] = {}
+    for command in commands_of(world, Launch):
+        for sample in command.samples:
+            before = (command.replaces or (sample,))[0]
+            first[sample] = first.get(before, before)
+    tries = Counter(first.values())
+    assert set(tries.values()) == {1, 2, 3}
+    lost = {event.sample for event in events_of(world, Acted) if event.cause}
+    last = {place: sample for sample, place in first.items()}
+    hopeless = Counter(place.prompt for place, sample in last.items() if sample in lost)
+    assert all(tries[place] == 3 for place, sample in last.items() if sample in lost)
+    groups = {g[0].prompt: len(g) for c in commands_of(world, TrainOn) for g in c.groups}
+    assert all(size == 3 - hopeless[prompt] for prompt, size in groups.items())
+    assert max(hopeless.values()) < 3 or world.job.ledger.dropped
+
+
 def test_an_environment_that_always_raises_drops_with_a_reason_and_ends() -> None:
     world = World(job_config(), num_rows=8, unkind=UnkindConfig(act_failure_rate=1.0))
     world.dialogues = Dialogues(cut_off_rate=0.0)

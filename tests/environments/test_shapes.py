@@ -4,9 +4,17 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rollpacker.environments.environment import Answered, Begun, EnvironmentSetupError, Lost
+from rollpacker.environments.environment import (
+    Answered,
+    Begun,
+    EnvironmentConfig,
+    EnvironmentSetupError,
+    Lost,
+)
+from rollpacker.environments.shapes import reset_arguments, stepped
 from rollpacker.environments.supervised import SupervisedEnvironments
 from tests.environments.playing import (
     answered,
@@ -255,6 +263,12 @@ CLASS = """
         ("return 'x'", "return 'y', 'z', False", "Env returned a reward that is no number: str"),
         ("return 'x'", "return 'y', float('nan'), False", "Env returned a reward that is no numb"),
         ("return 'x'", "return [], 1.0, False", "Env returned no message although the episode"),
+        ("return 'x'", "return 'y', True, 0.25", "Env returned 0.25 for done, which is neither"),
+        ("return 'x'", "return 'y', 0.5, {}", "Env returned dict for done, which is neither True"),
+        ("return 'x'", "return 'y', 0.5, 'False'", "Env returned 'False' for done, which is"),
+        ("return 'x'", "return 'y', True, 1", "Env returned True for the reward and 1 for done"),
+        ("return 'x'", "return 'y', 0.5, True, {}, {}", "Env returned dict for truncated, which"),
+        ("return 'x'", "return 'y', 0.5, 2, True, {}", "Env returned 2 for terminated, which is"),
         ("return 'x'", "raise StopIteration(1)", "Env raised RuntimeError: StopIteration: 1"),
     ],
 )
@@ -272,12 +286,43 @@ def test_what_an_environment_does_wrong_is_no_zero(
             assert lost.reason.startswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("returned", "reward", "done"),
+    [
+        (("y", 1, 0), 1.0, False),
+        (("y", True, False), 1.0, False),
+        (("y", np.float32(0.5), np.bool_(True)), 0.5, True),
+        (("y", np.bool_(True), np.True_), 1.0, True),
+        (("y", 0.5, np.int64(1)), 0.5, True),
+        (("y", None, False, np.bool_(True), {}), None, True),
+    ],
+)
+def test_what_counts_as_over(returned: tuple[Any, ...], reward: float | None, done: bool) -> None:
+    found = stepped(returned)
+    assert (found.reward, found.done) == (reward, done)
+
+
 def test_a_column_that_reset_names_must_be_there(tmp_path: Path) -> None:
     source = CLASS.format(reset="return 'x'", step="return '', 0, True")
     config = of_class(tmp_path, source.replace("self, row", "self, question, level=1"))
     lost = lost_by(config, answer=3)
     assert lost.cause == "environment"
     assert lost.reason == "Env needs the column question; the row has: seed, answer"
+
+
+def test_a_package_without_a_name_is_told_as_one() -> None:
+    with pytest.raises(EnvironmentSetupError, match='"program:" names no command'):
+        SupervisedEnvironments(EnvironmentConfig(function="program:"))
+
+
+def test_a_column_called_options_is_a_column() -> None:
+    def reset(options: Any) -> None: ...
+    def gymnasium(*, seed: Any = None, options: Any = None) -> None: ...
+
+    row = {"seed": 7, "options": ["a", "b"]}
+    assert reset_arguments(reset, row) == ((), {"options": ["a", "b"]})
+    assert reset_arguments(reset, {"seed": 7}) == ((), {"options": {"seed": 7}})
+    assert reset_arguments(gymnasium, row) == ((), {"seed": 7, "options": row})
 
 
 def test_what_is_wrong_is_told_once_with_the_users_lines(

@@ -152,6 +152,40 @@ def test_a_call_that_raises_counts_its_seconds(tmp_path: Path, word: str) -> Non
     assert 0.3 <= answer.seconds <= sum(of_tool)
 
 
+ODD = '''
+    import asyncio
+    import numpy as np
+
+    def counts() -> dict:
+        """Count."""
+        return {"n": np.int64(3), "all": np.arange(3)}
+
+    def pairs() -> dict:
+        """Pair."""
+        return {(1, 2): "a"}
+
+    async def gives_up() -> str:
+        """Give up."""
+        raise asyncio.CancelledError("no time")
+'''
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "is_well"),
+    [
+        ("counts", {"n": 3, "all": [0, 1, 2]}, True),
+        ("pairs", "{(1, 2): 'a'}", True),
+        ("gives_up", "Error: CancelledError: no time", False),
+    ],
+)
+def test_what_a_tool_returns_is_told_as_plain_values(
+    tmp_path: Path, name: str, told: Any, is_well: bool
+) -> None:
+    answer = answers(of_tools(tmp_path, ODD, name), calling((name, {})))
+    assert content(answer) == told
+    assert answer.calls[0].is_well is is_well
+
+
 def test_a_call_without_a_name_is_told(tmp_path: Path) -> None:
     message = {"role": "assistant", "content": "", "tool_calls": ["add", {"function": None}]}
     answer = answers(of_tools(tmp_path, SUMS, "add"), message)
@@ -199,6 +233,17 @@ def test_prints_of_tools_are_shown(tmp_path: Path, caplog: pytest.LogCaptureFixt
         ('def f(a: int, /):\n    """Do."""', "takes a by position only"),
         ('def f(a: int):\n    """Do."""', 'its docstring does not say what "a" is'),
         ('def f(a: "Nope"):\n    """Do.\n\n    Args:\n        a: It.\n    """', "type hints"),
+        (
+            "import dataclasses\n@dataclasses.dataclass\nclass P:\n    a: int\n"
+            'def f(a: P):\n    """Do.\n\n    Args:\n        a: It.\n    """',
+            "in place of a dataclass or TypedDict a dict",
+        ),
+        (
+            'import enum\nclass C(enum.Enum):\n    R = "red"\n'
+            'def f(a: list[C] | None):\n    """Do.\n\n    Args:\n        a: It.\n    """',
+            "is the Enum C, and a model gives plain values. Write Literal['red']",
+        ),
+        ('def f():\n    """Do."""\n    yield 1', "is a generator; return a list"),
         ("class f: ...", "is a type, not a function"),
         ("g = 1", "has no f"),
         ("f = 1", "is a int, not a function"),

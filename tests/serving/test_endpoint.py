@@ -147,6 +147,9 @@ def test_what_a_client_asks_for() -> None:
         cut = await create(model="m", messages=[QUESTION, *CALLED], stop=["world"])
         assert cut.choices[0].message.content == "hello "
         assert [model.id for model in (await client.models.list()).data] == ["policy"]
+        assert (await client.models.retrieve("policy")).id == "policy"
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("another")
 
     say = ScriptedEngine(template_of("chatml"), say=lambda request: "hello world of towns")
     asked(engine=say)(test)

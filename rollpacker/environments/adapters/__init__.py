@@ -63,5 +63,6 @@ def _module_of(name: str) -> tuple[Any, str]:
             f" Known are {', '.join(PACKAGES)}."
         )
     if not rest:
-        raise AdapterError(f'"{name}" names no environment; write "{package}:NAME".')
+        what, kind = ("command", "COMMAND") if package == "program" else ("environment", "NAME")
+        raise AdapterError(f'"{name}" names no {what}; write "{package}:{kind}".')
     return importlib.import_module(f"{__name__}.{PACKAGES[package]}"), rest

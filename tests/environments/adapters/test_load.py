@@ -29,6 +29,8 @@ def test_a_package_that_nobody_knows(call) -> None:
         call("gymnasum:FrozenLake-v1", {})
     with pytest.raises(ValueError, match='names no environment; write "gem:NAME"'):
         call("gem:", {})
+    with pytest.raises(ValueError, match='names no command; write "program:COMMAND"'):
+        call("program:", {})
 
 
 @pytest.mark.parametrize(
