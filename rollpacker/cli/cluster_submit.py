@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if config is None:
         job, facts = job_of_program(args, _owner(args)), facts_of_program(args)
     else:
-        job, facts = job_of(args, config, spec), facts_of(args, config)
+        job, facts = going_on(job_of(args, config, spec), config), facts_of(args, config)
     check_job(job, spec.core_pools())
     check_reachable(job)
     with contextlib.nullcontext() if config is None else kept(config):
@@ -200,6 +201,14 @@ def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> Cl
         pools=spec.core_pools(),
         **own,
     )
+
+
+def going_on(job: ClusterJob, config: RunConfig) -> ClusterJob:
+    """The job without the steps that the run's newest checkpoint has already."""
+    from rollpacker.report.job_profile import saved_step
+
+    done = min(saved_step(_run_folder(config)), job.steps - 1)
+    return replace(job, steps=job.steps - done, steps_before=done)
 
 
 def check_devices(config: RunConfig) -> None:

@@ -141,7 +141,14 @@ class Book:
         name = event.job.name
         before = self.records.pop(name, None)  # an ended one: starts are counted on
         starts = [] if before is None else before.starts
-        self.records[name] = Record(event.job, facts, event.at_s, starts, waits_since_s=event.at_s)
+        self.records[name] = Record(
+            event.job,
+            facts,
+            event.at_s,
+            starts,
+            steps=event.job.steps_before,
+            waits_since_s=event.at_s,
+        )
         self.note(event.at_s, f"{name} was submitted")
 
     def _of_job(self, record: Record, event: Event, facts: Facts) -> None:
@@ -170,7 +177,7 @@ class Book:
 
     def _start_waited_s(self, record: Record, at_s: float) -> float:
         """How long its start took, which counts after the first."""
-        is_first = not record.told and record.steps == 0
+        is_first = not record.told and record.steps == record.job.steps_before
         return 0.0 if is_first else at_s - record.waits_since_s
 
     def _awaits_s(self, record: Record, at_s: float) -> float:
@@ -263,6 +270,22 @@ def node_of(name: str) -> Node:
     if not pool or not number.isdecimal():
         raise ValueError(f"{name} is no node: POOL/NUMBER, such as cheap/0")
     return Node(pool, int(number))
+
+
+def committed(at_s: float, record: Record, facts: Facts) -> Committed | None:
+    """The event that a job tells; None: it counts already. Raises `ValueError`."""
+    times, step, last = times_of(facts), int(facts["step"]), facts.get("last")
+    if step <= record.steps:
+        return None
+    return Committed(
+        at_s,
+        record.job.name,
+        sum(times),
+        times,
+        str(facts["kind"]),
+        step,
+        None if last is None else bool(last),
+    )
 
 
 def times_of(facts: Facts) -> Times:

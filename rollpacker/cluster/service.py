@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from rollpacker.cluster.book import Book, Record, node_name, node_of, order_of, times_of
+from rollpacker.cluster.book import Book, Record, committed, node_name, node_of, order_of
 from rollpacker.cluster.forgetting import Forgetting
 from rollpacker.cluster.losses import Alive, why_ended
 from rollpacker.cluster.mailbox import SERVICE, Letter, Mailbox
@@ -237,10 +237,7 @@ class Service:
                 if "ask" in facts:
                     self._asked(record, facts)
             case "committed":
-                times = times_of(facts)
-                if facts["step"] > record.steps:
-                    kind = str(facts["kind"])
-                    event = core.Committed(self._now_s, letter.sender, sum(times), times, kind)
+                if (event := committed(self._now_s, record, facts)) is not None:
                     self._happen(event, facts)
         return None
 

@@ -60,7 +60,7 @@ def job_status(
             if start is not None and other is not record and other.starts[-1].group == start.group
         ],
         "steps": record.steps,
-        "of_steps": job.steps,
+        "of_steps": max(job.steps_before + job.steps, record.steps),
         "slowdown": _slowdown(record, now_s),
         "slo": job.slo,
         "incarnation": record.incarnation,

@@ -3,7 +3,8 @@
     Submitted -> Start (on the nodes that the policy chose; Open: some were free), or it waits
     Asked     -> Grant, now or when its turn comes
     Left      -> Grant to whoever is next
-    Committed    what it has done is counted; it may Start elsewhere, or Stop, for one that waits
+    Committed    what it has done is counted; it may Start elsewhere, or Stop, for one that waits;
+                 after its last it is out of its turn
     Ended     -> Close of nodes that nobody needs, Start of jobs that waited for nodes
     StayedAway   whose turn it is does not come: it is out of its turn, until it asks again
     Lost         its process is gone: it is out of its turn, and Start once more (or GiveUp)
@@ -327,12 +328,12 @@ class Cluster:
 
     def _committed(self, event: Committed) -> list[Command]:
         running = self._running[event.job]
-        running.steps += 1
-        running.work_s += event.work_s
-        running.lost_s = ()
-        iterations = running.job.steps - running.steps
+        iterations = running.commits(event)
         if iterations <= 0:
-            return []
+            # Until its process ends it holds nothing and wants nothing: nobody waits for its turn.
+            # Where no step is said (by an earlier version, of which this is replayed) all did.
+            is_away = event.step > 0 and not running.token
+            return self._turns.take_out(running, event.at_s) if is_away else []
         if event.times is not None and self._policy.learns:
             self._learn(running, event.kind, event.times)
         standing = self.state.groups[running.group]

@@ -272,6 +272,12 @@ class _Book:
         }
 
 
+def saved_step(folder: Path) -> int:
+    """The step of the run's newest checkpoint, from which it would go on; 0: there is none."""
+    newest = _newest_checkpoint(folder)
+    return 0 if newest is None else int(newest.name[5:])
+
+
 def _newest_checkpoint(folder: Path) -> Path | None:
     """The last whole one; they are renamed when they are complete."""
     there = [p for p in (folder / "checkpoints").glob("step_*") if p.name[5:].isdigit()]

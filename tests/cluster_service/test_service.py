@@ -135,9 +135,16 @@ class House:
         self.say(name, "left", incarnation, ask=self.asks[name])
         self.step()
 
-    def commit(self, name: str, step: int, incarnation: int = 1, seconds: float = 10.0) -> None:
+    def commit(
+        self,
+        name: str,
+        step: int,
+        incarnation: int = 1,
+        seconds: float = 10.0,
+        last: bool | None = None,
+    ) -> None:
         times = {"rollout_s": seconds, "between_s": 0.0, "train_s": 0.0, "after_s": 0.0}
-        self.say(name, "committed", incarnation, step=step, kind="plain", **times)
+        self.say(name, "committed", incarnation, step=step, kind="plain", last=last, **times)
         self.step()
 
     def heard(self, name: str) -> list[tuple[str, Any]]:
