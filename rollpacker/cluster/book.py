@@ -73,6 +73,8 @@ class Record:
     submitted_s: float
     starts: list[Start]
     """Of all its incarnations, numbered from 1."""
+    num_before: int = 0
+    """Of them: those of jobs that had this name before, of which some may still be ending."""
     is_placed: bool = False
     """It has nodes: those of the last start."""
     turn: Turn = field(default_factory=Turn)
@@ -146,6 +148,7 @@ class Book:
             facts,
             event.at_s,
             starts,
+            num_before=len(starts),
             steps=event.job.steps_before,
             waits_since_s=event.at_s,
         )

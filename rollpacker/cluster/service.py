@@ -393,7 +393,8 @@ class Service:
         self._alive.forget(name, incarnation)
         record = self._book.records[name]
         is_current = record.is_placed and incarnation == record.incarnation
-        if record.outcome or (not is_current and code != 0):
+        is_before = incarnation <= record.num_before
+        if record.outcome or is_before or (not is_current and code != 0):
             return
         if code == 0 or record.is_cancelled or code in HOPELESS:
             outcome = "cancelled" if code else "done"

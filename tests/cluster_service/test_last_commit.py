@@ -69,3 +69,25 @@ def test_a_folder_of_an_earlier_version_is_served_and_then_known_as_of_this_one(
         (found,) = base.execute("SELECT value FROM facts WHERE name = 'format'").fetchone()
     assert found == str(FORMAT)
     Store(path).close()
+
+
+def test_an_end_of_an_earlier_job_of_the_name_is_not_that_of_the_present_one(
+    tmp_path: Path,
+) -> None:
+    """It was cancelled while it waited for nodes, and its process ends late, and well."""
+    house = House(tmp_path, nodes=1)
+    submit(house, "a")
+    house.ask("a", "rollout")
+    house.leave("a")
+    house.desk.ask("drain", node="cheap/0")
+    house.commit("a", 1)
+    assert house.job("a")["state"] == "waiting"
+    house.desk.ask("cancel", job="a")
+    submit(house, "a")
+    house.desk.ask("drain", node="cheap/0", restore=True)
+    assert ("a", 2) not in house.runner.orders, "the first one's process is there still"
+    house.end("a", 0, 1)
+    house.until(lambda: ("a", 2) in house.runner.orders)
+    assert house.job("a")["state"] == "running"
+    house.end("a", 0, 2)
+    house.until(lambda: house.job("a")["state"] == "done")

@@ -1,4 +1,4 @@
-"""The core counts a job's steps as the job does, and nobody waits for one that has done its last."""
+"""The core counts a job's steps as the job does, and nobody waits for who has done the last one."""
 
 from __future__ import annotations
 
