@@ -195,6 +195,20 @@ class Service:
             except (ValueError, TypeError, KeyError) as error:
                 why = {"why": str(error) if isinstance(error, ValueError) else repr(error)}
                 self._answers.append((letter, "refused", partial(dict, why)))
+            except Exception as error:
+                self._give_up(letter, error)
+                raise
+
+    def _give_up(self, letter: Letter, error: Exception) -> None:
+        """An error of ours. The core may have changed by half, and this service ends of it: the next
+        one begins with what is written, and does not read this letter again."""
+        why = f"{letter.kind} of {letter.sender} is left out: an error of the service's, {error!r}"
+        self._say(f"{why}. It ends; serve again, and please report it")
+        self._store.write(self._written, self._position)
+        self._written.clear()
+        told = {"why": why, "about": letter.key}
+        with contextlib.suppress(OSError):
+            self._mailbox.post(letter.sender, SERVICE, f"re {letter.key}", "refused", told)
 
     def _send(self) -> None:
         """Write what has happened, obey, answer. Raises `OSError`: the next call goes on."""
@@ -364,8 +378,7 @@ class Service:
         if away_s < LOOK_S:
             return
         self._looked_s = time.monotonic()
-        if away_s > AWAY_S:
-            self._alive.excuse(away_s)
+        self._alive.excuse(away_s, AWAY_S)
         gone = self._alive.gone()
         if gone or self._alive.silent():
             self._receive(0.0)
