@@ -6,14 +6,17 @@ It is made anew from the stored events when a service starts, by the very same c
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from rollpacker.cluster.mailbox import SERVICE
 from rollpacker.cluster.runner import Order
 from rollpacker.cluster.seat import SEAT_VARIABLE, seat_variable
 from rollpacker.core.cluster import (
+    LOSSES_S,
     Asked,
     Cancelled,
     Command,
@@ -38,6 +41,10 @@ from rollpacker.core.coexecution.nodes import Node
 Facts = Mapping[str, Any]
 NUM_NOTES = 200
 NUM_LAST = 8
+PAUSES_S = (0.0, 10.0, 60.0)
+"""Before a job that was lost so often since its last commit is started again: what ended it may need
+time to be over. The last one stands for all that come after."""
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 class Note(NamedTuple):
@@ -84,6 +91,8 @@ class Record:
     """For pools, for nodes, and for starts after the first."""
     waits_since_s: float = 0.0
     """For nodes, or for its next start to ask."""
+    lost_s: tuple[float, ...] = ()
+    """When it was lost, since its last commit, or not long ago."""
     is_cancelled: bool = False
     outcome: str = ""
     """done, failed, cancelled; empty: not yet."""
@@ -94,6 +103,12 @@ class Record:
     @property
     def incarnation(self) -> int:
         return len(self.starts)
+
+    @property
+    def starts_from_s(self) -> float:
+        """It is started no sooner."""
+        num_lost = len(self.lost_s)
+        return self.lost_s[-1] + PAUSES_S[min(num_lost, len(PAUSES_S)) - 1] if num_lost else 0.0
 
     def nodes(self, incarnation: int) -> frozenset[Node]:
         start = self.starts[incarnation - 1]
@@ -130,6 +145,27 @@ class Book:
         if isinstance(event, Cancelled):
             self._cancelled(self.records[event.job], at_s)
 
+    def check_new(self, job: ClusterJob, facts: Facts) -> None:
+        """Raises `ValueError` for a job that cannot be submitted beside those that are here."""
+        if not _NAME.fullmatch(job.name) or job.name == SERVICE:
+            raise ValueError(
+                f"{job.name!r} is no name for a job: a hundred letters, digits, -, _ and . at most"
+            )
+        for one in self.records.values():
+            if not one.outcome and one.job.name != job.name and one.facts["run"] == facts["run"]:
+                raise ValueError(
+                    f"run {facts['run']} is here already, as job {one.job.name}: cancel that one, "
+                    "or give this one another name=..."
+                )
+
+    def known(self, name: str) -> Record:
+        """Raises `ValueError` for a name of no job."""
+        record = self.records.get(name)
+        if record is None:
+            known = ", ".join(self.records) or "none"
+            raise ValueError(f"there is no job {name}; there are {known}")
+        return record
+
     def note(self, at_s: float, text: str) -> None:
         self.notes.append(Note(at_s, text))
 
@@ -165,14 +201,15 @@ class Book:
                 record.waited_s += self._awaits_s(record, at_s)
                 record.turn = Turn(turn.ask)
             case Committed():
-                record.steps = int(facts["step"])
+                record.steps, record.lost_s = int(facts["step"]), ()
                 record.work_s += event.work_s
             case StayedAway():
                 told = "is away for longer than it said: it is passed over until it asks again"
                 self.note(at_s, f"{name} {told}")
             case Lost():
                 self.note(at_s, f"{name} was lost: {facts['why']}")
-                record.told = facts
+                recent = (one for one in record.lost_s if at_s - one < LOSSES_S)
+                record.told, record.lost_s = facts, (*recent, at_s)
                 record.waited_s += self._awaits_s(record, at_s)
                 record.turn, record.waits_since_s = Turn(), at_s
             case Ended():
@@ -234,6 +271,8 @@ class Book:
             case GiveUp():
                 record = self.records[command.job]
                 why = f"{record.told['why']}, once too often"
+                if lines := str(record.told.get("last_lines", "")).strip().splitlines():
+                    why += f". The last line that it printed: {lines[-1].strip()}"
                 self._end(record, at_s, {**record.told, "outcome": "failed", "why": why})
 
     def _start(self, record: Record, start: Start, at_s: float) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from rollpacker.cluster.book import Book, Record
+from rollpacker.cluster.book import Book, Record, node_name
 from rollpacker.cluster.hostless import Hostless
 from rollpacker.cluster.mailbox_seat import lease_s
 from rollpacker.cluster.runner import Runner
@@ -173,17 +173,34 @@ class Alive:
                 self._pressed.add(start)
                 self._runner.stop(*start)
 
-    def due(self) -> Iterator[Record]:
-        """Jobs that are to be started now: nothing of their earlier starts is left, and nobody who
-        is to leave is on their nodes."""
+    def due(self, now_s: float) -> Iterator[Record]:
+        """Jobs that are to be started now: nothing of their earlier starts is left, nobody who is
+        to leave is on their nodes, and their pause after a loss is over."""
         crowded = self.nodes_of_leaving()
         for record in self._book.placed():
             name, incarnation = record.job.name, record.incarnation
             there = {(name, one) for one in self.of(name)}
             if record.is_cancelled or there - (self._attempted & {(name, incarnation)}):
                 continue
-            if crowded.isdisjoint(record.nodes(incarnation)):
+            is_time = now_s >= record.starts_from_s
+            if is_time and crowded.isdisjoint(record.nodes(incarnation)):
                 yield record
+
+    def in_the_way(self, record: Record) -> str:
+        """Of a job that has nodes and is not started yet: whose end that waits for, in words."""
+        name = record.job.name
+        if self.is_started(record):
+            return ""
+        if any(one < record.incarnation for one in self.of(name)):
+            return "its start before has ended"
+        for other, incarnation in self.leaving():
+            for node in self._book.records[other].nodes(incarnation):
+                if node in record.nodes(record.incarnation):
+                    return f"{other} has left {node_name(node)}"
+        return ""
+
+    def is_started(self, record: Record) -> bool:
+        return (record.job.name, record.incarnation) in self.incarnations
 
 
 def why_ended(code: int) -> str:

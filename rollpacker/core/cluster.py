@@ -138,6 +138,14 @@ class Cluster:
         the clock says `StayedAway` of them."""
         return self._turns.overdue(at_s)
 
+    def kept_for(self, job: str) -> str | None:
+        """Whose turn it is on free nodes that the job waits for; None: others hold some of them."""
+        return self._turns.kept_for(job)
+
+    def awaits(self, job: str) -> str:
+        """What a job that waits for nodes waits for besides room, in words; empty: nothing."""
+        return self._waiting.why_not_next(job, self._running_jobs())
+
     def handle(self, event: Event) -> list[Command]:
         """What to do about it. Raises `ValueError` for a job that no nodes here can take."""
         match event:
@@ -265,7 +273,7 @@ class Cluster:
         if running is None:
             return []
         at_s = event.at_s
-        if running.loses(at_s) or running.is_cancelled:
+        if (event.counts and running.loses(at_s)) or running.is_cancelled:
             told: list[Command] = [] if running.is_cancelled else [GiveUp(event.job)]
             return told + self._let_go(event.job, at_s) + self._start_waiting(at_s)
         commands = self._turns.take_out(running, at_s)

@@ -88,6 +88,8 @@ class Lost:
 
     at_s: float
     job: str
+    counts: bool = field(default=True, metadata=OMIT_DEFAULT)
+    """Among those after which it is given up."""
 
 
 @dataclass(frozen=True, slots=True)

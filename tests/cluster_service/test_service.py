@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollpacker.cluster import forgetting, losses, mailbox_seat, service
+from rollpacker.cluster import book, forgetting, losses, mailbox_seat, service
 from rollpacker.cluster.mail_file import FileMailbox
 from rollpacker.cluster.mailbox import SERVICE
 from rollpacker.cluster.runner import Order
@@ -361,14 +361,18 @@ def test_who_waits_may_be_silent_for_longer(house: House, monkeypatch: pytest.Mo
     assert "kill b 1" in house.runner.log
 
 
-def test_a_job_that_dies_again_and_again_has_failed(house: House) -> None:
+def test_a_job_that_dies_again_and_again_has_failed(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(book, "PAUSES_S", (0.0,))
     submit(house, "a")
     for incarnation in range(1, MAX_LOSSES + 2):
         house.until(lambda n=incarnation: ("a", n) in house.runner.orders)  # type: ignore[misc]
         house.end("a", 1, incarnation)
     house.until(lambda: house.job("a")["state"] == "failed")
     one = house.job("a")
-    assert one["why"] == "its process ended with exit code 1, once too often"
+    why = "its process ended with exit code 1, once too often"
+    assert one["why"] == f"{why}. The last line that it printed: something"
     assert (one["exit_code"], one["last_lines"]) == (1, ["a says", "something"])
     assert house.runner.wanted == {"cheap": 0, "fast": 0}
 

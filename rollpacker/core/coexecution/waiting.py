@@ -95,6 +95,25 @@ class Waiting:
         used = _used(running)
         return next((job for job in self._in_order(used) if self._is_within(job, used)), None)
 
+    def why_not_next(self, name: str, running: Iterable[ClusterJob]) -> str:
+        """Why a job that waits would not be given nodes even if there were some, in words; empty:
+        it would."""
+        if name not in self._jobs:
+            return ""
+        running = list(running)
+        used, (job, _) = _used(running), self._jobs[name]
+        for phase, most in self._quotas.get(job.owner, {}).items():
+            has, more = used.get(job.owner, {}).get(phase, 0), devices(job, phase)
+            if has + more > most:
+                return (
+                    f"{job.owner}'s running jobs have {has} of the {most} {phase} devices of "
+                    f"quotas.{job.owner}, and it needs {more}"
+                )
+        first = self.next(running)
+        if first is None or first.name == name:
+            return ""
+        return f"{first.name} comes first, which fits nowhere now, and nobody overtakes it"
+
     def _came_s(self, entry: tuple[ClusterJob, float], used: Mapping[str, Devices]) -> float:
         job, at_s = entry
         return at_s - self._ageing_s * (job.priority - self._share(job.owner, used))
