@@ -42,9 +42,10 @@ Facts = Mapping[str, Any]
 NUM_NOTES = 200
 NUM_LAST = 8
 PAUSES_S = (0.0, 10.0, 60.0)
-"""Before a job that was lost so often since its last commit is started again: what ended it may need
-time to be over. The last one stands for all that come after."""
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+"""Before a job that was lost so often since its last commit is started again: what ended it may
+need time to be over. The last one stands for all that come after."""
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+"""Of a job, or of a cluster whose folder is named after it."""
 
 
 class Note(NamedTuple):
@@ -147,7 +148,7 @@ class Book:
 
     def check_new(self, job: ClusterJob, facts: Facts) -> None:
         """Raises `ValueError` for a job that cannot be submitted beside those that are here."""
-        if not _NAME.fullmatch(job.name) or job.name == SERVICE:
+        if not NAME.fullmatch(job.name) or job.name == SERVICE:
             raise ValueError(
                 f"{job.name!r} is no name for a job: a hundred letters, digits, -, _ and . at most"
             )

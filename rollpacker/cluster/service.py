@@ -200,8 +200,8 @@ class Service:
                 raise
 
     def _give_up(self, letter: Letter, error: Exception) -> None:
-        """An error of ours. The core may have changed by half, and this service ends of it: the next
-        one begins with what is written, and does not read this letter again."""
+        """An error of ours. The core may have changed by half, and this service ends of it: the
+        next one begins with what is written, and does not read this letter again."""
         why = f"{letter.kind} of {letter.sender} is left out: an error of the service's, {error!r}"
         self._say(f"{why}. It ends; serve again, and please report it")
         self._store.write(self._written, self._position)

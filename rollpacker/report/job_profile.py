@@ -42,6 +42,7 @@ GIB, GB = 2**30, 1e9
 SHAPING = (
     *("model.path", "model.device", "model.dtype", "model.lora", "model.quantization"),
     *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_response_tokens"),
+    "rollout.dynamic_sampling",
     *("rollout.engine.name", "rollout.engines", "train.processes", "train.pipeline.stages"),
 )
 """Keys of a run's config without which another run's phases take another time."""

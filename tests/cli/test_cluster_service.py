@@ -21,7 +21,7 @@ import pytest
 from benchmarks.resume import write_config, write_model
 from rollpacker.cli import cluster_desk, cluster_serve, cluster_show
 from rollpacker.cli.cluster_desk import ServiceFacts, take_lock, write_facts
-from rollpacker.cli.cluster_submit import going_on, job_of
+from rollpacker.cli.cluster_submit import job_of
 from rollpacker.cli.main import main
 from rollpacker.cluster.mail_file import FileMailbox
 from rollpacker.cluster.runner import Order
@@ -529,18 +529,3 @@ def test_serve_ends_with_ctrl_c_and_goes_on(command: Command) -> None:
         finally:
             process.kill()
         assert process.returncode == 130 and "The same command goes on" in rest, rest
-
-
-def test_a_run_that_is_submitted_to_go_on_has_the_rest_of_its_steps(
-    made: Path, tmp_path: Path
-) -> None:
-    own = ("train.processes=1", "train.steps=20", f"runs_dir={tmp_path}")
-    config = load_config(made, own, RunConfig)
-    asked = argparse.Namespace(phases="1,1", profile=None, slo=1.5, priority=0, owner="ann")
-    job = job_of(asked, config, load_cluster(ROOT / "configs/clusters/two-cores.yaml", ()))
-    assert going_on(job, config) == job
-    saved = tmp_path / config.name / "checkpoints"
-    for step, (left, before) in {15: (5, 15), 20: (1, 19)}.items():
-        (saved / f"step_{step:06}").mkdir(parents=True)
-        went_on = going_on(job, config)
-        assert (went_on.steps, went_on.steps_before) == (left, before)

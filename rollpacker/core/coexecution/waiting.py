@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rollpacker.core.coexecution.job import ClusterJob, Phase
-from rollpacker.core.coexecution.nodes import Pool
+from rollpacker.core.coexecution.nodes import FEWER, Pool
 
 AGEING_H = 4.0
 """What a priority more is worth, in hours."""
@@ -143,7 +143,7 @@ def check_quota(job: ClusterJob, quotas: Mapping[str, Devices]) -> None:
         if devices(job, phase) > most:
             raise ValueError(
                 f"job {job.name} needs {devices(job, phase)} {phase} devices, and {job.owner} may "
-                f"have {most}: lower its {phase}_devices or raise quotas.{job.owner}.{phase}"
+                f"have {most}: lower its {FEWER[phase]} or raise quotas.{job.owner}.{phase}"
             )
 
 
