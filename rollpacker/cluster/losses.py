@@ -194,7 +194,7 @@ class Alive:
         if any(one < record.incarnation for one in self.of(name)):
             return "its start before has ended"
         for other, incarnation in self.leaving():
-            for node in self._book.records[other].nodes(incarnation):
+            for node in sorted(self._book.records[other].nodes(incarnation)):
                 if node in record.nodes(record.incarnation):
                     return f"{other} has left {node_name(node)}"
         return ""
