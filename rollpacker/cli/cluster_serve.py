@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve. Raises `ValueError` for what the user got wrong, before anything is started."""
     from rollpacker.cli.cluster_desk import take_lock
     from rollpacker.cli.output import print_line
+    from rollpacker.cluster.book import NAME
     from rollpacker.cluster.local_disk import check_local
     from rollpacker.sim.cluster_spec import load_cluster
 
@@ -47,6 +48,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--local: every node is this host, and {several}: jobs on two of them would be on the "
             "same devices at once. Give each phase one node, or serve on ray, a host for each node"
+        )
+    if args.folder is None and not NAME.fullmatch(spec.name):
+        raise ValueError(
+            f"name is {spec.name!r}, and its folder would be runs/{spec.name}-cluster: take "
+            "letters, digits, -, _ and ., a hundred at most, or give --folder"
         )
     folder = Path(args.folder or f"runs/{spec.name}-cluster").expanduser()
     check_local(folder)

@@ -105,7 +105,12 @@ def doing(job: Mapping[str, Any]) -> str:
     since = seconds(job["since_s"])
     if job["holds"]:
         return f"{job['holds']} for {since}"
-    return f"waits {since} for {job['waits_for']}" if job["waits_for"] else "-"
+    if job["state"] != "running":
+        return f"waits {since} for {job['waits_for']}" if job["waits_for"] else "-"
+    if job["waits_for"]:
+        why = f": {job['why']}" if job["why"] else ""
+        return f"waits {since} for {job['waits_for']}{why}"
+    return job["why"] or "-"
 
 
 def seconds(number: float) -> str:
@@ -215,8 +220,10 @@ def _screen(status: Status, height: int) -> RenderableType:
 
 
 def show_top(ask: Callable[[], Status], console: Console) -> None:
-    """Until Ctrl-C on a terminal; else once. Raises what `ask` raises."""
+    """Until Ctrl-C on a terminal, also while nobody answers; else once. Raises what `ask` raises,
+    the first time."""
     from rich.live import Live
+    from rich.text import Text
 
     status = ask()
     if not console.is_terminal or console.is_dumb_terminal:
@@ -227,4 +234,8 @@ def show_top(ask: Callable[[], Status], console: Console) -> None:
     ) as live:
         while True:
             time.sleep(REFRESH_S)
-            live.update(_screen(ask(), console.height), refresh=True)
+            try:
+                shown: RenderableType = _screen(ask(), console.height)
+            except ValueError as error:  # it may be served again
+                shown = Text(f"{error}. Still asking; Ctrl-C ends this")
+            live.update(shown, refresh=True)

@@ -11,6 +11,7 @@ import math
 import secrets
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.core.coexecution.job import ClusterJob
     from rollpacker.sim.cluster_spec import ClusterSpec
+
+REDONE_S = 1800.0
+"""A run that would do more again after a loss is worth a word."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         job, facts = job_of_program(args, _owner(args)), facts_of_program(args)
     else:
         path = new_file(config)
-        job, facts = job_of(args, config, spec), facts_of(config, path)
+        job, facts = going_on(job_of(args, config, spec), config), facts_of(config, path)
     check_job(job, spec.core_pools())
     check_reachable(job)
     with contextlib.nullcontext() if config is None else kept(config, path):
@@ -47,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({name: value for name, value in answer.items() if name != "about"}))
     else:
         print(told(answer, desk.folder))
+        if config is not None and (advice := saves_seldom(config, job)):
+            print(advice)
     return 0
 
 
@@ -60,6 +66,18 @@ def told(answer: Mapping[str, Any], folder: Path) -> str:
     nodes = " and ".join(" ".join(answer[name]) for name in ("rollout_nodes", "train_nodes"))
     others = ", ".join(answer["with"])
     return f"{job} starts on {nodes}, {f'beside {others}' if others else 'alone'}. {see} tells more"
+
+
+def saves_seldom(config: RunConfig, job: ClusterJob) -> str:
+    """What to know of a run that would do much again if it were lost; empty: nothing."""
+    steps = config.checkpoint.every_steps
+    again_s = min(steps, job.steps) * math.fsum(job.mean)
+    if again_s <= REDONE_S:
+        return ""
+    return (
+        f"Note: {job.name} saves every {steps} steps (checkpoint.every_steps): if it is lost, up "
+        f"to {again_s / 3600:.1f} hours are done again"
+    )
 
 
 def _checked(args: argparse.Namespace) -> RunConfig:
@@ -78,8 +96,10 @@ def _checked(args: argparse.Namespace) -> RunConfig:
 
 
 def _owner(args: argparse.Namespace) -> str:
-    """Who is said, or who asks."""
+    """Who is said, or who asks. Raises `ValueError`."""
     if args.owner is not None:
+        if not args.owner.strip():
+            raise ValueError("--owner is empty: give a name, or leave it out")
         return str(args.owner)
     try:
         return getpass.getuser()
@@ -148,7 +168,8 @@ def check_slo(slo: float) -> None:
 def check_seconds(args: argparse.Namespace, config: RunConfig) -> None:
     """Whether it is said how long phases take, and once. Raises `ValueError`."""
     if (args.profile is None) == (args.phases is None):
-        own = " ".join([*args.overrides, f"name={config.name}-alone", "train.steps=8"])
+        given = [one for one in args.overrides if not one.startswith(("name=", "train.steps="))]
+        own = " ".join([*given, f"name={config.name}-alone", "train.steps=8"])
         again = f"rollpacker train {args.config} {own}"
         raise ValueError(
             "--profile and --phases exclude each other: leave one out"
@@ -196,6 +217,14 @@ def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> Cl
         pools=spec.core_pools(),
         **own,
     )
+
+
+def going_on(job: ClusterJob, config: RunConfig) -> ClusterJob:
+    """The job without the steps that the run's newest checkpoint has already."""
+    from rollpacker.report.job_profile import saved_step
+
+    done = min(saved_step(_run_folder(config)), job.steps - 1)
+    return replace(job, steps=job.steps - done, steps_before=done)
 
 
 def check_devices(config: RunConfig) -> None:

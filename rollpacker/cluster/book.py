@@ -6,14 +6,17 @@ It is made anew from the stored events when a service starts, by the very same c
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from rollpacker.cluster.mailbox import SERVICE
 from rollpacker.cluster.runner import Order
 from rollpacker.cluster.seat import SEAT_VARIABLE, seat_variable
 from rollpacker.core.cluster import (
+    LOSSES_S,
     Asked,
     Cancelled,
     Command,
@@ -38,6 +41,11 @@ from rollpacker.core.coexecution.nodes import Node
 Facts = Mapping[str, Any]
 NUM_NOTES = 200
 NUM_LAST = 8
+PAUSES_S = (0.0, 10.0, 60.0)
+"""Before a job that was lost so often since its last commit is started again: what ended it may
+need time to be over. The last one stands for all that come after."""
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+"""Of a job, or of a cluster whose folder is named after it."""
 
 
 class Note(NamedTuple):
@@ -73,6 +81,8 @@ class Record:
     submitted_s: float
     starts: list[Start]
     """Of all its incarnations, numbered from 1."""
+    num_before: int = 0
+    """Of them: those of jobs that had this name before, of which some may still be ending."""
     is_placed: bool = False
     """It has nodes: those of the last start."""
     turn: Turn = field(default_factory=Turn)
@@ -82,6 +92,8 @@ class Record:
     """For pools, for nodes, and for starts after the first."""
     waits_since_s: float = 0.0
     """For nodes, or for its next start to ask."""
+    lost_s: tuple[float, ...] = ()
+    """When it was lost, since its last commit, or not long ago."""
     is_cancelled: bool = False
     outcome: str = ""
     """done, failed, cancelled; empty: not yet."""
@@ -92,6 +104,12 @@ class Record:
     @property
     def incarnation(self) -> int:
         return len(self.starts)
+
+    @property
+    def starts_from_s(self) -> float:
+        """It is started no sooner."""
+        num_lost = len(self.lost_s)
+        return self.lost_s[-1] + PAUSES_S[min(num_lost, len(PAUSES_S)) - 1] if num_lost else 0.0
 
     def nodes(self, incarnation: int) -> frozenset[Node]:
         start = self.starts[incarnation - 1]
@@ -128,6 +146,27 @@ class Book:
         if isinstance(event, Cancelled):
             self._cancelled(self.records[event.job], at_s)
 
+    def check_new(self, job: ClusterJob, facts: Facts) -> None:
+        """Raises `ValueError` for a job that cannot be submitted beside those that are here."""
+        if not NAME.fullmatch(job.name) or job.name == SERVICE:
+            raise ValueError(
+                f"{job.name!r} is no name for a job: a hundred letters, digits, -, _ and . at most"
+            )
+        for one in self.records.values():
+            if not one.outcome and one.job.name != job.name and one.facts["run"] == facts["run"]:
+                raise ValueError(
+                    f"run {facts['run']} is here already, as job {one.job.name}: cancel that one, "
+                    "or give this one another name=..."
+                )
+
+    def known(self, name: str) -> Record:
+        """Raises `ValueError` for a name of no job."""
+        record = self.records.get(name)
+        if record is None:
+            known = ", ".join(self.records) or "none"
+            raise ValueError(f"there is no job {name}; there are {known}")
+        return record
+
     def note(self, at_s: float, text: str) -> None:
         self.notes.append(Note(at_s, text))
 
@@ -141,7 +180,15 @@ class Book:
         name = event.job.name
         before = self.records.pop(name, None)  # an ended one: starts are counted on
         starts = [] if before is None else before.starts
-        self.records[name] = Record(event.job, facts, event.at_s, starts, waits_since_s=event.at_s)
+        self.records[name] = Record(
+            event.job,
+            facts,
+            event.at_s,
+            starts,
+            num_before=len(starts),
+            steps=event.job.steps_before,
+            waits_since_s=event.at_s,
+        )
         self.note(event.at_s, f"{name} was submitted")
 
     def _of_job(self, record: Record, event: Event, facts: Facts) -> None:
@@ -155,14 +202,15 @@ class Book:
                 record.waited_s += self._awaits_s(record, at_s)
                 record.turn = Turn(turn.ask)
             case Committed():
-                record.steps = int(facts["step"])
+                record.steps, record.lost_s = int(facts["step"]), ()
                 record.work_s += event.work_s
             case StayedAway():
                 told = "is away for longer than it said: it is passed over until it asks again"
                 self.note(at_s, f"{name} {told}")
             case Lost():
                 self.note(at_s, f"{name} was lost: {facts['why']}")
-                record.told = facts
+                recent = (one for one in record.lost_s if at_s - one < LOSSES_S)
+                record.told, record.lost_s = facts, (*recent, at_s)
                 record.waited_s += self._awaits_s(record, at_s)
                 record.turn, record.waits_since_s = Turn(), at_s
             case Ended():
@@ -170,7 +218,7 @@ class Book:
 
     def _start_waited_s(self, record: Record, at_s: float) -> float:
         """How long its start took, which counts after the first."""
-        is_first = not record.told and record.steps == 0
+        is_first = not record.told and record.steps == record.job.steps_before
         return 0.0 if is_first else at_s - record.waits_since_s
 
     def _awaits_s(self, record: Record, at_s: float) -> float:
@@ -224,6 +272,8 @@ class Book:
             case GiveUp():
                 record = self.records[command.job]
                 why = f"{record.told['why']}, once too often"
+                if lines := str(record.told.get("last_lines", "")).strip().splitlines():
+                    why += f". The last line that it printed: {lines[-1].strip()}"
                 self._end(record, at_s, {**record.told, "outcome": "failed", "why": why})
 
     def _start(self, record: Record, start: Start, at_s: float) -> None:
@@ -263,6 +313,22 @@ def node_of(name: str) -> Node:
     if not pool or not number.isdecimal():
         raise ValueError(f"{name} is no node: POOL/NUMBER, such as cheap/0")
     return Node(pool, int(number))
+
+
+def committed(at_s: float, record: Record, facts: Facts) -> Committed | None:
+    """The event that a job tells; None: it counts already. Raises `ValueError`."""
+    times, step, last = times_of(facts), int(facts["step"]), facts.get("last")
+    if step <= record.steps:
+        return None
+    return Committed(
+        at_s,
+        record.job.name,
+        sum(times),
+        times,
+        str(facts["kind"]),
+        step,
+        None if last is None else bool(last),
+    )
 
 
 def times_of(facts: Facts) -> Times:

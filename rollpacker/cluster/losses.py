@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from rollpacker.cluster.book import Book, Record
+from rollpacker.cluster.book import Book, Record, node_name
 from rollpacker.cluster.hostless import Hostless
 from rollpacker.cluster.mailbox_seat import lease_s
 from rollpacker.cluster.runner import Runner
@@ -27,7 +27,7 @@ class Alive:
     """Starts whose processes are not known to be gone."""
 
     def __init__(self, book: Book, runner: Runner) -> None:
-        """Asks the runner about all starts that the book knows. Raises `OSError`."""
+        """Asks the runner about all starts that the book knows."""
         self._book = book
         self._runner = runner
         self.hostless = Hostless(runner)
@@ -38,11 +38,16 @@ class Alive:
         self._leaves_since_s: dict[Start, float] = {}
         self._pressed: set[Start] = set()
         self._attempted: set[Start] = set()
+        self._in_vain_s = 0.0
+        """Spent on what the runner could not do, since somebody was excused."""
         now_s = time.monotonic()
         for name, record in book.records.items():
             for incarnation in range(1, record.incarnation + 1):
-                if runner.ended(name, incarnation) is None:
-                    self.incarnations.add((name, incarnation))
+                try:
+                    if self._ended((name, incarnation)) is None:
+                        self.incarnations.add((name, incarnation))
+                except OSError:  # of processes that do not end, for example: it is asked again
+                    self.attempted(name, incarnation)
             if record.turn.ask:
                 self.ever_heard.add(name)
                 self._heard_s[name] = now_s
@@ -72,8 +77,13 @@ class Alive:
         self.ever_heard.add(name)
         self._heard_s[name] = time.monotonic()
 
-    def excuse(self, seconds: float) -> None:
-        """Silence of so long counts for nobody."""
+    def excuse(self, away_s: float, longest_s: float) -> None:
+        """Silence of so long counts for nobody, if it is longer than that: the service was stopped,
+        or could write no letters, and perhaps nobody could. That it waited for a process to end is
+        no excuse: what others wrote meanwhile is there."""
+        seconds, self._in_vain_s = away_s - self._in_vain_s, 0.0
+        if seconds <= longest_s:
+            return
         now_s = time.monotonic()
         for name in self._heard_s:
             self._heard_s[name] = min(self._heard_s[name] + seconds, now_s)
@@ -99,18 +109,37 @@ class Alive:
         records = self._book.records
         return {node for name, n in self.leaving() for node in records[name].nodes(n)}
 
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        began_s = time.monotonic()
+        try:
+            yield
+        except OSError:
+            self._in_vain_s += time.monotonic() - began_s
+            raise
+
+    def _ended(self, start: Start) -> int | None:
+        """Raises `OSError`."""
+        with self._trying():
+            return self._runner.ended(*start)
+
+    def _kill(self, start: Start) -> None:
+        """Raises `OSError`."""
+        with self._trying():
+            self._runner.kill(*start)
+
     def gone(self) -> list[tuple[str, int, int]]:
         """With their exit codes; none of those about whom nothing can be said now."""
         found = []
         for start in sorted(self.incarnations):
             with contextlib.suppress(OSError):
-                code = self._runner.ended(*start)
+                code = self._ended(start)
                 if code is None:
                     self._attempted.discard(start)
                 elif code != -1 or start not in self._attempted:
                     found.append((*start, code))
                 elif not self._is_wanted(start):
-                    self._runner.kill(*start)  # so that it does not begin late
+                    self._kill(start)  # so that it does not begin late
                     found.append((*start, code))
         return found
 
@@ -133,7 +162,7 @@ class Alive:
     def kill(self, start: Start, tell: Callable[[str], None]) -> bool:
         """Whether all its processes are gone now. If not, it is told why."""
         try:
-            self._runner.kill(*start)
+            self._kill(start)
         except OSError as error:
             tell(f"{start[0]} cannot be ended yet: {error}")
             return False
@@ -145,22 +174,39 @@ class Alive:
         for start in self.leaving():
             since_s = self._leaves_since_s.setdefault(start, now_s)
             if now_s - since_s > KILL_S:
-                self._runner.kill(*start)
+                self._kill(start)
             elif now_s - since_s > PRESS_S and start not in self._pressed:
                 self._pressed.add(start)
                 self._runner.stop(*start)
 
-    def due(self) -> Iterator[Record]:
-        """Jobs that are to be started now: nothing of their earlier starts is left, and nobody who
-        is to leave is on their nodes."""
+    def due(self, now_s: float) -> Iterator[Record]:
+        """Jobs that are to be started now: nothing of their earlier starts is left, nobody who is
+        to leave is on their nodes, and their pause after a loss is over."""
         crowded = self.nodes_of_leaving()
         for record in self._book.placed():
             name, incarnation = record.job.name, record.incarnation
             there = {(name, one) for one in self.of(name)}
             if record.is_cancelled or there - (self._attempted & {(name, incarnation)}):
                 continue
-            if crowded.isdisjoint(record.nodes(incarnation)):
+            is_time = now_s >= record.starts_from_s
+            if is_time and crowded.isdisjoint(record.nodes(incarnation)):
                 yield record
+
+    def in_the_way(self, record: Record) -> str:
+        """Of a job that has nodes and is not started yet: whose end that waits for, in words."""
+        name = record.job.name
+        if self.is_started(record):
+            return ""
+        if any(one < record.incarnation for one in self.of(name)):
+            return "its start before has ended"
+        for other, incarnation in self.leaving():
+            for node in sorted(self._book.records[other].nodes(incarnation)):
+                if node in record.nodes(record.incarnation):
+                    return f"{other} has left {node_name(node)}"
+        return ""
+
+    def is_started(self, record: Record) -> bool:
+        return (record.job.name, record.incarnation) in self.incarnations
 
 
 def why_ended(code: int) -> str:

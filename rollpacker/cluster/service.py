@@ -14,20 +14,19 @@ before anybody hears of it. So no two jobs are ever on one device, whatever was 
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from rollpacker.cluster.book import Book, Record, node_name, node_of, order_of, times_of
+from rollpacker.cluster.book import Book, Record, committed, node_name, node_of, order_of
 from rollpacker.cluster.forgetting import Forgetting
 from rollpacker.cluster.losses import Alive, why_ended
 from rollpacker.cluster.mailbox import SERVICE, Letter, Mailbox
 from rollpacker.cluster.mailbox_seat import LEASE_S
 from rollpacker.cluster.runner import NoHost, Runner
-from rollpacker.cluster.status import job_status, status
+from rollpacker.cluster.status import Status
 from rollpacker.cluster.store import Entry, Position, Store, checksum, entry_of, happened
 from rollpacker.core import cluster as core
 from rollpacker.core.cluster import Cluster, Command, Event
@@ -42,8 +41,9 @@ AWAY_S = LEASE_S / 2
 """If it has not looked for so long, it was stopped, or could write no letters: nor could others."""
 HOPELESS = (2, 3)
 """Exit codes of `train` that another start would have, too: bad input, NaN."""
+BUSY = 75
+"""Exit code of `train` (EX_TEMPFAIL): another run is at work in its folder, which will end."""
 Facts = Mapping[str, Any]
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 class Service:
@@ -195,6 +195,20 @@ class Service:
             except (ValueError, TypeError, KeyError) as error:
                 why = {"why": str(error) if isinstance(error, ValueError) else repr(error)}
                 self._answers.append((letter, "refused", partial(dict, why)))
+            except Exception as error:
+                self._give_up(letter, error)
+                raise
+
+    def _give_up(self, letter: Letter, error: Exception) -> None:
+        """An error of ours. The core may have changed by half, and this service ends of it: the
+        next one begins with what is written, and does not read this letter again."""
+        why = f"{letter.kind} of {letter.sender} is left out: an error of the service's, {error!r}"
+        self._say(f"{why}. It ends; serve again, and please report it")
+        self._store.write(self._written, self._position)
+        self._written.clear()
+        told = {"why": why, "about": letter.key}
+        with contextlib.suppress(OSError):
+            self._mailbox.post(letter.sender, SERVICE, f"re {letter.key}", "refused", told)
 
     def _send(self) -> None:
         """Write what has happened, obey, answer. Raises `OSError`: the next call goes on."""
@@ -237,10 +251,7 @@ class Service:
                 if "ask" in facts:
                     self._asked(record, facts)
             case "committed":
-                times = times_of(facts)
-                if facts["step"] > record.steps:
-                    kind = str(facts["kind"])
-                    event = core.Committed(self._now_s, letter.sender, sum(times), times, kind)
+                if (event := committed(self._now_s, record, facts)) is not None:
                     self._happen(event, facts)
         return None
 
@@ -269,32 +280,16 @@ class Service:
     def _submit(self, letter: Letter) -> Callable[[], Facts]:
         facts = letter.facts
         job = from_plain(ClusterJob, facts["job"])
-        if not _NAME.fullmatch(job.name) or job.name == SERVICE:
-            raise ValueError(
-                f"{job.name!r} is no name for a job: a hundred letters, digits, -, _ and . at most"
-            )
+        self._book.check_new(job, facts)
         sent = [letter.sender, letter.key]
-        for one in self._book.records.values():
-            if not one.outcome and one.job.name != job.name and one.facts["run"] == facts["run"]:
-                raise ValueError(
-                    f"run {facts['run']} is here already, as job {one.job.name}: cancel that one, "
-                    "or give this one another name=..."
-                )
         known = self._book.records.get(job.name)
         if known is None or known.facts["sent"] != sent:
             kept = {name: value for name, value in facts.items() if name != "job"}
             self._happen(core.Submitted(self._now_s, job), {**kept, "sent": sent})
         return lambda: self._job(job.name)
 
-    def _known(self, name: str) -> Record:
-        record = self._book.records.get(name)
-        if record is None:
-            known = ", ".join(self._book.records) or "none"
-            raise ValueError(f"there is no job {name}; there are {known}")
-        return record
-
     def _cancel(self, name: str, *, now: bool) -> Callable[[], Facts]:
-        record = self._known(name)
+        record = self._book.known(name)
         if not record.outcome and not record.is_cancelled:
             self._happen(core.Cancelled(self._now_s, name))
 
@@ -316,15 +311,13 @@ class Service:
         return lambda: {"node": node_name(node), "jobs": [one.job.name for one in there]}
 
     def _status(self) -> Facts:
-        heard = self._alive.ever_heard
-        return status(
-            self._name, self._cluster, self._book, heard, now_s=self._now_s, began_s=self._began_s
+        return Status(self._cluster, self._book, self._alive, self._now_s).whole(
+            self._name, self._began_s
         )
 
     def _job(self, name: str) -> Facts:
-        record = self._book.records[name]
-        is_heard = name in self._alive.ever_heard
-        return job_status(record, self._cluster, self._book, is_heard, self._now_s)
+        status = Status(self._cluster, self._book, self._alive, self._now_s)
+        return status.of_job(self._book.records[name])
 
     # -- commands ----------------------------------------------------------------------
 
@@ -367,8 +360,7 @@ class Service:
         if away_s < LOOK_S:
             return
         self._looked_s = time.monotonic()
-        if away_s > AWAY_S:
-            self._alive.excuse(away_s)
+        self._alive.excuse(away_s, AWAY_S)
         gone = self._alive.gone()
         if gone or self._alive.silent():
             self._receive(0.0)
@@ -396,7 +388,8 @@ class Service:
         self._alive.forget(name, incarnation)
         record = self._book.records[name]
         is_current = record.is_placed and incarnation == record.incarnation
-        if record.outcome or (not is_current and code != 0):
+        is_before = incarnation <= record.num_before
+        if record.outcome or is_before or (not is_current and code != 0):
             return
         if code == 0 or record.is_cancelled or code in HOPELESS:
             outcome = "cancelled" if code else "done"
@@ -410,7 +403,7 @@ class Service:
         name = record.job.name
         last_lines = self._runner.last_lines(name)
         facts = {"why": why, "exit_code": code, "last_lines": last_lines}
-        self._happen(core.Lost(self._now_s, name), facts)
+        self._happen(core.Lost(self._now_s, name, counts=code != BUSY), facts)
 
     def _end(self, record: Record, outcome: str, code: int | None) -> None:
         facts: dict[str, Any] = {"outcome": outcome, "exit_code": code}
@@ -422,7 +415,7 @@ class Service:
     def _start_due(self) -> None:
         """Jobs whose nodes have nobody on them any more who is to leave."""
         failed = set[Node]()
-        for record in list(self._alive.due()):
+        for record in list(self._alive.due(self._now_s)):
             name, incarnation = record.job.name, record.incarnation
             try:
                 self._runner.start(order_of(record, self._mailbox.address))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollpacker.cluster.book import Book, Record, node_name
+from rollpacker.cluster.losses import Alive
 from rollpacker.cluster.seat import START
 from rollpacker.core.cluster import Cluster
 from rollpacker.core.coexecution.nodes import Node, Pool
@@ -14,61 +15,98 @@ LONG_HELD = 10.0
 """A pool that is held so many times the longest phase of the job's profile is worth a word."""
 
 
-def status(
-    name: str, cluster: Cluster, book: Book, asked: set[str], *, now_s: float, began_s: float
-) -> dict[str, Any]:
-    """`asked`: jobs that have been heard. Times of notes are seconds since 1970, all others
-    seconds until now."""
-    used = {node for record in book.placed() for node in record.nodes(record.incarnation)}
-    return {
-        "name": name,
-        "jobs": [
-            job_status(record, cluster, book, record.job.name in asked, now_s)
-            for record in book.records.values()
-        ],
-        "pools": [_pool(pool, used, book.drained) for pool in cluster.pools],
-        "price_per_h": sum(cluster.state.nodes.pools[n.pool].node_price_per_h for n in used),
-        "events": [
-            {"at_s": began_s + note.at_s, "text": note.text}
-            for note in list(book.notes)[-NUM_NOTES:]
-        ],
-    }
+class Status:
+    """As it is now; times are seconds until now."""
 
+    def __init__(self, cluster: Cluster, book: Book, alive: Alive, now_s: float) -> None:
+        self._cluster = cluster
+        self._book = book
+        self._alive = alive
+        self._now_s = now_s
 
-def job_status(
-    record: Record, cluster: Cluster, book: Book, is_heard: bool, now_s: float
-) -> dict[str, Any]:
-    job, turn = record.job, record.turn
-    start = record.starts[-1] if record.is_placed else None
-    holds = turn.phase if turn.token else None
-    waits_for = turn.phase if not turn.token else None
-    return {
-        "job": job.name,
-        "owner": getattr(job, "owner", ""),
-        "priority": job.priority,
-        "state": _state(record),
-        "holds": holds,
-        "waits_for": waits_for if waits_for or record.is_placed or record.outcome else "nodes",
-        "since_s": now_s - (turn.since_s if turn.phase else record.waits_since_s),
-        "why": _why(record, cluster, book, is_heard, now_s),
-        "rollout_nodes": [] if start is None else list(map(node_name, start.rollout_nodes)),
-        "train_nodes": [] if start is None else list(map(node_name, start.train_nodes)),
-        "group": None if start is None else start.group,
-        "with": [
-            other.job.name
-            for other in book.placed()
-            if start is not None and other is not record and other.starts[-1].group == start.group
-        ],
-        "steps": record.steps,
-        "of_steps": job.steps,
-        "slowdown": _slowdown(record, now_s),
-        "slo": job.slo,
-        "incarnation": record.incarnation,
-        "folder": record.facts["folder"],
-        "command": record.facts["command"],
-        "exit_code": record.told.get("exit_code"),
-        "last_lines": str(record.told.get("last_lines", "")).splitlines(),
-    }
+    def whole(self, name: str, began_s: float) -> dict[str, Any]:
+        """Of the cluster of this name. Times of notes are seconds since 1970."""
+        cluster, book = self._cluster, self._book
+        used = {node for record in book.placed() for node in record.nodes(record.incarnation)}
+        return {
+            "name": name,
+            "jobs": [self.of_job(record) for record in book.records.values()],
+            "pools": [_pool(pool, used, book.drained) for pool in cluster.pools],
+            "price_per_h": sum(cluster.state.nodes.pools[n.pool].node_price_per_h for n in used),
+            "events": [
+                {"at_s": began_s + note.at_s, "text": note.text}
+                for note in list(book.notes)[-NUM_NOTES:]
+            ],
+        }
+
+    def of_job(self, record: Record) -> dict[str, Any]:
+        job, turn = record.job, record.turn
+        start = record.starts[-1] if record.is_placed else None
+        holds = turn.phase if turn.token else None
+        waits_for = turn.phase if not turn.token else None
+        return {
+            "job": job.name,
+            "owner": getattr(job, "owner", ""),
+            "priority": job.priority,
+            "state": _state(record),
+            "holds": holds,
+            "waits_for": waits_for if waits_for or record.is_placed or record.outcome else "nodes",
+            "since_s": self._now_s - (turn.since_s if turn.phase else record.waits_since_s),
+            "why": self._why(record),
+            "rollout_nodes": [] if start is None else list(map(node_name, start.rollout_nodes)),
+            "train_nodes": [] if start is None else list(map(node_name, start.train_nodes)),
+            "group": None if start is None else start.group,
+            "with": [
+                other.job.name
+                for other in self._book.placed()
+                if start is not None
+                and other is not record
+                and other.starts[-1].group == start.group
+            ],
+            "steps": record.steps,
+            "of_steps": max(job.steps_before + job.steps, record.steps),
+            "slowdown": _slowdown(record, self._now_s),
+            "slo": job.slo,
+            "incarnation": record.incarnation,
+            "folder": record.facts["folder"],
+            "command": record.facts["command"],
+            "exit_code": record.told.get("exit_code"),
+            "last_lines": str(record.told.get("last_lines", "")).splitlines(),
+        }
+
+    def _why(self, record: Record) -> str:
+        """What there is to say of its state."""
+        turn, name = record.turn, record.job.name
+        if record.outcome:
+            return str(record.told.get("why", ""))
+        if not record.is_placed:
+            return _what_is_missing(record, self._cluster, self._book)
+        if turn.purpose == START and turn.token:  # no phase of its profile
+            return "starts"
+        if turn.token:
+            return self._held_for_long(record)
+        if turn.phase is not None:
+            other = self._cluster.kept_for(name)
+            starts = "starts" if turn.purpose == START else ""
+            return f"it is {other}'s turn" if other else starts
+        if name in self._alive.ever_heard:
+            return ""
+        pause_s = record.starts_from_s - self._now_s
+        if pause_s > 0 and not self._alive.is_started(record):
+            return f"starts again in {pause_s:,.0f} s: {record.told['why']}"
+        awaited = self._alive.in_the_way(record)
+        return f"starts once {awaited}" if awaited else "starts"
+
+    def _held_for_long(self, record: Record) -> str:
+        held_s = self._now_s - record.turn.since_s
+        worst = record.job.worst
+        longest_s = worst.rollout_s if record.turn.phase == "rollout" else worst.train_s
+        if held_s <= LONG_HELD * longest_s:
+            return ""
+        return (
+            f"has held {record.turn.phase} for {held_s:,.1f} s, and its profile says "
+            f"{longest_s:,.1f}: rollpacker cluster cancel {record.job.name} --now ends it"
+        )
 
 
 def _state(record: Record) -> str:
@@ -93,30 +131,7 @@ def _slowdown(record: Record, now_s: float) -> float | None:
     return elapsed_s / (elapsed_s - waited_s) if elapsed_s - waited_s > 1e-9 else None
 
 
-def _why(record: Record, cluster: Cluster, book: Book, is_heard: bool, now_s: float) -> str:
-    """What there is to say of its state."""
-    if record.outcome:
-        return str(record.told.get("why", ""))
-    if not record.is_placed:
-        return _what_is_missing(cluster, book)
-    if record.turn.purpose == START:  # no phase of its profile
-        return "starts"
-    if record.turn.token:
-        held_s = now_s - record.turn.since_s
-        worst = record.job.worst
-        longest_s = worst.rollout_s if record.turn.phase == "rollout" else worst.train_s
-        if held_s > LONG_HELD * longest_s:
-            return (
-                f"has held {record.turn.phase} for {held_s:,.1f} s, and its profile says "
-                f"{longest_s:,.1f}: rollpacker cluster cancel {record.job.name} --now ends it"
-            )
-        return ""
-    if record.turn.phase is None and not is_heard:
-        return "starts"
-    return ""
-
-
-def _what_is_missing(cluster: Cluster, book: Book) -> str:
+def _what_is_missing(record: Record, cluster: Cluster, book: Book) -> str:
     for pool in cluster.pools:
         hostless = sorted(node_name(node) for node in book.hostless if node.pool == pool.name)
         if hostless:
@@ -127,7 +142,9 @@ def _what_is_missing(cluster: Cluster, book: Book) -> str:
                 f"every node of pool {pool.name} is drained: rollpacker cluster drain "
                 f"{pool.name}/0 --restore gives one back"
             )
-    return "on no nodes would every SLO, quota, max_group and host memory be kept now"
+    return cluster.awaits(record.job.name) or (
+        "on no nodes would every SLO, quota, max_group and host memory be kept now"
+    )
 
 
 def _pool(pool: Pool, used: set[Node], drained: set[Node]) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from rollpacker.cluster.local_disk import check_local
 from rollpacker.core import cluster as core
 from rollpacker.core.plain import from_plain, to_plain
 
-FORMAT = 1
+FORMAT = 2
+"""Written by a version that knows all events of it; one of format 1 is read, and becomes one."""
 _OF_PEOPLE = ("Submitted", "Cancelled", "Drained", "Restored")
 """Events that wait for the disk: who asked was answered. Of the others a crash of the host may lose
 the last ones, with all processes that they are about."""
@@ -88,6 +89,9 @@ class Store:
                 f"{path} was written by a newer version (format {found}, known: {FORMAT}): update "
                 "rollpacker, or serve from another folder"
             )
+        if found < FORMAT:
+            with self._errors():
+                self._base.execute("UPDATE facts SET value = ? WHERE name = 'format'", (FORMAT,))
         self.id = self._fact("id", uuid.uuid4().hex)
         """Of this cluster, for ever."""
 

@@ -3,7 +3,8 @@
     Submitted -> Start (on the nodes that the policy chose; Open: some were free), or it waits
     Asked     -> Grant, now or when its turn comes
     Left      -> Grant to whoever is next
-    Committed    what it has done is counted; it may Start elsewhere, or Stop, for one that waits
+    Committed    what it has done is counted; it may Start elsewhere, or Stop, for one that waits;
+                 after its last it is out of its turn
     Ended     -> Close of nodes that nobody needs, Start of jobs that waited for nodes
     StayedAway   whose turn it is does not come: it is out of its turn, until it asks again
     Lost         its process is gone: it is out of its turn, and Start once more (or GiveUp)
@@ -137,6 +138,14 @@ class Cluster:
         the clock says `StayedAway` of them."""
         return self._turns.overdue(at_s)
 
+    def kept_for(self, job: str) -> str | None:
+        """Whose turn it is on free nodes that the job waits for; None: others hold some of them."""
+        return self._turns.kept_for(job)
+
+    def awaits(self, job: str) -> str:
+        """What a job that waits for nodes waits for besides room, in words; empty: nothing."""
+        return self._waiting.why_not_next(job, self._running_jobs())
+
     def handle(self, event: Event) -> list[Command]:
         """What to do about it. Raises `ValueError` for a job that no nodes here can take."""
         match event:
@@ -264,7 +273,7 @@ class Cluster:
         if running is None:
             return []
         at_s = event.at_s
-        if running.loses(at_s) or running.is_cancelled:
+        if (event.counts and running.loses(at_s)) or running.is_cancelled:
             told: list[Command] = [] if running.is_cancelled else [GiveUp(event.job)]
             return told + self._let_go(event.job, at_s) + self._start_waiting(at_s)
         commands = self._turns.take_out(running, at_s)
@@ -327,12 +336,12 @@ class Cluster:
 
     def _committed(self, event: Committed) -> list[Command]:
         running = self._running[event.job]
-        running.steps += 1
-        running.work_s += event.work_s
-        running.lost_s = ()
-        iterations = running.job.steps - running.steps
+        iterations = running.commits(event)
         if iterations <= 0:
-            return []
+            # Until its process ends it holds nothing and wants nothing: nobody waits for its turn.
+            # Where no step is said (by an earlier version, of which this is replayed) all did.
+            is_away = event.step > 0 and not running.token
+            return self._turns.take_out(running, event.at_s) if is_away else []
         if event.times is not None and self._policy.learns:
             self._learn(running, event.kind, event.times)
         standing = self.state.groups[running.group]

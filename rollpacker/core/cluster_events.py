@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollpacker.core.coexecution.job import ClusterJob, Phase, Times
 from rollpacker.core.coexecution.nodes import Node
+from rollpacker.core.plain import OMIT_DEFAULT
 
 # -- events ------------------------------------------------------------------------
 
@@ -50,6 +51,10 @@ class Committed:
     None: nobody says, and nothing is learned."""
     kind: str = "plain"
     """Of its round."""
+    step: int = field(default=0, metadata=OMIT_DEFAULT)
+    """The job's number of it. 0: nobody says, and it is one more than the one before."""
+    last: bool | None = field(default=None, metadata=OMIT_DEFAULT)
+    """No iteration comes after it. None: nobody says, and it is the last that was submitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,8 @@ class Lost:
 
     at_s: float
     job: str
+    counts: bool = field(default=True, metadata=OMIT_DEFAULT)
+    """Among those after which it is given up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollpacker.core.cluster_events import Committed
 from rollpacker.core.coexecution.job import ClusterJob
 from rollpacker.core.coexecution.learned import LearnedTimes
 from rollpacker.core.coexecution.nodes import Node
@@ -53,6 +54,14 @@ class Running:
         recent = (one for one in self.lost_s if at_s - one < LOSSES_S)
         self.lost_s = (*recent, at_s)
         return len(self.lost_s) > MAX_LOSSES
+
+    def commits(self, event: Committed) -> int:
+        """It has committed an iteration. Returns how many are left to do."""
+        steps = event.step - self.job.steps_before if event.step else self.steps + 1
+        self.steps, self.work_s, self.lost_s = steps, self.work_s + event.work_s, ()
+        if event.last is None:
+            return self.job.steps - steps
+        return 0 if event.last else max(self.job.steps - steps, 1)
 
     @property
     def patience_s(self) -> float:

@@ -78,6 +78,13 @@ class ClusterTurns:
             if away_s > self._running[job].patience_s
         ]
 
+    def kept_for(self, job: str) -> str | None:
+        """See `Cluster.kept_for`."""
+        running = self._running.get(job)
+        if running is None or not running.joined:
+            return None
+        return self._groups[running.group].kept_for(job)
+
     def stayed_away(self, event: StayedAway) -> list[Command]:
         """Nothing where nobody waits for it any more."""
         running = self._running.get(event.job)

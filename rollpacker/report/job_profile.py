@@ -42,6 +42,7 @@ GIB, GB = 2**30, 1e9
 SHAPING = (
     *("model.path", "model.device", "model.dtype", "model.lora", "model.quantization"),
     *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_response_tokens"),
+    "rollout.dynamic_sampling",
     *("rollout.engine.name", "rollout.engines", "train.processes", "train.pipeline.stages"),
 )
 """Keys of a run's config without which another run's phases take another time."""
@@ -270,6 +271,12 @@ class _Book:
             for pool, woke in self._woke_s.items()
             if any(woke)
         }
+
+
+def saved_step(folder: Path) -> int:
+    """The step of the run's newest checkpoint, from which it would go on; 0: there is none."""
+    newest = _newest_checkpoint(folder)
+    return 0 if newest is None else int(newest.name[5:])
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:

@@ -142,6 +142,7 @@ class PhaseTimes:
                 self._step.train_on_s = self._now_s
             case Commit() if self._step is not None and self._step.commit_s is None:
                 self._step.commit_s, self._step.is_judging = self._now_s, False
+                self._step.is_last = command.last or command.stopping
             case _:
                 pass
 
@@ -166,6 +167,7 @@ class _Step:
     train_on_s: float | None = None
     synced_s: float | None = None
     commit_s: float | None = None
+    is_last: bool = False
     is_judging: bool = False
     """The rollout pool was left last: verdicts are awaited, of a round or of an evaluation."""
     evaluated_s: float | None = None
@@ -220,4 +222,5 @@ class _Step:
             between_s=self.between_s,
             train_s=synced_s - train_on_s + self.begun_s,
             after_s=now - synced_s - evaluated_s,
+            last=self.is_last,
         )

@@ -249,7 +249,7 @@ def test_a_second_job_waits_and_says_for_what(served: Command) -> None:
     answer = json.loads(served.out)
     assert (answer["state"], answer["waits_for"]) == ("waiting", "nodes")
     assert served.submit("three") == 0
-    assert served.out.startswith("three waits: on no nodes would")
+    assert served.out.startswith("three waits: two comes first, which fits nowhere now")
 
 
 def test_two_jobs_share_and_are_told_so(served: Command) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollpacker.cluster import forgetting, losses, service
+from rollpacker.cluster import book, forgetting, losses, service
 from rollpacker.cluster.mail_file import FileMailbox
 from rollpacker.cluster.mailbox import SERVICE
 from rollpacker.cluster.mailbox_seat import LEASE_S, START_LEASE_S
@@ -162,9 +162,16 @@ class House:
         self.say(name, "left", incarnation, ask=self.asks[name])
         self.step()
 
-    def commit(self, name: str, step: int, incarnation: int = 1, seconds: float = 10.0) -> None:
+    def commit(
+        self,
+        name: str,
+        step: int,
+        incarnation: int = 1,
+        seconds: float = 10.0,
+        last: bool | None = None,
+    ) -> None:
         times = {"rollout_s": seconds, "between_s": 0.0, "train_s": 0.0, "after_s": 0.0}
-        self.say(name, "committed", incarnation, step=step, kind="plain", **times)
+        self.say(name, "committed", incarnation, step=step, kind="plain", last=last, **times)
         self.step()
 
     def heard(self, name: str) -> list[tuple[str, Any]]:
@@ -372,14 +379,18 @@ def test_who_waits_may_be_silent_for_longer(house: House) -> None:
     house.until(lambda: ("b", 2) in house.runner.orders)
 
 
-def test_a_job_that_dies_again_and_again_has_failed(house: House) -> None:
+def test_a_job_that_dies_again_and_again_has_failed(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(book, "PAUSES_S", (0.0,))
     submit(house, "a")
     for incarnation in range(1, MAX_LOSSES + 2):
         house.until(lambda n=incarnation: ("a", n) in house.runner.orders)  # type: ignore[misc]
         house.end("a", 1, incarnation)
     house.until(lambda: house.job("a")["state"] == "failed")
     one = house.job("a")
-    assert one["why"] == "its process ended with exit code 1, once too often"
+    why = "its process ended with exit code 1, once too often"
+    assert one["why"] == f"{why}. The last line that it printed: something"
     assert (one["exit_code"], one["last_lines"]) == (1, ["a says", "something"])
     assert house.runner.wanted == {"cheap": 0, "fast": 0}
 

@@ -77,8 +77,8 @@ def test_a_job_that_its_quota_never_lets_start_is_refused() -> None:
     with pytest.raises(ValueError) as raised:
         cluster.handle(Submitted(0.0, owned("big", "alice", size=16)))
     assert str(raised.value) == (
-        "job big needs 16 rollout devices, and alice may have 8: lower its rollout_devices or "
-        "raise quotas.alice.rollout"
+        "job big needs 16 rollout devices, and alice may have 8: lower its rollout_devices "
+        "(of a run: rollout.engines) or raise quotas.alice.rollout"
     )
     assert not cluster.waiting
 

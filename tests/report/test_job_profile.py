@@ -229,6 +229,7 @@ def test_a_profile_of_another_run_is_refused(tmp_path: Path) -> None:
             f"rollout.max_response_tokens={own.rollout.max_response_tokens * 2}",
             "it had rollout.max_response_tokens=",
         ),
+        ("rollout.dynamic_sampling.enabled=true", "dynamic_sampling.enabled=False, and this"),
         ("rollout.samples_per_prompt=2", "Run this one alone for 6 steps, and give its folder"),
     ):
         other = load_config(folder / "config.yaml", [change], RunConfig)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from rollpacker.core.coexecution.iteration import Iteration
 from rollpacker.core.coexecution.job import ClusterJob, Times
 from rollpacker.core.coexecution.learned import LearnedTimes
-from rollpacker.core.commands import Commit, Enter, FetchPrompts, Leave
+from rollpacker.core.commands import Command, Commit, Enter, FetchPrompts, Leave
 from rollpacker.core.events import Committed, Entered, PoolNeeded, SampleScored, WeightsSynced
 from rollpacker.core.ids import SampleId
 from rollpacker.core.records import (
@@ -63,6 +64,23 @@ def test_a_machine_whose_seconds_are_known() -> None:
         assert one.train_s == pytest.approx(train_s + costed_run.SYNC_S)
         commit_s = costed_run.CHECKPOINT_S if evaluated_s else costed_run.COMMIT_S
         assert one.after_s == pytest.approx(commit_s)
+
+
+@pytest.mark.parametrize("why", [{"last": True}, {"stopping": True}])
+def test_a_run_says_after_which_step_it_begins_no_other(why: Mapping[str, bool]) -> None:
+    entries = CostedRun(lambda n, cached: 1e-3).run(3)
+    said = [
+        replace(one, commands=[_saying(command, why) for command in one.commands])
+        if isinstance(one, Record)
+        else one
+        for one in entries
+    ]
+    assert [one.last for one in times_of(entries)] == [False] * 3
+    assert [one.last for one in times_of(said)] == [False, False, True]
+
+
+def _saying(command: Command, why: Mapping[str, bool]) -> Command:
+    return replace(command, **why) if isinstance(command, Commit) and command.step == 3 else command
 
 
 def _is_evaluation(entry: Entry) -> bool:

@@ -35,6 +35,8 @@ class Iteration:
     the training pool is held. 0 in a step that had nothing to train on."""
     after_s: float
     """Commit, checkpoint, verdicts of an evaluation, callbacks."""
+    last: bool | None = None
+    """The process begins no other one after it. None: nobody says."""
 
     @property
     def is_empty(self) -> bool:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
+
+from rollpacker.core.plain import OMIT_DEFAULT
 
 Phase = Literal["rollout", "train"]
 
@@ -105,6 +107,8 @@ class ClusterJob:
     """Kinds of round; their shares add up to 1."""
     steps: int
     """Iterations until it ends."""
+    steps_before: int = field(default=0, metadata=OMIT_DEFAULT)
+    """Of a run that goes on: those of its checkpoint, which are none of `steps`."""
     slo: float
     """Its elapsed time may be this many times what it would be without waits for pools."""
     priority: int = 0
@@ -146,7 +150,7 @@ class ClusterJob:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in (
             *("rollout_memory_gib", "train_memory_gib", "model_gb", "rollout_switch_s"),
-            *("train_switch_s", "cold_start_s"),
+            *("train_switch_s", "cold_start_s", "steps_before"),
         ):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,6 +138,13 @@ def pairs(pools: Iterable[Pool]) -> list[tuple[Pool, Pool]]:
     ]
 
 
+FEWER: Mapping[Phase, str] = {
+    "rollout": "rollout_devices (of a run: rollout.engines)",
+    "train": "train_devices (of a run: train.processes)",
+}
+"""What to lower for a job to need fewer devices of a phase."""
+
+
 def check_job(job: ClusterJob, pools: Sequence[Pool]) -> None:
     """Raises `ValueError` if the job fits on no nodes, even alone."""
     phases: tuple[Phase, ...] = ("rollout", "train")
@@ -148,7 +155,7 @@ def check_job(job: ClusterJob, pools: Sequence[Pool]) -> None:
         if needed > most:
             raise ValueError(
                 f"job {job.name} needs {needed} {phase} devices, and no {phase} pool has more than "
-                f"{most}: lower its {phase}_devices or add nodes to a pool"
+                f"{most}: lower its {FEWER[phase]} or add nodes to a pool"
             )
         gib = memory_gib(job, phase)
         room = max(pool.host_memory_gib for pool in there)

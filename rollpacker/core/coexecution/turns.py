@@ -180,6 +180,20 @@ class Turns:
                     found[away[id(due)]] = now_s - due.away_since_s
         return found
 
+    def kept_for(self, job: str) -> str | None:
+        """Whose turn it is on the nodes that the job waits for, where nobody holds any of them;
+        None: it is nobody else's, or nothing is waited for."""
+        member = self._waiting.get(job)
+        if member is None or member.waits_for is None or member.is_extra:
+            return None
+        phase = member.waits_for
+        seats = [self._seats[node] for node in member.nodes[phase]]
+        if self._order != "round_robin" or any(seat.holder for seat in seats):
+            return None
+        due = [seat.due(phase) for seat in seats]
+        others = (name for one in due for name, who in self._members.items() if who is one)
+        return next((name for name in others if name != job), None)
+
     # -- who is next -------------------------------------------------------------------
 
     def _grant(self, now_s: float) -> list[tuple[str, Phase]]:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rollpacker.core.coexecution.job import ClusterJob, Phase
-from rollpacker.core.coexecution.nodes import Pool
+from rollpacker.core.coexecution.nodes import FEWER, Pool
 
 AGEING_H = 4.0
 """What a priority more is worth, in hours."""
@@ -95,6 +95,25 @@ class Waiting:
         used = _used(running)
         return next((job for job in self._in_order(used) if self._is_within(job, used)), None)
 
+    def why_not_next(self, name: str, running: Iterable[ClusterJob]) -> str:
+        """Why a job that waits would not be given nodes even if there were some, in words; empty:
+        it would."""
+        if name not in self._jobs:
+            return ""
+        running = list(running)
+        used, (job, _) = _used(running), self._jobs[name]
+        for phase, most in self._quotas.get(job.owner, {}).items():
+            has, more = used.get(job.owner, {}).get(phase, 0), devices(job, phase)
+            if has + more > most:
+                return (
+                    f"{job.owner}'s running jobs have {has} of the {most} {phase} devices of "
+                    f"quotas.{job.owner}, and it needs {more}"
+                )
+        first = self.next(running)
+        if first is None or first.name == name:
+            return ""
+        return f"{first.name} comes first, which fits nowhere now, and nobody overtakes it"
+
     def _came_s(self, entry: tuple[ClusterJob, float], used: Mapping[str, Devices]) -> float:
         job, at_s = entry
         return at_s - self._ageing_s * (job.priority - self._share(job.owner, used))
@@ -124,7 +143,7 @@ def check_quota(job: ClusterJob, quotas: Mapping[str, Devices]) -> None:
         if devices(job, phase) > most:
             raise ValueError(
                 f"job {job.name} needs {devices(job, phase)} {phase} devices, and {job.owner} may "
-                f"have {most}: lower its {phase}_devices or raise quotas.{job.owner}.{phase}"
+                f"have {most}: lower its {FEWER[phase]} or raise quotas.{job.owner}.{phase}"
             )
 
 

@@ -1,0 +1,96 @@
+"""The service where something can neither be ended nor dealt with."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from rollpacker.cluster import mailbox_seat, service
+from rollpacker.cluster.mailbox import SERVICE
+from rollpacker.core.cluster import Cancelled, Cluster, Command, Event
+from tests.cluster_service.test_service import House, Pretended, look_always, submit
+
+__all__ = ["look_always"]
+
+STUCK_S = 0.3
+
+
+class Stuck(Pretended):
+    """The processes of one start do not end, which is found out after long."""
+
+    start_id = ("a", 1)
+    is_stuck = True
+
+    def kill(self, job: str, incarnation: int) -> None:
+        if self.is_stuck and (job, incarnation) == self.start_id:
+            time.sleep(STUCK_S)
+            raise OSError(f"job {job}: its processes do not end")
+        super().kill(job, incarnation)
+
+    def ended(self, job: str, incarnation: int) -> int | None:
+        if self.is_stuck and (job, incarnation) == self.start_id and self.marked:
+            self.kill(job, incarnation)
+        return super().ended(job, incarnation)
+
+    marked = False
+    """Somebody was about to end it."""
+
+
+def stuck(folder: Path, nodes: int) -> tuple[House, Stuck]:
+    house = House(folder, nodes)
+    runner = house.runner = Stuck()
+    house.service.close()
+    house.new_service()
+    return house, runner
+
+
+def test_a_kill_that_takes_long_in_vain_excuses_nobody_elses_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house, _ = stuck(tmp_path, nodes=2)
+    for name in "ab":
+        submit(house, name, slo=1.0)
+        house.ask(name, "rollout")
+        assert house.job(name)["holds"] == "rollout"
+    monkeypatch.setattr(mailbox_seat, "LEASE_S", 4 * STUCK_S)
+    monkeypatch.setattr(service, "AWAY_S", STUCK_S / 2)
+    house.until(lambda: "kill b 1" in house.runner.log, within_s=30 * STUCK_S)
+
+
+def test_a_service_comes_while_something_does_not_end(tmp_path: Path) -> None:
+    house, runner = stuck(tmp_path, nodes=1)
+    submit(house, "a")
+    house.ask("a", "rollout")
+    house.service.close()
+    runner.marked = True
+    house.new_service()
+    assert house.job("a")["state"] == "running" and house.job("a")["incarnation"] == 1
+    runner.is_stuck = False
+    house.end("a", -9)
+    house.until(lambda: ("a", 2) in runner.orders)
+
+
+def test_a_letter_that_the_core_fails_at_ends_one_service_and_not_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = House(tmp_path, nodes=1)
+    submit(house, "a")
+    handle = Cluster.handle
+
+    def failing(cluster: Cluster, event: Event) -> list[Command]:
+        assert not isinstance(event, Cancelled), "an error of ours"
+        return handle(cluster, event)
+
+    monkeypatch.setattr(Cluster, "handle", failing)
+    house.mailbox.post(SERVICE, "somebody", "1", "cancel", {"job": "a"})
+    with pytest.raises(AssertionError, match="an error of ours"):
+        house.step()
+    assert "cancel of somebody is left out" in house.told[-1]
+    (answer,) = house.mailbox.read("somebody", 0, 0.0)
+    assert answer.kind == "refused" and "an error of ours" in answer.facts["why"]
+    house.service.close()
+    house.new_service()
+    house.step()
+    assert house.job("a")["state"] == "running"
