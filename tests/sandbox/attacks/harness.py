@@ -165,7 +165,7 @@ def _attacked(attack: Attack, runner: Runner, bait: Bait) -> Found:
     result = running.result()
     took = time.monotonic() - began
     found = Found(_escapes_of(attack, result, bait))
-    (found.delays if _had_no_time(result) else found.escapes).extend(_undone_of(attack, result))
+    (found.delays if had_no_time(result) else found.escapes).extend(_undone_of(attack, result))
     if took > attack.limits.wall_s + SLACK_S:
         found.delays.append(f"it took {took:.2f} s, with a limit of {attack.limits.wall_s} s")
     if attack.memory:
@@ -173,7 +173,7 @@ def _attacked(attack: Attack, runner: Runner, bait: Bait) -> Found:
     return found
 
 
-def _had_no_time(result: RunResult) -> bool:
+def had_no_time(result: RunResult) -> bool:
     """The program may have done what it was to do, had it had a processor for longer."""
     if result.status is Status.SANDBOX_ERROR:
         return any(words in result.detail for words in STOOD_STILL)
@@ -244,7 +244,7 @@ def _afterwards(found: Found, runner: Runner, program: str, prints: bytes, limit
     result = runner.start(program, limits=limits).result()
     took = time.monotonic() - began
     if result.status is not Status.OK or result.stdout != prints:
-        (found.delays if _had_no_time(result) else found.escapes).append(
+        (found.delays if had_no_time(result) else found.escapes).append(
             f"{who} then gave {result.status.value} {result.stdout[:200]!r} "
             f"{result.stderr[-200:]!r} {result.detail}"
         )
