@@ -5,10 +5,16 @@
 
 There are as many processes as the run may have, from the start; one that is lost is replaced. What
 is the same for reward functions is `rewards/functions/worker_pool.py`.
+
+Which of the calls in a process brought it down, nobody knows. So all whose they were are suspected,
+and begin their next episodes in a process apart, one prompt's at a time: a prompt that always
+brings down its process takes no other along again.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Hashable
 from typing import Any
 
 from rollpacker.environments.worker import END
@@ -23,6 +29,8 @@ longer than one of a reward function."""
 MAX_HUNG = 16
 """A process in which so many calls were given up and went on all the same takes no more
 episodes, and ends with those that it has."""
+APART_WITHIN_S = 30.0
+"""Who is suspected and has waited so long for the process apart begins among the others."""
 
 
 class GivenUp(Exception):
@@ -33,23 +41,41 @@ class EpisodePool(WorkerPool):
     """See `WorkerPool`."""
 
     kind = "environment"
+    _closed = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See `WorkerPool`."""
+        super().__init__(*args, **kwargs)
+        self._suspects: set[Hashable] = set()
+        self._suspected: deque[PoolCall] = deque()
+        """Calls that wait for the process apart."""
+        self._apart: PoolWorker | None = None
+        self._inmate: object = None
+        """Whose episodes are there."""
 
     def start(self) -> None:
         """Start as many processes as there may be."""
         self._grow()
 
-    def begin(self, payload: bytes, limit_s: float) -> PoolCall:
-        """Make a call that begins an episode. Once it was answered, `worker` is the episode's."""
+    def begin(self, payload: bytes, limit_s: float, whose: Hashable) -> PoolCall:
+        """Make a call that begins an episode. Once it was answered, `worker` is the episode's.
+        Episodes of the same `whose` are suspected together."""
         call = self._made(payload, limit_s)
-        self._waiting.append(call)
+        call.whose = whose
+        if whose in self._suspects:
+            self._suspected.append(call)
+            self.loop.call_later(APART_WITHIN_S, self._waits_no_longer, call)
+        else:
+            self._waiting.append(call)
         self._dispatch()
         return call
 
-    def act(self, payload: bytes, limit_s: float, worker: PoolWorker) -> PoolCall:
+    def act(self, payload: bytes, limit_s: float, worker: PoolWorker, whose: Hashable) -> PoolCall:
         """Make a call in the process of an episode. Raises `WorkerLost` if that is gone."""
         if worker.gone:
             raise WorkerLost(worker.gone, how="", stopped=False, left_s=limit_s)
         call = self._made(payload, limit_s)
+        call.whose = whose
         self._begin(call, worker)
         return call
 
@@ -68,9 +94,11 @@ class EpisodePool(WorkerPool):
         """An episode lives there from now on."""
         worker.num_kept += 1
 
-    def release(self, worker: PoolWorker, episode: int) -> None:
+    def release(self, worker: PoolWorker, episode: int, whose: Hashable) -> None:
         """An episode that lived there is over."""
         worker.num_kept -= 1
+        if worker in self._workers:
+            self._suspects.discard(whose)
         self.forget(worker, episode)
 
     def forget(self, worker: PoolWorker, episode: int) -> None:
@@ -79,18 +107,65 @@ class EpisodePool(WorkerPool):
             worker.process.send(END, episode)
             self._freed(worker)
 
+    # -- who is suspected -------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        super()._dispatch()
+        if self._suspected:
+            # Soon: who has just heard that an episode has begun there has first to keep it.
+            self.loop.call_soon(self._dispatch_suspected)
+
+    def _dispatch_suspected(self) -> None:
+        for call in list(self._suspected):
+            worker = None if call.future.done() else self._place_apart(call)
+            if worker is not None or call.future.done():
+                self._suspected.remove(call)
+            if worker is not None:
+                self._begin(call, worker)
+        if self._suspected and self._lacks_apart():
+            self._plan_growth()
+
+    def _place_apart(self, call: PoolCall) -> PoolWorker | None:
+        if self._lacks_apart():
+            idle = (one for one in self._open() if not _load(one))
+            self._apart = next(idle, None)
+        if self._apart is None:
+            return None
+        if not _load(self._apart):
+            self._inmate = call.whose
+        return self._apart if self._inmate == call.whose else None
+
+    def _loaded(self, worker: PoolWorker, hello: dict[str, Any]) -> None:
+        super()._loaded(worker, hello)
+        if self._suspected and self._lacks_apart() and worker.ready:
+            self._apart = worker
+
+    def _lacks_apart(self) -> bool:
+        return self._apart is None or self._apart.draining
+
+    def _waits_no_longer(self, call: PoolCall) -> None:
+        if call in self._suspected:
+            self._suspected.remove(call)
+            self._waiting.append(call)
+            self._dispatch()
+
     # -- what is different here -------------------------------------------------------------
 
     def _place(self, call: PoolCall) -> PoolWorker | None:
         open_to_more = (
             worker
-            for worker in self._workers
-            if worker.ready and not worker.draining and _load(worker) < MAX_EPISODES
+            for worker in self._open()
+            if worker is not self._apart and _load(worker) < MAX_EPISODES
         )
         return min(open_to_more, key=_load, default=None)
 
+    def _open(self) -> list[PoolWorker]:
+        return [one for one in self._workers if one.ready and not one.draining]
+
     def _num_to_start(self) -> int:
-        return self._max_workers - sum(not worker.draining for worker in self._workers)
+        """The process apart is one more than the run asked for."""
+        others = sum(not one.draining and one is not self._apart for one in self._workers)
+        return self._max_workers - others + bool(self._suspected and self._lacks_apart())
 
     def _plan_growth(self) -> None:
         """Replace what is missing, but not for ever what never gets ready."""
@@ -103,9 +178,16 @@ class EpisodePool(WorkerPool):
         if for_good:
             self._num_failed_starts = MAX_FAILED_STARTS
 
+    def _lose_ended(self, worker: PoolWorker, calls: list[PoolCall], how: str) -> None:
+        if how.startswith(("exit status", "signal")):  # else its host was lost
+            self._suspects.update(call.whose for call in calls)
+        super()._lose_ended(worker, calls, how)
+
     def _retire(
         self, worker: PoolWorker, gone: str = "", *, by_itself: bool = False
     ) -> list[PoolCall]:
+        if worker is self._apart:
+            self._apart = None
         calls = super()._retire(worker, gone, by_itself=by_itself)
         if not self._closed:
             self._plan_growth()
@@ -137,10 +219,17 @@ class EpisodePool(WorkerPool):
             for call in self._retire(oldest, how):
                 call.lost(how, self.loop.time())
 
-    _closed = False
+    def give_up_waiting(self, why: str) -> None:
+        """See `WorkerPool`."""
+        self._waiting.extend(self._suspected)
+        self._suspected.clear()
+        super().give_up_waiting(why)
 
     async def close(self) -> None:
+        """See `WorkerPool`."""
         self._closed = True
+        self._waiting.extend(self._suspected)
+        self._suspected.clear()
         await super().close()
 
 

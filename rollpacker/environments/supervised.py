@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollpacker.core.events import ToolCall
-from rollpacker.core.ids import SampleId
+from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.environments.environment import (
     Answered,
     Begun,
@@ -61,6 +61,7 @@ class _Life:
 
     number: int
     """Of this life: a later one of the same episode has another."""
+    prompt: PromptId
     worker: PoolWorker | None = None
     turn: int = 0
     """The last that was answered; 0: the beginning."""
@@ -218,7 +219,7 @@ class SupervisedEnvironments:
         if known.life is not None and known.life.turn == 0 and isinstance(known.life.last, Begun):
             return known.life.last
         self._give_up(known)
-        life = known.life = _Life(next(self._numbers))
+        life = known.life = _Life(next(self._numbers), episode.prompt)
         reply = await self._asked(known, life, ({"seed": seed, **row}, None), timeout_s)
         if isinstance(reply, Lost):
             return reply
@@ -239,7 +240,7 @@ class SupervisedEnvironments:
         if life is not None and life.turn == turn and isinstance(life.last, Answered):
             return life.last
         if life is None and not self.begins and turn == 1:
-            life = known.life = _Life(next(self._numbers))
+            life = known.life = _Life(next(self._numbers), episode.prompt)
         if life is None:
             return self._lost("the episode was lost before and has not begun anew")
         assert turn == life.turn + 1, f"turn {turn} of an episode that is at turn {life.turn}"
@@ -284,7 +285,7 @@ class SupervisedEnvironments:
             if life.worker is None and life.call.worker is not None:
                 pool.forget(life.call.worker, life.number)
         if life.worker is not None:
-            pool.release(life.worker, life.number)
+            pool.release(life.worker, life.number, life.prompt)
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -303,9 +304,9 @@ class SupervisedEnvironments:
             return self._ended(known, life, self._lost(shortened(why), "environment"))
         try:
             if life.worker is None:
-                life.call = pool.begin(payload, limit_s)
+                life.call = pool.begin(payload, limit_s, life.prompt)
             else:
-                life.call = pool.act(payload, limit_s, life.worker)
+                life.call = pool.act(payload, limit_s, life.worker, life.prompt)
             reply = await pool.answer(life.call)
         except asyncio.CancelledError:
             self._ended(known, life, _CANCELLED)

@@ -53,6 +53,11 @@ COUNTS = """
                     print("interrupted")
             if text == "exit":
                 os._exit(7)
+            if text == "exit later":
+                time.sleep(0.2)
+                os._exit(7)
+            if text == "work":
+                time.sleep(0.6)
             if text == "thread":
                 return str(threading.get_ident()), None, False
             if text == "grab":
@@ -259,6 +264,26 @@ def test_one_that_ends_its_process_is_lost_with_the_reason(tmp_path: Path) -> No
     assert "ended by itself (exit status 7)" in lost.reason
 
 
+def test_one_that_always_ends_its_process_takes_the_others_along_once(tmp_path: Path) -> None:
+    async def play(those: SupervisedEnvironments) -> None:
+        async def losses(number: int, text: str) -> int:
+            for lost in range(4):
+                first = await those.begin(episode(number), {}, seed=7)
+                if not isinstance(first, Lost):
+                    first = await those.act(episode(number), 1, said(text), timeout_s=60)
+                if not isinstance(first, Lost):
+                    those.end(episode(number))
+                    return lost
+            return 4
+
+        bad = losses(0, "exit later")
+        others = (losses(number, "work") for number in range(1, 6))
+        of_bad, *of_others = await asyncio.gather(bad, *others)
+        assert of_bad == 4 and max(of_others) == 1, of_others
+
+    played(of_class(tmp_path, COUNTS, deterministic=False), play)
+
+
 def test_a_deterministic_one_that_answers_otherwise_is_found_out_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -270,6 +295,7 @@ def test_a_deterministic_one_that_answers_otherwise_is_found_out_once(
             await those.act(episode(number), 2, said("exit"))
             assert (await begun(those, number)).messages
             found.append(await those.act(episode(number), 1, said("time")))
+            those.end(episode(number))
         return found
 
     with caplog.at_level(logging.WARNING):

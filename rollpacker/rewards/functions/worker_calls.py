@@ -45,6 +45,8 @@ class PoolCall:
     timer: asyncio.TimerHandle | None = None
     began: float = 0.0
     """The loop's time when a worker got the call."""
+    whose: object = None
+    """Calls of the same may bring down their worker for the same reason."""
 
     def lost(self, what: str, now: float, *, how: str = "", stopped: bool = False) -> None:
         """Settle the call: its worker was gone at loop time `now`."""
