@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -31,9 +30,6 @@ class MainTask:
         self._task: asyncio.Task[Any] | None = None
         self._why_at_once: BaseException | None = None
         self._inbox: asyncio.Queue[Deed | Finish | BaseException] = asyncio.Queue()
-        self._posting = threading.Lock()
-        self._posted: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-        """What was posted since the loop was woken, which costs a system call."""
 
     def open(self) -> None:
         """Belong to the running loop and task from now on."""
@@ -48,10 +44,7 @@ class MainTask:
     def post(self, function: Callable[..., object], *arguments: object) -> None:
         """Call it on the event loop, soon. Thread-safe."""
         assert self._loop is not None, "the run has not begun"
-        with self._posting:
-            self._posted.append((function, arguments))
-            if len(self._posted) == 1:
-                self._loop.call_soon_threadsafe(self._call_posted)
+        self._loop.call_soon_threadsafe(function, *arguments)
 
     def later(self, deed: Deed) -> None:
         """Do it after all that was asked for before. Thread-safe."""
@@ -89,13 +82,6 @@ class MainTask:
         if isinstance(item, BaseException):
             raise item
         return item
-
-    def _call_posted(self) -> None:
-        assert self._loop is not None
-        with self._posting:
-            posted, self._posted = self._posted, []
-        for function, arguments in posted:  # each by itself: one that raises stops no other
-            self._loop.call_soon(function, *arguments)
 
     def _put(self, item: Deed | Finish) -> None:
         self.post(self._inbox.put_nowait, item)
