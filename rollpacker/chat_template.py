@@ -11,10 +11,20 @@ _REPLY = "reply"
 def decoded(tokenizer: Any, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
     """The text of these tokens, as the tokenizer's `decode` has it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", True):
+    cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", True)
+    if backend is not None and not cleans_up and _decodes_plainly(type(tokenizer)):
         # What `decode` does, without its look at each token.
         return str(backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
     return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+
+def _decodes_plainly(kind: type) -> bool:
+    """Whether decoding is transformers' own, which some tokenizers do more to."""
+    methods = (getattr(kind, name, None) for name in ("decode", "_decode"))
+    return all(
+        getattr(one, "__module__", "").startswith("transformers.tokenization_utils")
+        for one in methods
+    )
 
 
 def end_of_turn(

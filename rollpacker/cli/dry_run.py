@@ -99,7 +99,13 @@ def _shown(
         tools = ", ".join(tool["function"]["name"] for tool in turns.environments.tools)
         told.append(f"environment  {turns.environments.name}; tools: {tools or 'none'}")
     try:
-        few = load_few(config.data, "train", rows=_MOST_ROWS, **with_tools(tokenizer, turns))
+        few = load_few(
+            config.data,
+            "train",
+            rows=_MOST_ROWS,
+            brought=None if turns is None else turns.environments.rows,
+            **with_tools(tokenizer, turns),
+        )
     except (ValueError, OSError) as error:
         return [*told, f"first prompt  cannot be shown: {error}"], []
     if turns is not None:

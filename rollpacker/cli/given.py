@@ -217,10 +217,10 @@ def _environment_of(section: Mapping[str, Any], objects: dict[str, Any]) -> dict
     def named(one: Any) -> Any:
         if not callable(one):
             return one
-        if getattr(one, "__name__", "") == "<lambda>":
+        if one is not function and getattr(one, "__name__", "") == "<lambda>":
             raise ValueError(
-                "environment: a lambda has no name, type hints or docstring to tell the model of;"
-                " write a function"
+                "environment.tools: a lambda has no name, type hints or docstring to tell the model"
+                " of; write a function"
             )
         name = f"environment.{_name_of(one)}"
         if objects.setdefault(name, one) is not one:

@@ -153,8 +153,10 @@ class Alive:
             name = record.job.name
             if (name, record.incarnation) not in self.incarnations:
                 continue
-            silent_s = now_s - self._heard_s.get(name, now_s)
             turn = record.turn
+            if turn.ask:  # this start was heard once, whoever was asked to make it again since
+                self._heard_s.setdefault(name, now_s)
+            silent_s = now_s - self._heard_s.get(name, now_s)
             if silent_s > (lease_s(turn.purpose) if turn.token else SILENT_S):
                 found.append((name, f"it was silent for {silent_s:.1f} s"))
         return found

@@ -135,6 +135,7 @@ class Episodes:
     def _finish(self, play: Play, future: Future[Episode | Lost]) -> None:
         task = asyncio.ensure_future(self._finished(play, future))
         self._tasks[play.sample] = task
+        self.watch.num_worth += 1
         task.add_done_callback(lambda done: self._finish_ended(play.sample, done))
 
     async def _finished(self, play: Play, future: Future[Episode | Lost]) -> None:
@@ -148,6 +149,7 @@ class Episodes:
         if self._tasks.get(sample) is task:
             del self._tasks[sample]
         error = None if task.cancelled() else task.exception()
+        self.watch.num_worth -= 1
         self.watch.sign()
         if error is not None:
             self.main.fail(error)

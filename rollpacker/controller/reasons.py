@@ -15,7 +15,7 @@ from rollpacker.trainer.trainer import TrainerProcessError
 
 logger = logging.getLogger(__name__)
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<=\bpid )\d+")
 MAX_REASONS = 100
 """Different reasons that are counted; free texts could go on for ever."""
 
@@ -31,7 +31,7 @@ class Reasons:
         self._counts: Counter[str] = Counter()
         """By the first reason of each kind."""
         self._first: dict[str, str] = {}
-        """By kind: what the reasons are but for their numbers, such as those of processes."""
+        """By kind: what the reasons are but for the numbers of processes."""
         bus.add_sink(self._saw)
 
     def reason_of(self, finish: Finish) -> str:

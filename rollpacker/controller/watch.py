@@ -31,6 +31,9 @@ class Watch:
     deadlines: DeadlineConfig
     engines: Engines
     reward: Reward
+    num_worth: int = field(default=0, init=False)
+    """Environments that are asked what their episodes were worth: verdicts wait for them, who have
+    as long as for any answer."""
     _last_sign: float = field(init=False)
     _last_decode_steps: int = field(default=-1, init=False)
 
@@ -54,7 +57,7 @@ class Watch:
             return
         with self.bus.lock:
             what = self.bus.job.waiting_for()
-            rewards = self.bus.job.waits_for_rewards
+            rewards = self.bus.job.waits_for_rewards and not self.num_worth
         key = "reward_s" if rewards else "generation_s"
         limit = self._limit(key)
         if self.bus.clock.now() - self._last_sign > limit:

@@ -95,9 +95,11 @@ def load_few(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     max_context_tokens: int | None = None,
     end_tokens: Collection[int] = (),
+    brought: Sequence[Mapping[str, Any]] | None = None,
 ) -> PromptSet:
     """The prompts of the first rows of data set `split`, to be looked at; whatever their length.
-    Of `train` the first that `eval_fraction` does not hold out. Raises `DataError`."""
+    Of `train` the first that `eval_fraction` does not hold out. `brought`: as `load_prompts` has
+    it. Raises `DataError`."""
     few = _of(config, split)
     fraction = config.eval_fraction if split == "train" else 0.0
     num_read = rows + (MORE_READ if fraction else 0)
@@ -109,7 +111,7 @@ def load_few(
         else replace(config, train=few, eval_fraction=0.0)
     )
     chat = chat_of(few, split, tokenizer, end_tokens, chat_template_kwargs)
-    made = _made_rows(few, split, chat)
+    made = _made_rows(few, split, chat, brought)
     made = ([row for row in made if not _is_held_out(row, fraction)] or made)[:rows]
     limit = max_context_tokens or sys.maxsize
     looked_at = _prompt_set(

@@ -154,6 +154,8 @@ class Line:
 
     def detach(self) -> None:
         """Stop calling the loop. Idempotent."""
+        if self._loop is not None and not self._loop.is_closed() and self._is_flushing:
+            self._flush()  # the loop will not come to it
         loop, self._loop = self._loop, None
         if loop is not None and not loop.is_closed():
             loop.remove_reader(self.fileno())

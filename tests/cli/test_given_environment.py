@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import rollpacker
+from rollpacker.cli.given import _environment_of
 from tests.controller.test_turns import commands, entries, save_model
 
 
@@ -97,3 +98,9 @@ def test_what_is_no_tool_or_environment(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         run(tmp_path, environment)
+
+
+def test_a_lambda_may_make_environments() -> None:
+    objects: dict[str, Any] = {}
+    made = _environment_of({"function": lambda: None}, objects)
+    assert made["function"] == "<python>:environment.reward" and len(objects) == 1

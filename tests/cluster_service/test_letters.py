@@ -53,7 +53,7 @@ def test_a_letter_comes_once_in_order_and_is_forgotten(mailbox: FileMailbox) -> 
 
 
 def test_who_waits_is_told_soon_by_another_process(
-    mailbox: FileMailbox, monkeypatch: pytest.MonkeyPatch
+    mailbox: FileMailbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     naps: list[float] = []
     own = threading.get_ident()
@@ -61,16 +61,18 @@ def test_who_waits_is_told_soon_by_another_process(
     def nap(seconds: float) -> None:
         if threading.get_ident() == own:  # and not a thread that another test left
             naps.append(seconds)
+            (tmp_path / "waits").touch()
         sleep(seconds)
 
     sleep = time.sleep
     monkeypatch.setattr(mail_file.time, "sleep", nap)
     code = (
         "import sys, time; from pathlib import Path; from rollpacker.cluster import mail_file\n"
-        "box = mail_file.open_mailbox(sys.argv[1]); time.sleep(0.3)\n"
-        "box.post('a', 'other', '1', 'ask', {})"
+        "box = mail_file.open_mailbox(sys.argv[1])\n"
+        "while not Path(sys.argv[2]).exists(): time.sleep(0.01)\n"
+        "time.sleep(0.3); box.post('a', 'other', '1', 'ask', {})"
     )
-    with subprocess.Popen([sys.executable, "-c", code, mailbox.address]):
+    with subprocess.Popen([sys.executable, "-c", code, mailbox.address, str(tmp_path / "waits")]):
         (letter,) = mailbox.read("a", 0, 120.0)
     assert 0.0 < max(naps) < 0.05, "so long a letter lies there at most"
     began_s = time.monotonic()

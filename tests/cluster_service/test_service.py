@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollpacker.cluster import book, forgetting, losses, service
+from rollpacker.cluster import book, forgetting, hostless, losses, service
 from rollpacker.cluster.mail_file import FileMailbox
 from rollpacker.cluster.mailbox import SERVICE
 from rollpacker.cluster.mailbox_seat import LEASE_S, START_LEASE_S
@@ -105,9 +105,9 @@ class Clock:
 class House:
     """A folder, its service, and jobs that this test plays."""
 
-    def __init__(self, folder: Path, nodes: int, clock: Clock) -> None:
+    def __init__(self, folder: Path, nodes: int, clock: Clock | None = None) -> None:
         self.folder = folder
-        self.clock = clock
+        self.clock = clock or Clock()
         self.nodes = nodes
         self.runner = Pretended()
         self.mailbox = FileMailbox(folder / "mail")
@@ -191,6 +191,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(service, "time", clock)
     monkeypatch.setattr(losses, "time", clock)
+    monkeypatch.setattr(hostless, "time", clock)
     return clock
 
 

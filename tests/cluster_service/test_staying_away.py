@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from rollpacker.cluster.mail_file import FileMailbox
 from rollpacker.cluster.service import Service
-from rollpacker.core import cluster_running
 from rollpacker.core.cluster import Cluster
+from rollpacker.core.cluster_running import PATIENCE_S
 from rollpacker.core.coexecution.cheapest_work import CheapestWork
 from tests.cluster_service import lab
-from tests.cluster_service.test_service import House, look_always, submit
+from tests.cluster_service.test_service import Clock, House, clock, look_always, submit
 
-__all__ = ["look_always"]
+__all__ = ["clock", "look_always"]
 
 
 class RoundRobin(House):
@@ -30,18 +28,21 @@ class RoundRobin(House):
         return self.service
 
 
-def test_a_job_that_hangs_between_phases_keeps_nobody_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster_running, "PATIENCE_S", 0.5)
-    house = RoundRobin(tmp_path, nodes=1)
+def test_a_job_that_hangs_between_phases_keeps_nobody_waiting(tmp_path: Path, clock: Clock) -> None:
+    house = RoundRobin(tmp_path, 1, clock)
     for name in "ab":
         submit(house, name)
     house.ask("a", "rollout")
     house.leave("a")
     house.ask("b", "rollout")
     assert house.job("b")["waits_for"] == "rollout", "a comes first in the next turn"
-    house.until(lambda: house.job("b")["holds"] == "rollout")
+
+    def goes_on() -> bool:
+        house.say("b", "beat", left=0, ask=1, pool="rollout", purpose="round")
+        return bool(house.job("b")["holds"])
+
+    waited_s = house.passes(goes_on)
+    assert PATIENCE_S < waited_s <= PATIENCE_S + 1.0
     (said,) = [one for one in house.told if "passed over" in one]
     assert said == "a is away for longer than it said: it is passed over until it asks again"
 

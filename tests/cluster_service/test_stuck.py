@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
-from rollpacker.cluster import mailbox_seat, service
 from rollpacker.cluster.mailbox import SERVICE
+from rollpacker.cluster.mailbox_seat import LEASE_S
+from rollpacker.cluster.service import AWAY_S
 from rollpacker.core.cluster import Cancelled, Cluster, Command, Event
-from tests.cluster_service.test_service import House, Pretended, look_always, submit
+from tests.cluster_service.test_service import (
+    Clock,
+    House,
+    Pretended,
+    clock,
+    look_always,
+    submit,
+)
 
-__all__ = ["look_always"]
+__all__ = ["clock", "look_always"]
 
-STUCK_S = 0.3
+STUCK_S = 10.0
+assert STUCK_S > AWAY_S
 
 
 class Stuck(Pretended):
     """The processes of one start do not end, which is found out after long."""
 
+    clock: Clock
     start_id = ("a", 1)
     is_stuck = True
 
     def kill(self, job: str, incarnation: int) -> None:
         if self.is_stuck and (job, incarnation) == self.start_id:
-            time.sleep(STUCK_S)
+            self.clock.sleep(STUCK_S)
             raise OSError(f"job {job}: its processes do not end")
         super().kill(job, incarnation)
 
@@ -38,29 +47,30 @@ class Stuck(Pretended):
     """Somebody was about to end it."""
 
 
-def stuck(folder: Path, nodes: int) -> tuple[House, Stuck]:
-    house = House(folder, nodes)
+def stuck(folder: Path, nodes: int, clock: Clock) -> tuple[House, Stuck]:
+    house = House(folder, nodes, clock)
     runner = house.runner = Stuck()
+    runner.clock = clock
     house.service.close()
     house.new_service()
     return house, runner
 
 
 def test_a_kill_that_takes_long_in_vain_excuses_nobody_elses_silence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: Clock
 ) -> None:
-    house, _ = stuck(tmp_path, nodes=2)
+    house, _ = stuck(tmp_path, 2, clock)
     for name in "ab":
         submit(house, name, slo=1.0)
         house.ask(name, "rollout")
         assert house.job(name)["holds"] == "rollout"
-    monkeypatch.setattr(mailbox_seat, "LEASE_S", 4 * STUCK_S)
-    monkeypatch.setattr(service, "AWAY_S", STUCK_S / 2)
-    house.until(lambda: "kill b 1" in house.runner.log, within_s=30 * STUCK_S)
+        clock.sleep(1.0)  # a is silent first
+    waited_s = house.passes(lambda: "kill b 1" in house.runner.log)
+    assert waited_s <= LEASE_S + 3 * STUCK_S
 
 
-def test_a_service_comes_while_something_does_not_end(tmp_path: Path) -> None:
-    house, runner = stuck(tmp_path, nodes=1)
+def test_a_service_comes_while_something_does_not_end(tmp_path: Path, clock: Clock) -> None:
+    house, runner = stuck(tmp_path, 1, clock)
     submit(house, "a")
     house.ask("a", "rollout")
     house.service.close()
@@ -94,3 +104,23 @@ def test_a_letter_that_the_core_fails_at_ends_one_service_and_not_the_next(
     house.new_service()
     house.step()
     assert house.job("a")["state"] == "running"
+
+
+def test_a_start_that_a_new_service_makes_once_more_can_still_be_silent(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host was away when the service came, and answers again just before the start."""
+    house = House(tmp_path, 1, clock)
+    submit(house, "a")
+    house.ask("a", "rollout")
+    house.service.close()
+    house.runner.is_cut_off = True
+    house.new_service()
+    start_due = house.service._start_due
+
+    def answers_again() -> None:
+        house.runner.is_cut_off = False
+        start_due()
+
+    monkeypatch.setattr(house.service, "_start_due", answers_again)
+    house.passes(lambda: "kill a 1" in house.runner.log)

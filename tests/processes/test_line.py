@@ -122,3 +122,17 @@ def test_what_is_posted_together_arrives_in_order_and_a_later_loop_takes_it_up()
     assert asyncio.run(post_again()) == [2, 3, 4, 5]
     ours.close()
     theirs.close()
+
+
+def test_what_was_posted_before_the_end_is_sent() -> None:
+    ours, theirs = two()
+
+    async def post() -> None:
+        ours.attach(asyncio.get_running_loop(), lambda message: None, lambda: None)
+        ours.post_together(1, 7)
+        ours.detach()
+
+    asyncio.run(post())
+    assert theirs.receive(5).number == 7
+    ours.close()
+    theirs.close()
