@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 from rollpacker.rollout.engine import Response, SamplingParams
 from rollpacker.serving import chat
@@ -70,7 +71,7 @@ class Endpoint:
             match request.method, request.path.rstrip("/"):
                 case "GET", "/v1/models":
                     return Answer(200, self._models())
-                case "GET", path if path == f"/v1/models/{self._name}":
+                case "GET", path if unquote(path) == f"/v1/models/{self._name}":
                     return Answer(200, json.dumps(self._model()).encode())
                 case "POST", "/v1/chat/completions":
                     return await self._completed(request)
