@@ -48,8 +48,8 @@ def make_requests(rng: random.Random) -> list[GenerationRequest]:
         GenerationRequest(
             sample=SampleId(PromptId("train", 0, row), index, 0),
             prompt_tokens=prompt,
-            sampling=SamplingParams(max_response_tokens=200),
-            forced_length=rng.randrange(100, 200),
+            sampling=SamplingParams(max_response_tokens=500),
+            forced_length=rng.randrange(100, 500),
         )
         for row, prompt in enumerate(prompts)
         for index in range(4)
