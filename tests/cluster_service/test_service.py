@@ -105,6 +105,8 @@ class Clock:
 class House:
     """A folder, its service, and jobs that this test plays."""
 
+    order = "first_come"
+
     def __init__(self, folder: Path, nodes: int, clock: Clock | None = None) -> None:
         self.folder = folder
         self.clock = clock or Clock()
@@ -119,7 +121,7 @@ class House:
 
     def new_service(self) -> Service:
         self.service = Service(
-            Cluster(lab.pools(self.nodes), CheapestWork(orders=("first_come",)), max_group=8),
+            Cluster(lab.pools(self.nodes), CheapestWork(orders=(self.order,)), max_group=8),
             name="lab",
             folder=self.folder,
             mailbox=FileMailbox(self.folder / "mail"),

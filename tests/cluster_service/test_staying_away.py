@@ -4,28 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollpacker.cluster.mail_file import FileMailbox
-from rollpacker.cluster.service import Service
-from rollpacker.core.cluster import Cluster
 from rollpacker.core.cluster_running import PATIENCE_S
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from tests.cluster_service import lab
 from tests.cluster_service.test_service import Clock, House, clock, look_always, submit
 
 __all__ = ["clock", "look_always"]
 
 
 class RoundRobin(House):
-    def new_service(self) -> Service:
-        self.service = Service(
-            Cluster(lab.pools(self.nodes), CheapestWork(orders=("round_robin",)), max_group=8),
-            name="lab",
-            folder=self.folder,
-            mailbox=FileMailbox(self.folder / "mail"),
-            runner=self.runner,
-            tell=self.told.append,
-        )
-        return self.service
+    order = "round_robin"
 
 
 def test_a_job_that_hangs_between_phases_keeps_nobody_waiting(tmp_path: Path, clock: Clock) -> None:
