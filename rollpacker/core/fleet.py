@@ -278,8 +278,13 @@ class Fleet:
     ) -> list[Command]:
         """The job's commands as they go to the engines. `on_aborted` is told of samples that nobody
         will answer for, and its commands are added."""
-        if not self.unanswered and _DIRECTED.isdisjoint(map(type, commands)):
-            return commands
+        if not self.unanswered:
+            # A loop, since this is mostly one check of a response.
+            for command in commands:
+                if type(command) in _DIRECTED:
+                    break
+            else:
+                return commands
         commands = self._assign(commands)
         while self.unanswered:
             commands += self._assign(on_aborted(self.unanswered.popleft()))

@@ -88,13 +88,18 @@ class Job(JobParts):
         `AssertionError` for what cannot happen: a bug in the driver."""
         if self.lengths.planner is not None:
             self.lengths.take_time(event.time_s)
+        # Every response comes by here at least twice: benchmarks/sim_speed.py.
         fleet, kind = self.fleet, type(event)
-        unheard = kind in HEEDED and fleet is not None and not fleet.heeds(event)  # type: ignore[arg-type]
-        if unheard or self.trainer.given_up or (fleet is not None and fleet.given_up):
+        if fleet is not None:
+            unheard = kind in HEEDED and not fleet.heeds(event)  # type: ignore[arg-type]
+            if unheard or fleet.given_up:
+                return []
+        if self.trainer.given_up:
             return []
         answer: list[Command] = getattr(self, self.HANDLERS[kind])(event)
-        directed = fleet is not None and (answer or fleet.unanswered)
-        return fleet.direct(answer, self._on_aborted) if fleet and directed else answer
+        if fleet is not None and (answer or fleet.unanswered):
+            return fleet.direct(answer, self._on_aborted)
+        return answer
 
     # -- choosing the next round -------------------------------------------------------
 
@@ -203,12 +208,17 @@ class Job(JobParts):
     @property
     def _counts_ends(self) -> bool:
         """The stream is to be told what ended; a round of turns tells it by itself."""
-        return self.stream.active and self.acting is None
+        return self.stream.may_release and self.acting is None
 
     def _on_generated(self, event: SampleGenerated) -> list[Command]:
         round_ = self._round_of(event)
         commands = round_.on_generated(event)
-        if self._counts_ends and (devices := self.stream.on_finished(event.num_tokens)):
+        # Asked here and not by `_counts_ends`: every response comes by.
+        if (
+            self.stream.may_release
+            and self.acting is None
+            and (devices := self.stream.on_finished(event.num_tokens))
+        ):
             commands.append(Release(devices=devices))
         return self._after(round_, commands)
 
@@ -282,7 +292,8 @@ class Job(JobParts):
             self.lengths.engine_is_empty()
             if round_.closed:
                 return commands + self._close_round(round_)
-        return commands + self._stream(round_) if self.stream.active else commands
+            return commands + self._stream(round_) if self.stream.active else commands
+        return commands + self._stream(round_) if self.stream.may_stream_early else commands
 
     def _stream(self, round_: Round) -> list[Command]:
         engine_empty = not round_.num_under_way

@@ -76,9 +76,15 @@ class _Kind:
         self.longest_s: dict[PromptId, float] = {}
         """Longest deed so far of each prompt of this round."""
         self.num_seen = 0
-        """Deeds that ended by themselves."""
+        """Deeds that ended by themselves, where the order is "longest"."""
         self.total_s = 0.0
         """Seconds that they took together."""
+
+    def saw(self, prompt: PromptId, seconds: float) -> None:
+        """A deed of the prompt ended by itself after so long."""
+        self.num_seen += 1
+        self.total_s += seconds
+        self.longest_s[prompt] = max(seconds, self.longest_s.get(prompt, 0.0))
 
     @property
     def mean_s(self) -> float:
@@ -148,14 +154,14 @@ class Schedule(Generic[E]):
         kind = self._kinds[sample[0][0]]
         if kind.num_free is not None:
             kind.num_free += 1
-        self._cancelled.discard(sample)
-        kind.by_prompt.look_again(sample[0])
+        if self._cancelled:
+            self._cancelled.discard(sample)
+        if kind.by_prompt:
+            kind.by_prompt.look_again(sample[0])
         seconds = event.seconds
         if seconds is not None and not event.cause:  # it ended by itself
-            prompt = sample[0]
-            kind.num_seen += 1
-            kind.total_s += seconds
-            kind.longest_s[prompt] = max(seconds, kind.longest_s.get(prompt, 0.0))
+            if self._longest:
+                kind.saw(sample[0], seconds)
             if kind.deadline is not None:
                 kind.deadline.observe(seconds, correct=self._is_right(event))
         return retry

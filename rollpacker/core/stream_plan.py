@@ -123,7 +123,6 @@ class _RoundUnderWay:
     num_samples: int
     num_to_train: int
     prompt_tokens: float
-    may_release: bool
     tries: deque[int]
     """Numbers of finished samples at which to try, ascending."""
     num_finished: int = 0
@@ -175,6 +174,10 @@ class StreamPlan:
         self._round: _RoundUnderWay | None = None
         self.active = False
         """Something of the round under way may be streamed."""
+        self.may_release = False
+        """Devices may be released in the round under way: it is to be told what ends."""
+        self.may_stream_early = False
+        """The trainer has something to compute with while the round's engines generate."""
         self._waiting: list[tuple[SampleId, ...]] = []
         """Groups of the round that the trainer might start on."""
 
@@ -197,6 +200,7 @@ class StreamPlan:
         """A round starts; `begin`, if anything of one of this kind may be streamed."""
         by_kind = self.config.reward_wait or kind in self.config.kinds
         self.active = self.config.enabled and (by_kind or self.trainer_apart)
+        self.may_release = self.may_stream_early = False
         if self.active:
             self.begin(
                 kind,
@@ -220,17 +224,17 @@ class StreamPlan:
         assert num_samples >= 1 and num_to_train >= 0 and prompt_tokens >= 0
         self._close_history()
         self._waiting = []
-        may_release = (
+        self.may_release = (
             self.config.enabled and kind.value in self.config.kinds and not self.trainer_apart
         )
+        self.may_stream_early = self.config.enabled and self.trainer_apart
         self._round = _RoundUnderWay(
             kind=kind,
             layout=self.layout if layout is None else layout,
             num_samples=num_samples,
             num_to_train=num_to_train,
             prompt_tokens=prompt_tokens,
-            may_release=may_release,
-            tries=deque(_tries(self.config, num_samples) if may_release else ()),
+            tries=deque(_tries(self.config, num_samples) if self.may_release else ()),
         )
 
     def on_finished(self, num_tokens: int) -> tuple[int, ...] | None:
@@ -238,7 +242,7 @@ class StreamPlan:
         now = self._current()
         now.num_finished += 1
         now.longest = max(now.longest, num_tokens)
-        if now.may_release:
+        if self.may_release:
             self._left.append(num_tokens)
         if not now.tries or now.num_finished < now.tries[0]:
             return None
@@ -249,7 +253,7 @@ class StreamPlan:
         """A sample left the engine without being complete: aborted or failed."""
         now = self._current()
         now.num_stopped += 1
-        if now.may_release:
+        if self.may_release:
             self._left.append(num_tokens)
 
     def on_added(self, count: int = 1) -> None:
@@ -288,9 +292,7 @@ class StreamPlan:
         """Whether the trainer has anything to compute with at this moment."""
         if not self.config.enabled:
             return False
-        return (
-            self.trainer_apart or bool(self.released) or (self.config.reward_wait and engine_empty)
-        )
+        return self.may_stream_early or (self.config.reward_wait and engine_empty)
 
     def streamed(self) -> tuple[int, str]:
         """Samples of this round that were streamed so far; and why none was, if so."""
@@ -299,7 +301,7 @@ class StreamPlan:
             return now.num_streamed, ""
         if self.trainer_apart or self.config.reward_wait:
             reason = "no group was complete before the whole step was due"
-        elif not now.may_release:
+        elif not self.may_release:
             reason = f"nothing is released in a {now.kind} round"
         elif now.released:
             reason = "no group was complete after the release"
@@ -332,6 +334,7 @@ class StreamPlan:
         self.num_releases += 1
         now.tries.clear()
         now.released = devices
+        self.may_stream_early = True
         return devices
 
     def _fits(self, now: _RoundUnderWay, num_devices: int) -> bool:

@@ -247,7 +247,7 @@ class TurnRound(Round):
             self._ended.append((num_tokens, is_complete))
         ended, self._ended = self._ended, []
         added, self._num_told = self.num_launched - self._num_told, self.num_launched
-        if not self._stream.active:
+        if not self._stream.may_release:
             return commands
         for num_tokens, is_complete in ended:
             if not is_complete:
