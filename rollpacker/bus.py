@@ -112,7 +112,8 @@ class Bus:
 
     def _take(self, event: Event) -> None:
         # What a simulation does not log it need not time: benchmarks/sim_speed.py.
-        began = self.clock.now() if self._sinks else 0.0
+        sinks, routes = self._sinks, self._routes
+        began = self.clock.now() if sinks else 0.0
         time_s = self.clock.stamp()
         event.time_s = time_s  # type: ignore[misc]  # nobody else has seen it yet
         try:
@@ -121,8 +122,8 @@ class Bus:
             self.write(Record(time_s=time_s, event=event, commands=(), cost_s=0.0))
             raise
         for command in commands:
-            self._routes[type(command)](command)
-        if self._sinks:
+            routes[type(command)](command)
+        if sinks:
             cost_s = self.clock.now() - began
             answer = tuple(commands)
             self.write(Record(time_s=time_s, event=event, commands=answer, cost_s=cost_s))

@@ -73,19 +73,22 @@ class PromptQueue:
 
     def pop(self, urgency: Callable[[PromptId], float | None], mean: float) -> SampleId:
         """Who is next, of those that wait. `urgency` of a prompt; None: the mean."""
+        samples, entries = self._samples, self._entries
         for prompt in self._changed:
             found = urgency(prompt)
-            longest = max(self._samples[prompt].values())
-            entry = ((-(found or 0.0), -longest, self._arrivals[prompt]), prompt)
-            self._entries[prompt] = entry
+            longest = max(samples[prompt].values())
+            entries[prompt] = entry = (
+                (-(found or 0.0), -longest, self._arrivals[prompt]),
+                prompt,
+            )
             heapq.heappush(self._unknown if found is None else self._known, entry)
         self._changed.clear()
         first = self._first(self._known)
-        mean_first = self._first(self._unknown)
+        mean_first = self._first(self._unknown) if self._unknown else None
         if first is None or (mean_first is not None and (-mean, *mean_first[0][1:]) < first[0]):
             first = mean_first
         assert first is not None, "nobody waits"
-        waiting = self._samples[first[1]]
+        waiting = samples[first[1]]
         sample = max(waiting, key=waiting.__getitem__)
         self.remove(sample)
         return sample

@@ -202,10 +202,10 @@ class Round:
         group.num_generating -= 1
         group.num_unscored += 1
         self._num_awaited += 1
-        commands: list[Command] = []
         if self._overlap:
             commands = self._rewards.ask(sample, num_tokens)
         else:
+            commands = []
             self._unasked.append((group, index))
         if not self._scored_race:
             finished = group.finished

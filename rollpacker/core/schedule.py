@@ -186,7 +186,8 @@ class Schedule(Generic[E]):
         or has ended since, and after `look_again`."""
         kind = self._kinds[source]
         commands: list[Command] = []
-        while kind.num_free and (kind.queue or kind.by_prompt):
+        waiting = kind.by_prompt if self._by_prompt else kind.queue
+        while kind.num_free and waiting:
             sample = self._next_of_prompts(kind, missing) if self._by_prompt else self._next(kind)
             if sample is None:
                 break

@@ -170,8 +170,9 @@ class TokenClockEngine:
         self._births += length - clock
         self._totals.tokens += length
         if self._waiting or not self._simple:
-            if not self._simple:
-                self._leave(length)
+            if not self._simple:  # `_leave`, without the call
+                self._peak -= self._limits.prompt_tokens + length
+                self._simple = self._peak <= self._limits.simple
             if self._waiting:
                 self._admit(self._reached)
             self._schedule()

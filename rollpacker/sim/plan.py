@@ -339,8 +339,8 @@ class _Search:
         seeds = [self._base.seed + seed for seed in seeds]
         wanted = {
             (candidate.key, seed, self._num_steps(candidate, steps)): candidate
+            for seed in seeds  # one after the other: what they draw is kept (`Workload.of`)
             for candidate in candidates
-            for seed in seeds
         }
         missing = {key: c for key, c in wanted.items() if key not in self._known}
         prices = self._base.prices

@@ -216,7 +216,7 @@ def plan_base(scenario: Scenario) -> Base:
         mismatch=scenario.carry.mismatch,
         mismatch_band=scenario.carry.mismatch_band or (),
         has_turns=scenario.turns is not None,
-        capped_share=Workload(scenario).capped_share(),
+        capped_share=Workload.of(scenario).capped_share(),
     )
 
 

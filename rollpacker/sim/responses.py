@@ -88,8 +88,10 @@ class Responses:
         self._bounds: dict[int, tuple[int, int]] = {}
         """Floor and ceiling of those that were deferred."""
         self.verified = Verified()
-        self._to_come: dict[int, list[int]] = {}
-        """Lengths of the redraws to come, the next one last."""
+        self.redraws_to_come: dict[int, list[int]] = {}
+        """Lengths of the redraws to come, the next one last; of those that had any."""
+        self._keys_of: dict[PromptId, list[int]] = {}
+        """Keys of each prompt's samples."""
         self._workload = workload
         self._tail = tail or TailBatchingConfig(enabled=False, selection="published")
         self._mismatch = mismatch
@@ -108,6 +110,8 @@ class Responses:
         self._version = command.version
         self.samples += samples
         self.keys.update(zip(samples, keys, strict=True))
+        for key, sample in zip(keys, samples, strict=True):
+            self._keys_of.setdefault(sample[0], []).append(key)
         self.noises += self._noises(command)
         self._add_lengths(self.noises[keys.start :])
         self.done += command.carried or [0] * len(samples)
@@ -125,7 +129,8 @@ class Responses:
         for few in (self.reached, self.kept, self.redraws):
             few.clear()
         self._bounds.clear()
-        self._to_come.clear()
+        self.redraws_to_come.clear()
+        self._keys_of.clear()
 
     def lengths_of(self, groups: Iterable[Iterable[SampleId]]) -> list[int]:
         """Of all samples of these groups."""
@@ -143,7 +148,7 @@ class Responses:
     def next_redraw(self, key: int) -> bool:
         """The response has come to an end that is not taken: another one is drawn. False: it is
         taken."""
-        redraws = self._to_come.get(key)
+        redraws = self.redraws_to_come.get(key)
         if not redraws:
             return False
         self.lengths[key] = redraws.pop()
@@ -219,21 +224,21 @@ class Responses:
             redraws.append(self._workload.redrawn(noise, len(redraws), kept))
         self.lengths[key] = redraws[0]
         if len(redraws) > 1:
-            self._to_come[key] = redraws[:0:-1]
+            self.redraws_to_come[key] = redraws[:0:-1]
 
     def _keep(self, command: Defer) -> None:
         """The prompts will be launched again."""
         if self._tail.selection == "published" or self._workload.trajectories is not None:
             return
-        ceilings = dict.fromkeys(command.prompts, 0)
-        left: dict[tuple[PromptId, int], Draw] = {}
-        for key, sample in enumerate(self.samples):
-            if sample.prompt in ceilings:
-                noise, length = self.noises[key], self.lengths[key]
-                tokens = self.reached.get(key, length)
+        for prompt in command.prompts:
+            ceiling = 0
+            left: list[tuple[int, int, int]] = []
+            for key in self._keys_of.get(prompt, ()):
+                tokens = self.reached.get(key, self.lengths[key])
                 floor = max(self._bounds.get(key, (0, 0))[0], self.reached.get(key, 0))
-                draw = Draw(length, tokens, self._version, noise.attempt, floor, 0)
-                left[noise.prompt, noise.index] = draw
-                ceilings[sample.prompt] = max(ceilings[sample.prompt], floor or tokens)
-        for place, draw in left.items():
-            self._left[place] = Draw(*draw[:-1], ceilings[place[0]])
+                left.append((key, tokens, floor))
+                ceiling = max(ceiling, floor or tokens)
+            for key, tokens, floor in left:
+                noise, length = self.noises[key], self.lengths[key]
+                draw = Draw(length, tokens, self._version, noise.attempt, floor, ceiling)
+                self._left[noise.prompt, noise.index] = draw

@@ -44,7 +44,7 @@ def simulate(
     simulation = Simulation(
         job_config(scenario, machine),
         machine,
-        Workload(scenario),
+        Workload.of(scenario),
         unkind=scenario.unkind,
         seed=scenario.seed,
         observe=observe,

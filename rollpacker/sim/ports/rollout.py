@@ -250,7 +250,7 @@ class Rollout:
         lane.last_busy_s = self._clock.time_s
         step = self._tally.step
         done = responses.done[key]
-        if responses.next_redraw(key):
+        if responses.redraws_to_come and responses.next_redraw(key):
             step.tokens_redrawn += length - done
             length = responses.lengths[key]
             lane.engine.submit(lane.last_busy_s, [(key, length, min(done + 1, length - 1))], 0.0)
