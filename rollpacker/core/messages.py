@@ -19,6 +19,11 @@ def message(cls: type[T]) -> type[T]:
     return dataclass(slots=True, kw_only=True, unsafe_hash=True)(cls)
 
 
+new = object.__new__
+"""Half of a message, where one is made for every response: `score = new(Score)`, and then
+`Score.__init__(score, ...)`. A call of the class takes twice as long, since it packs what it is
+given by keyword into a dict and unpacks that again: benchmarks/sim_speed.py."""
+
 COMMANDS: dict[str, type] = {}
 """Every kind of command by name: the bus sees that each has a port, the log is read by them."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rollpacker.core.commands import CancelScore, Command, Score
 from rollpacker.core.events import SampleScored
 from rollpacker.core.ids import SampleId
+from rollpacker.core.messages import new
 from rollpacker.core.schedule import KindConfig, Order, Schedule
 
 RewardKindConfig = KindConfig
@@ -49,7 +50,7 @@ class RewardSchedule(Schedule[SampleScored]):
             config.kinds,
             order=config.order,
             max_retries=config.max_retries,
-            say=Score,
+            say=_score,
             is_right=_is_right,
         )
         self.config = config
@@ -58,6 +59,12 @@ class RewardSchedule(Schedule[SampleScored]):
         """Nobody needs these verdicts any more. Checks under way are cancelled."""
         running = self.forget(samples)
         return [CancelScore(samples=tuple(running))] if running and self.config.cancel else []
+
+
+def _score(*, sample: SampleId, timeout_s: float | None, retry: int) -> Score:
+    command = new(Score)
+    Score.__init__(command, sample=sample, timeout_s=timeout_s, retry=retry)
+    return command
 
 
 def _is_right(event: SampleScored) -> bool:

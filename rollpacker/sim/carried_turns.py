@@ -64,7 +64,7 @@ class CarriedTurns:
     def take_up(self, sample: SampleId, noise: SampleId, version: int) -> int:
         """Of a sample that is launched: how many tokens come out as they were."""
         tokens, drawn_by = self._left.pop((noise.prompt, noise.index), (0, version))
-        drawn = self._drawn(noise, tokens)
+        drawn = self._drawn(noise, tokens) if tokens else 0
         if not drawn:
             return 0
         rate = 1 - (1 - self._mismatch) ** (version - drawn_by)

@@ -94,7 +94,7 @@ class TokenClockEngine:
         """Whatever happens to what is in the engine, the cache will neither overflow nor make a
         step longer than its floor time."""
         self._peak = 0
-        """Tokens of everything in the engine at its end; kept up only while not simple."""
+        """Tokens of everything in the engine at its end."""
         self._direct = True
         """No preemption comes before `next_finish`."""
         self._waiting: deque[tuple[int, int, int, float]] = deque()
@@ -169,9 +169,9 @@ class TokenClockEngine:
         del running[key]
         self._births += length - clock
         self._totals.tokens += length
+        self._peak -= self._limits.prompt_tokens + length
         if self._waiting or not self._simple:
-            if not self._simple:  # `_leave`, without the call
-                self._peak -= self._limits.prompt_tokens + length
+            if not self._simple:
                 self._simple = self._peak <= self._limits.simple
             if self._waiting:
                 self._admit(self._reached)
@@ -236,18 +236,15 @@ class TokenClockEngine:
         """See what new requests, of which none has more tokens than `most_done`, can do to the
         cache at worst."""
         self._limits.check(max(lengths))
-        peak = sum(lengths) + sum([entry[2] for entry in self._running.values()])
-        peak += sum([request[1] for request in self._waiting])
-        num = len(lengths) + len(self._running) + len(self._waiting)
-        self._peak = peak + num * self._limits.prompt_tokens
+        self._peak += sum(lengths) + len(lengths) * self._limits.prompt_tokens
         self._simple = self._peak <= self._limits.simple
-        if not self._simple and most_done <= 1 and num == len(lengths):
+        if not self._simple and most_done <= 1 and not (self._running or self._waiting):
             self._simple = self._limits.stay_simple(lengths, most_done)
 
     def _leave(self, length: int) -> None:
         """A request of so many tokens in all has left, which may make things simple again."""
         self._peak -= self._limits.prompt_tokens + length
-        self._simple = self._peak <= self._limits.simple
+        self._simple = self._simple or self._peak <= self._limits.simple
 
     def _has_room_for(self, num: int) -> bool:
         """So many measured requests can join, and nothing will ever be preempted."""
@@ -302,7 +299,6 @@ class TokenClockEngine:
         running = self._running
         in_flight = now < self._reached
         clock = self._clock
-        simple = self._simple
         reached: list[int] = []
         for key in keys:
             entry = running.pop(key, None)
@@ -316,8 +312,7 @@ class TokenClockEngine:
             if in_flight and self._joined.get(key) != clock:
                 tokens -= 1
             self._totals.tokens += tokens
-            if not simple:
-                self._leave(length)
+            self._leave(length)
             reached.append(tokens)
         return reached
 
@@ -325,8 +320,7 @@ class TokenClockEngine:
         for place, request in enumerate(self._waiting):
             if request[0] == key:
                 del self._waiting[place]
-                if not self._simple:
-                    self._leave(request[1])
+                self._leave(request[1])
                 return request[2]
         raise AssertionError(f"request {key} is not in the engine")
 

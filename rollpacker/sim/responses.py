@@ -192,7 +192,8 @@ class Responses:
             if draw is None:
                 continue
             self.lengths[key] = draw.length
-            self.noises[key] = SampleId(noise.prompt, noise.index, draw.attempt)
+            if draw.attempt != noise.attempt:
+                self.noises[key] = SampleId(noise.prompt, noise.index, draw.attempt)
             self._bounds[key] = draw.floor, draw.ceiling
             tokens = self.done[key] if carried else draw.tokens
             if exact and tokens:

@@ -12,6 +12,7 @@ from rollpacker.bus import Routes
 from rollpacker.core.commands import CancelScore, Score
 from rollpacker.core.events import Event, SampleScored
 from rollpacker.core.ids import SampleId
+from rollpacker.core.messages import new
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.responses import Responses
@@ -64,17 +65,17 @@ class Rewards:
         timeout_s, timed_out = command.timeout_s, False
         if timeout_s is not None and seconds >= timeout_s:
             seconds, value, timed_out = timeout_s, 0.0, True
-        self._clock.after(
-            seconds,
-            SampleScored(
-                time_s=0.0,
-                sample=sample,
-                value=value,
-                parts=_NO_PARTS,
-                seconds=seconds,
-                timed_out=timed_out,
-            ),
+        scored = new(SampleScored)
+        SampleScored.__init__(
+            scored,
+            time_s=0.0,
+            sample=sample,
+            value=value,
+            parts=_NO_PARTS,
+            seconds=seconds,
+            timed_out=timed_out,
         )
+        self._clock.after(seconds, scored)
 
     def _cancel(self, command: CancelScore) -> None:
         """They end now; what the clock holds of them is passed over when its time comes."""
