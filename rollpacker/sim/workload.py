@@ -68,8 +68,8 @@ class Workload:
 
     @classmethod
     def of(cls, scenario: Scenario) -> Workload:
-        """As `Workload(scenario)`, in less time: settings are compared on the same prompts, and what
-        the latest one has drawn is not drawn again where it would be the same."""
+        """As `Workload(scenario)`, in less time: settings are compared on the same prompts, and
+        what the latest one has drawn is not drawn again where it would be the same."""
         laws = [scenario.law_of(stage) for stage in scenario.stages]
         cap, turns = scenario.rollout.max_response_tokens, scenario.turns
         facts = (scenario.seed, cap, scenario.stages, laws, turns)
