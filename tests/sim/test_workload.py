@@ -475,3 +475,31 @@ def test_memory_stays_flat() -> None:
     later = walk(MAX_BLOCKS + 5, 2 * MAX_BLOCKS)
     tracemalloc.stop()
     assert later < 1.02 * full
+
+
+# -- draws that are kept -------------------------------------------------------------
+
+
+def test_what_the_latest_has_drawn_is_the_same_and_kept() -> None:
+    fresh = digest(Workload(mixed()))
+    assert [digest(Workload.of(mixed())) for _ in range(3)] == [fresh] * 3
+    assert Workload.of(mixed())._lengths is Workload.of(mixed())._lengths
+
+
+def test_the_kept_draws_are_only_of_the_same_prompts() -> None:
+    others = [mixed(seed=1), mixed(cap=2048), mixed(hard=0.1), scenario()]
+    for one in others:
+        Workload.of(mixed()).lengths(PromptId("none", 0, 0), 0)
+        assert digest(Workload.of(one)) == digest(Workload(one))
+
+
+def test_a_cursor_begins_anew_where_draws_are_kept() -> None:
+    first, second = Workload.of(mixed()), Workload.of(mixed(prompts=16, window=5, samples=8))
+    assert first.take(9) == Workload.of(mixed()).take(9)
+    assert second.take(160) == Workload(mixed(prompts=16, window=5, samples=8)).take(160)
+
+
+def test_a_trace_is_read_each_time(tmp_path: Path) -> None:
+    for length in (10, 20):
+        path = trace(tmp_path, json.dumps({"length": length}))
+        assert set(drawn(Workload.of(scenario(trace=path)), 10).ravel()) == {length}
