@@ -426,7 +426,7 @@ class Service:
                 self._alive.attempted(name, incarnation)
             else:
                 self._alive.started(name, incarnation)
-        self._alive.hostless.tried(failed)
+        self._alive.hostless.tried(failed, self._alive.not_started())
 
     def _want(self) -> None:
         nodes = {one for record in self._book.placed() for one in record.nodes(record.incarnation)}

@@ -538,7 +538,8 @@ def test_who_does_not_leave_is_pressed_and_killed(wide: House) -> None:
     wide.desk.ask("drain", node="cheap/0")
     wide.commit("a", 1)
     assert wide.passes(lambda: "stop a 1" in wide.runner.log) > losses.PRESS_S
-    wide.passes(lambda: ("a", 2) in wide.runner.orders)
+    seconds = wide.passes(lambda: ("a", 2) in wide.runner.orders)
+    assert seconds > losses.KILL_S + 130.0 - losses.PRESS_S - 5.0, "it may be in an iteration"
     assert wide.runner.log == ["start a 1", "stop a 1", "kill a 1", "start a 2"]
 
 
