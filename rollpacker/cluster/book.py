@@ -202,6 +202,10 @@ class Book:
                 record.waited_s += self._awaits_s(record, at_s)
                 record.turn = Turn(turn.ask)
             case Committed():
+                last = record.job.steps_before + record.job.steps
+                if event.last is None and record.steps <= last < int(facts["step"]):
+                    told = f"has committed step {facts['step']}, and was submitted with {last}"
+                    self.note(at_s, f"{name} {told}: its commits are counted as they come")
                 record.steps, record.lost_s = int(facts["step"]), ()
                 record.work_s += event.work_s
             case StayedAway():

@@ -75,6 +75,7 @@ class Service:
         self._began_s = self._store.began_s(time.time())
         self._last_s = 0.0
         self._position = self._store.position
+        self._left_out = self._store.left_out
         self._written: list[Entry] = []
         self._commands: list[Command] = []
         self._answers: list[tuple[Letter, str, Callable[[], Facts]]] = []
@@ -189,6 +190,8 @@ class Service:
             self._say_again()
         for letter in self._mailbox.read(SERVICE, self._position.number, within_s):
             self._position = Position(epoch, letter.number)
+            if self._position in self._left_out:
+                continue
             try:
                 if (answer := self._take(letter)) is not None:
                     self._answers.append((letter, letter.kind, answer))
@@ -201,10 +204,12 @@ class Service:
 
     def _give_up(self, letter: Letter, error: Exception) -> None:
         """An error of ours. The core may have changed by half, and this service ends of it: the
-        next one begins with what is written, and does not read this letter again."""
+        next one begins with what is written, answers what was asked before, and leaves out this
+        letter."""
         why = f"{letter.kind} of {letter.sender} is left out: an error of the service's, {error!r}"
         self._say(f"{why}. It ends; serve again, and please report it")
-        self._store.write(self._written, self._position)
+        self._store.leave_out(self._left_out | {self._position})
+        self._store.write(self._written, self._dealt_with())
         self._written.clear()
         told = {"why": why, "about": letter.key}
         with contextlib.suppress(OSError):

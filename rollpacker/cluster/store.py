@@ -11,7 +11,7 @@ import json
 import sqlite3
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +98,17 @@ class Store:
     @property
     def position(self) -> Position:
         return Position(self._fact("epoch", ""), int(self._fact("position", "0")))
+
+    @property
+    def left_out(self) -> set[Position]:
+        """Letters behind that position, of which none is dealt with."""
+        return {Position(*one) for one in json.loads(self._fact("left_out", "[]"))}
+
+    def leave_out(self, letters: Collection[Position]) -> None:
+        """These, and no others any more."""
+        told = json.dumps([[one.epoch, one.number] for one in letters])
+        with self._errors():
+            self._base.execute("INSERT OR REPLACE INTO facts VALUES ('left_out', ?)", (told,))
 
     def began_s(self, now_s: float) -> float:
         """When the file was made: the zero of events' times."""
