@@ -113,6 +113,8 @@ class Cluster:
         """When jobs that had to wait for nodes came, until they first ask for their turn."""
         self._num_changes = 0
         """Of who is where."""
+        self._obstacle = ("", 0, "")
+        """What was said last of a job that waits, after how many changes."""
 
     @property
     def pools(self) -> Sequence[Pool]:
@@ -142,9 +144,17 @@ class Cluster:
         """Whose turn it is on free nodes that the job waits for; None: others hold some of them."""
         return self._turns.kept_for(job)
 
-    def awaits(self, job: str) -> str:
-        """What a job that waits for nodes waits for besides room, in words; empty: nothing."""
-        return self._waiting.why_not_next(job, self._running_jobs())
+    def awaits(self, job: str, at_s: float) -> str:
+        """What a job that waits for nodes waits for, in words; empty: nothing that could be said.
+        What is said of slowdowns is as it was at the cluster's last change."""
+        told = self._waiting.why_not_next(job, self._running_jobs())
+        if told or self._obstacle[:2] == (job, self._num_changes):
+            return told or self._obstacle[2]
+        late = self._next_waiting(at_s)
+        if late is not None and late.job.name == job:
+            told = self._policy.obstacle(self.state, late.job, rest=late.rest)
+            self._obstacle = (job, self._num_changes, told)
+        return told
 
     def handle(self, event: Event) -> list[Command]:
         """What to do about it. Raises `ValueError` for a job that no nodes here can take."""
