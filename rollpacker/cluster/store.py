@@ -11,7 +11,7 @@ import json
 import sqlite3
 import uuid
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,19 +94,18 @@ class Store:
                 self._base.execute("UPDATE facts SET value = ? WHERE name = 'format'", (FORMAT,))
         self.id = self._fact("id", uuid.uuid4().hex)
         """Of this cluster, for ever."""
+        known = json.loads(self._fact("left_out", "[]"))
+        self.left_out = {Position(*one) for one in known}
+        """Letters that are not dealt with, though others behind them are."""
 
     @property
     def position(self) -> Position:
         return Position(self._fact("epoch", ""), int(self._fact("position", "0")))
 
-    @property
-    def left_out(self) -> set[Position]:
-        """Letters behind that position, of which none is dealt with."""
-        return {Position(*one) for one in json.loads(self._fact("left_out", "[]"))}
-
-    def leave_out(self, letters: Collection[Position]) -> None:
-        """These, and no others any more."""
-        told = json.dumps([[one.epoch, one.number] for one in letters])
+    def leave_out(self, letter: Position) -> None:
+        """Nobody is to deal with this one."""
+        self.left_out.add(letter)
+        told = json.dumps([[one.epoch, one.number] for one in self.left_out])
         with self._errors():
             self._base.execute("INSERT OR REPLACE INTO facts VALUES ('left_out', ?)", (told,))
 
@@ -114,11 +113,24 @@ class Store:
         """When the file was made: the zero of events' times."""
         return float(self._fact("began_s", repr(now_s)))
 
-    def entries(self) -> Iterator[Entry]:
+    @property
+    def num_events(self) -> int:
         with self._errors():
-            for event, commands in self._base.execute(
-                "SELECT event, commands FROM events ORDER BY number"
-            ):
+            (number,) = self._base.execute("SELECT max(number) FROM events").fetchone()
+        return number or 0
+
+    def written(self, number: int) -> tuple[str, int] | None:
+        """The event of this number as it is on the disk, with its checksum; None: there is none."""
+        query = "SELECT event, commands FROM events WHERE number = ?"
+        with self._errors():
+            found: tuple[str, int] | None = self._base.execute(query, (number,)).fetchone()
+        return found
+
+    def entries(self, after: int = 0) -> Iterator[Entry]:
+        """Those with higher numbers than this one; the first is 1."""
+        query = "SELECT event, commands FROM events WHERE number > ? ORDER BY number"
+        with self._errors():
+            for event, commands in self._base.execute(query, (after,)):
                 yield Entry(json.loads(event), commands)
 
     def write(self, entries: Sequence[Entry], position: Position) -> None:

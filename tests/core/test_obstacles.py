@@ -69,6 +69,17 @@ def test_nothing_is_said_of_a_job_that_only_waits_for_its_turn_to_be_looked_at()
     assert one.awaits("b", 2.0) == ""
 
 
+def test_who_asks_changes_nothing_that_is_decided_later() -> None:
+    """A replay does not know when somebody asked."""
+    one = cluster(job("a", slo=1.1), job("b", slo=1.0))
+    (standing,) = one.state.groups.values()
+    standing.changed()
+    before = replace(standing)
+    assert one.awaits("b", 1.0) and standing == before
+    standing.summary.rise(job("b", slo=1.0))
+    assert standing != before, "this would be seen"
+
+
 def test_it_is_looked_for_once_until_the_cluster_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     one = cluster(job("a", slo=1.0), job("b", slo=1.0))
     told = one.awaits("b", 1.0)

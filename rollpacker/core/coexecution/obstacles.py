@@ -1,5 +1,8 @@
 """What keeps a job that waits from every node, in words: whose SLO would break, and which SLO of
-its own would be kept now. Nothing is decided by it."""
+its own would be kept now.
+
+Nothing is decided by it, and nothing that a decision looks at is found out by it: who replays the
+events of a cluster does not know when somebody asked."""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from rollpacker.core.coexecution.promises import broken
 from rollpacker.core.coexecution.turns import Order
 
 MAX_CANDIDATES = 6
-"""That are looked at: those where the price of work seems to rise least."""
+"""That are looked at: those in groups whose jobs have most room."""
 _NUM_TRIES = 3
 """Some orders of turns look at the SLO itself."""
 
@@ -66,7 +69,7 @@ def _tries(
     state: State, job: ClusterJob, rest: Rest | None, confidence: float, orders: Sequence[Order]
 ) -> Iterator[_Try]:
     own = {} if rest is None else {job.name: rest}
-    groups = sorted((standing.summary.rise(job), n) for n, standing in state.groups.items())
+    groups = sorted((_load(standing.layout), n) for n, standing in state.groups.items())
     choices = (choice for _, number in groups for choice in state.in_group(number, job))
     for choice, _ in zip(choices, range(MAX_CANDIDATES), strict=False):
         assert choice.group is not None
@@ -76,6 +79,12 @@ def _tries(
             yield _Try(
                 choice.layout, order, known, broken(choice.layout, forecasts, known, confidence)
             )
+
+
+def _load(layout: Layout) -> float:
+    """What its jobs have of training nodes' time, if nobody is slowed down further than allowed."""
+    pairs = zip(layout.jobs, layout.holds(), layout.works_s(), strict=True)
+    return math.fsum(holds.train_s / work / job.slo for job, holds, work in pairs)
 
 
 def _possible(one: _Try, job: ClusterJob, confidence: float) -> float | None:
