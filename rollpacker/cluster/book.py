@@ -26,6 +26,7 @@ from rollpacker.core.cluster import (
     Event,
     GiveUp,
     Grant,
+    Grown,
     Left,
     Lost,
     Restored,
@@ -139,6 +140,8 @@ class Book:
                 self._submitted(event, facts)
             case Drained() | Restored():
                 self._node(event, facts)
+            case Grown():
+                self.note(at_s, f"pool {event.pool} has {event.nodes} nodes now")
             case _ if event.job in self.records:
                 self._of_job(self.records[event.job], event, facts)
         for command in commands:

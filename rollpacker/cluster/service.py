@@ -306,6 +306,13 @@ class Service:
         status = Status(self._cluster, self._book, self._alive, self._now_s)
         return status.of_job(self._book.records[name])
 
+    def grow(self, num_nodes: Mapping[str, int]) -> None:
+        """Pools have so many nodes from now on, by name. Raises `ValueError` if one has more."""
+        for pool in self._cluster.pools:
+            if num_nodes[pool.name] != pool.nodes:
+                self._happen(core.Grown(self._now_s, pool.name, num_nodes[pool.name]))
+        self._flush()
+
     # -- commands ----------------------------------------------------------------------
 
     def _obey(self, command: Command) -> None:

@@ -21,9 +21,9 @@ from rollpacker.cluster.local_disk import check_local
 from rollpacker.core import cluster as core
 from rollpacker.core.plain import from_plain, to_plain
 
-FORMAT = 2
-"""Written by a version that knows all events of it; one of format 1 is read, and becomes one."""
-_OF_PEOPLE = ("Submitted", "Cancelled", "Drained", "Restored")
+FORMAT = 3
+"""Written by a version that knows all events of it; a lower one is read, and becomes one."""
+_OF_PEOPLE = ("Submitted", "Cancelled", "Drained", "Restored", "Grown")
 """Events that wait for the disk: who asked was answered. Of the others a crash of the host may lose
 the last ones, with all processes that they are about."""
 _TABLES = """

@@ -10,6 +10,7 @@
     Lost         its process is gone: it is out of its turn, and Start once more (or GiveUp)
     Drained      jobs leave the node at their next commit, or at once if they are to start on it and
                  it has no host: Start elsewhere, or Stop and it waits
+    Grown        nodes that are free: as Restored
     Cancelled -> Stop; it is the job's own end that frees its nodes
 
 Groups share no nodes. In a group `coexecution/turns.py` says who is next, and where a job goes is a
@@ -33,6 +34,7 @@ from rollpacker.core.cluster_events import (
     Event,
     GiveUp,
     Grant,
+    Grown,
     Left,
     Lost,
     Open,
@@ -75,6 +77,7 @@ __all__ = [
     "Event",
     "GiveUp",
     "Grant",
+    "Grown",
     "Left",
     "Lost",
     "Open",
@@ -102,7 +105,6 @@ class Cluster:
     ) -> None:
         """`quotas`: by owner; `ageing_s`: what a priority more is worth (`waiting.py`)."""
         self.state = State(nodes=Nodes(pools), link_gb_s=link_gb_s, max_group=max_group)
-        self._pools = tuple(pools)
         self._policy = policy
         self._running: dict[str, Running] = {}
         self._turns = ClusterTurns(self._running)
@@ -118,7 +120,7 @@ class Cluster:
 
     @property
     def pools(self) -> Sequence[Pool]:
-        return self._pools
+        return [*self.state.nodes.pools.values()]
 
     @property
     def num_running(self) -> int:
@@ -182,6 +184,8 @@ class Cluster:
             case Restored():
                 self.state.nodes.restore(event.node)
                 return self._start_waiting(event.at_s)
+            case Grown():
+                return self._grown(event)
 
     # -- coming and going --------------------------------------------------------------
 
@@ -189,7 +193,7 @@ class Cluster:
         job = event.job
         if job.name in self._running or any(one.name == job.name for one in self._waiting):
             raise ValueError(f"job {job.name} is here already: give each job a name of its own")
-        check_job(job, self._pools)
+        check_job(job, self.pools)
         self._waiting.add(job, event.at_s)
         commands = self._start_waiting(event.at_s)
         if job.name not in self._running:
@@ -315,6 +319,12 @@ class Cluster:
             if not event.has_host and is_to_start and self._is_drained(running):
                 commands += self._displace(running, event.at_s)
         return commands
+
+    def _grown(self, event: Grown) -> list[Command]:
+        self.state.nodes.grow(event.pool, event.nodes)
+        self._waiting.grow(self.pools)
+        self._num_changes += 1
+        return self._start_waiting(event.at_s)
 
     def _is_drained(self, running: Running) -> bool:
         nodes = self.state.nodes

@@ -115,6 +115,16 @@ class Restored:
     node: Node
 
 
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A pool has more nodes from now on."""
+
+    at_s: float
+    pool: str
+    nodes: int
+    """In all."""
+
+
 Event = (
     Submitted
     | Asked
@@ -127,6 +137,7 @@ Event = (
     | Cancelled
     | Drained
     | Restored
+    | Grown
 )
 
 # -- commands ----------------------------------------------------------------------
