@@ -87,7 +87,6 @@ class Lab:
     """By job: its commits when it was struck last."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     num_jobs: int = NUM_JOBS
-    steps: int = STEPS
     patience_s: float = PATIENCE_S
 
     def __post_init__(self) -> None:

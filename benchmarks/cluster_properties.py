@@ -4,9 +4,9 @@
     python benchmarks/cluster_properties.py --quick
 
 Jobs come, ask for any pool in any order, stay away for longer than they said, commit, drift, are
-lost, cancelled, withdraw; nodes are drained, with hosts or without, and restored. Most of it under
-a policy of whims, which places, moves and orders at random whatever memory lets it; the rest under
-the shipped one. Checked by a witness that knows nothing but the commands:
+lost, cancelled, withdraw; nodes are drained, with hosts or without, and restored; pools grow. Most
+of it under a policy of whims, which places, moves and orders at random whatever memory lets it; the
+rest under the shipped one. Checked by a witness that knows nothing but the commands:
 
     no node is held by two            no node has more in its host memory than there is
     nobody holds while it waits       of jobs that all wait, one is granted (no circular wait)
@@ -248,6 +248,9 @@ class Drive:
             node = rng.choice(NODES)
             self._drained.add(node)
             self.tell(core.Drained(self.now_s, node, has_host=rng.random() < 0.5))
+        elif what > 0.995:
+            pool = rng.choice(self.cluster.pools)
+            self.tell(core.Grown(self.now_s, pool.name, pool.nodes + 1))
         elif self._drained:
             self.restore(rng.choice(sorted(self._drained)))
 
@@ -293,7 +296,7 @@ class Drive:
         assert not (witness.on or witness.open or witness.held or witness.tokens or witness.asked)
         assert self.cluster.num_running == 0 and not self.cluster.waiting
         assert not self.cluster.state.groups
-        for pool in POOLS:
+        for pool in self.cluster.pools:
             assert nodes.num_free(pool.name) == pool.nodes, pool.name
 
 

@@ -1,20 +1,24 @@
-"""How fast a new service replays what its folder knows.
+"""How fast a new service replays what its folder knows, and how long it takes with a snapshot.
 
-    python benchmarks/cluster_replay.py [--events 20000]
+    python benchmarks/cluster_replay.py [--events 100000] [--quick]
 
 Jobs come, take turns on 4 + 4 nodes, and end, in made-up time; their events are written as the
-service writes them, and a new service is made of the file. Its state must be the same: it would
-refuse the file otherwise. Seconds are those of the processor.
+service writes them, and new services are made of the file: one that finds no snapshot, and leaves
+one; and one that finds it. The state must be the same: a service refuses the file otherwise, and
+what both say of all jobs is compared. Seconds are those of the processor.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import pickle
 import random
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -24,7 +28,9 @@ from machine import write_result
 from rollpacker.cluster.book import Book
 from rollpacker.cluster.local_runner import LocalRunner
 from rollpacker.cluster.mail_file import FileMailbox
+from rollpacker.cluster.past import State
 from rollpacker.cluster.service import Service
+from rollpacker.cluster.status import Status
 from rollpacker.cluster.store import Position, Store, entry_of
 from rollpacker.core.cluster import Asked, Cluster, Committed, Ended, Event, Left, Submitted
 from rollpacker.core.coexecution.cheapest_work import CheapestWork
@@ -85,36 +91,60 @@ class History:
                     self.happen(Ended(self.now_s, name), outcome="done")
 
 
+def of_new_service(folder: Path) -> tuple[float, list[Any]]:
+    """Seconds until it is there, and what it says of its jobs."""
+    began_s = time.process_time()
+    service = Service(
+        new_cluster(),
+        name="replayed",
+        folder=folder,
+        mailbox=FileMailbox(folder / "mail.db"),
+        runner=LocalRunner(folder),
+    )
+    seconds = time.process_time() - began_s
+    status = Status(service._cluster, service._book, service._alive, 0.0)
+    jobs = [status.of_job(record) for record in service._book.records.values()]
+    service.close()
+    return seconds, jobs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--events", type=int, default=20_000)
+    parser.add_argument("--events", type=int, default=100_000)
+    parser.add_argument("--quick", action="store_true", help="20,000 events, nothing written")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         history = History(folder, 1)
-        while history.num_events < args.events:
+        num_events = 20_000 if args.quick else args.events
+        while history.num_events < num_events:
             history.go_on()
         history.store.close()
+        replay_s, _ = of_new_service(folder)  # and the first snapshot
+        with_snapshot_s, then = of_new_service(folder)
+        snapshot = folder / "snapshot"
+        snapshot_mb = snapshot.stat().st_size / 1e6
+        snapshot.unlink()
+        _, without = of_new_service(folder)
+        assert then == without
         began_s = time.process_time()
-        service = Service(
-            new_cluster(),
-            name="replayed",
-            folder=folder,
-            mailbox=FileMailbox(folder / "mail.db"),
-            runner=LocalRunner(folder),
-        )
-        replay_s = time.process_time() - began_s
-        service.close()
+        pickle.dumps(State(history.cluster, history.book, 0.0), pickle.HIGHEST_PROTOCOL)
+        keep_s = time.process_time() - began_s
     payload = {
         "events": history.num_events,
         "jobs": history.num_jobs,
         "replay_cpu_s": round(replay_s, 2),
         "events_per_cpu_s": round(history.num_events / replay_s),
+        "with_snapshot_cpu_s": round(with_snapshot_s, 3),
+        "to_keep_one_cpu_s": round(keep_s, 3),
+        "snapshot_mb": round(snapshot_mb, 2),
+        "load": os.getloadavg()[0],
     }
     print(payload)
-    write_result("cluster_replay", payload)
+    if not args.quick:
+        write_result("cluster_replay", payload)
 
 
 if __name__ == "__main__":

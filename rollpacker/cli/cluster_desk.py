@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -44,6 +44,9 @@ class ServiceFacts:
     pid: int
     spec: Mapping[str, Any]
     """The cluster's file, as it was resolved."""
+    first_nodes: Mapping[str, int] = field(default_factory=dict)
+    """Of the pools that the folder began with, which may have grown; empty: an earlier version has
+    written this, and they are those of `spec`."""
 
 
 def write_facts(folder: Path, facts: ServiceFacts) -> None:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,8 +83,9 @@ def serve(
     from rollpacker.core.cluster import Cluster
     from rollpacker.sim.cluster_policies import SHIPPED, policy
 
+    first_nodes = _first_nodes(folder, spec)
     cluster = Cluster(
-        spec.core_pools(),
+        [replace(pool, nodes=first_nodes[pool.name]) for pool in spec.core_pools()],
         policy(SHIPPED, spec),
         link_gb_s=spec.link_gb_s,
         max_group=spec.max_group,
@@ -116,13 +117,29 @@ def serve(
         host=socket.gethostname(),
         pid=os.getpid(),
         spec=to_plain(spec),
+        first_nodes=first_nodes,
     )
     try:
+        service.grow({pool.name: pool.nodes for pool in spec.pools})
         write_facts(folder, facts)
         began()
         service.run(is_over)
     finally:
         service.close()
+
+
+def _first_nodes(folder: Path, spec: ClusterSpec) -> dict[str, int]:
+    """By pool: the nodes that it had when the folder began. Where pools are others, or have fewer
+    nodes than that, it has to be as if it had begun with these."""
+    from rollpacker.cli.cluster_desk import FACTS_FILE, read_facts
+
+    now = {pool.name: pool.nodes for pool in spec.pools}
+    if not (folder / FACTS_FILE).exists():
+        return now
+    facts = read_facts(folder)
+    first = facts.first_nodes or {pool["name"]: pool["nodes"] for pool in facts.spec["pools"]}
+    has_grown = first.keys() == now.keys() and all(first[pool] <= now[pool] for pool in now)
+    return dict(first) if has_grown else now
 
 
 def _changed(folder: Path, spec: ClusterSpec) -> list[str]:

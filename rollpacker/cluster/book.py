@@ -26,6 +26,7 @@ from rollpacker.core.cluster import (
     Event,
     GiveUp,
     Grant,
+    Grown,
     Left,
     Lost,
     Restored,
@@ -139,6 +140,8 @@ class Book:
                 self._submitted(event, facts)
             case Drained() | Restored():
                 self._node(event, facts)
+            case Grown():
+                self.note(at_s, f"pool {event.pool} has {event.nodes} nodes now")
             case _ if event.job in self.records:
                 self._of_job(self.records[event.job], event, facts)
         for command in commands:
@@ -202,6 +205,10 @@ class Book:
                 record.waited_s += self._awaits_s(record, at_s)
                 record.turn = Turn(turn.ask)
             case Committed():
+                last = record.job.steps_before + record.job.steps
+                if event.last is None and record.steps <= last < int(facts["step"]):
+                    told = f"has committed step {facts['step']}, and was submitted with {last}"
+                    self.note(at_s, f"{name} {told}: its commits are counted as they come")
                 record.steps, record.lost_s = int(facts["step"]), ()
                 record.work_s += event.work_s
             case StayedAway():

@@ -22,12 +22,19 @@ class Hostless:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._since_s: dict[Node, float] = {}
+        self._failed = set[Node]()
+        """Of them, those of which it was said last time, too."""
         self._looked_s = 0.0
 
-    def tried(self, failed: Iterable[Node]) -> None:
-        """Whoever is due was to be started, and these nodes have no host."""
+    def tried(self, failed: Iterable[Node], unknown: Collection[Node]) -> None:
+        """Whoever is due was to be started, and these nodes have no host. `unknown`: others on
+        which a job has still to be started, of which nothing can be said now: what was said of them
+        before stands."""
         now_s = time.monotonic()
-        self._since_s = {node: self._since_s.get(node, now_s) for node in failed}
+        before = self._since_s
+        self._since_s = {node: before[node] for node in before if node in unknown}
+        self._failed = set(failed)
+        self._since_s |= {node: before.get(node, now_s) for node in self._failed}
 
     @property
     def nodes(self) -> Collection[Node]:
@@ -37,7 +44,7 @@ class Hostless:
     def overdue(self) -> list[Node]:
         """Without a host for too long."""
         now_s = time.monotonic()
-        return [node for node, since_s in self._since_s.items() if now_s - since_s > HOSTLESS_S]
+        return [node for node in self._failed if now_s - self._since_s[node] > HOSTLESS_S]
 
     def back(self, nodes: Collection[Node]) -> list[Node]:
         """Those of the drained ones that have a host again, as far as it can be asked now."""

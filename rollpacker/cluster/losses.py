@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,7 +18,8 @@ SILENT_S = 60.0
 PRESS_S = 30.0
 """Who is to leave and has not ended is sent a signal, ..."""
 KILL_S = 300.0
-"""... and ended."""
+"""... and ended, so long after what may be the longest iteration of its profile: it may be inside
+of one, or save what came of it."""
 
 Start = tuple[str, int]
 """A job's name, and its incarnation."""
@@ -175,7 +177,8 @@ class Alive:
         now_s = time.monotonic()
         for start in self.leaving():
             since_s = self._leaves_since_s.setdefault(start, now_s)
-            if now_s - since_s > KILL_S:
+            longest_s = math.fsum(self._book.records[start[0]].job.worst)
+            if now_s - since_s > KILL_S + longest_s:
                 self._kill(start)
             elif now_s - since_s > PRESS_S and start not in self._pressed:
                 self._pressed.add(start)
@@ -194,6 +197,16 @@ class Alive:
             if is_time and crowded.isdisjoint(record.nodes(incarnation)):
                 yield record
 
+    def not_started(self) -> set[Node]:
+        """Nodes of jobs that are still to be started, now or after a pause, or whose start may have
+        failed."""
+        return {
+            node
+            for record in self._book.placed()
+            if not self.is_started(record) or self._is_attempted(record)
+            for node in record.nodes(record.incarnation)
+        }
+
     def in_the_way(self, record: Record) -> str:
         """Of a job that has nodes and is not started yet: whose end that waits for, in words."""
         name = record.job.name
@@ -206,6 +219,9 @@ class Alive:
                 if node in record.nodes(record.incarnation):
                     return f"{other} has left {node_name(node)}"
         return ""
+
+    def _is_attempted(self, record: Record) -> bool:
+        return (record.job.name, record.incarnation) in self._attempted
 
     def is_started(self, record: Record) -> bool:
         return (record.job.name, record.incarnation) in self.incarnations

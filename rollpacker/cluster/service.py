@@ -20,14 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from rollpacker.cluster.book import Book, Record, committed, node_name, node_of, order_of
+from rollpacker.cluster.book import Record, committed, node_name, node_of, order_of
 from rollpacker.cluster.forgetting import Forgetting
 from rollpacker.cluster.losses import Alive, why_ended
 from rollpacker.cluster.mailbox import SERVICE, Letter, Mailbox
 from rollpacker.cluster.mailbox_seat import LEASE_S
+from rollpacker.cluster.past import Past, State
 from rollpacker.cluster.runner import NoHost, Runner
 from rollpacker.cluster.status import Status
-from rollpacker.cluster.store import Entry, Position, Store, checksum, entry_of, happened
+from rollpacker.cluster.store import Entry, Position, entry_of
 from rollpacker.core import cluster as core
 from rollpacker.core.cluster import Cluster, Command, Event
 from rollpacker.core.coexecution.job import ClusterJob
@@ -64,28 +65,25 @@ class Service:
 
         Raises `ValueError` if the folder is on a network file system, or was written by another
         version or for other pools, and `OSError`."""
-        self._cluster = cluster
         self._name = name
         self._mailbox = mailbox
         self._forgetting = Forgetting(mailbox)
         self._runner = runner
         self._tell = tell
-        self._book = Book()
-        self._store = Store(folder / "events.db")
-        self._began_s = self._store.began_s(time.time())
-        self._last_s = 0.0
-        self._position = self._store.position
+        self._past = Past(folder, cluster)
+        self._began_s = self._past.store.began_s(time.time())
+        self._position = self._past.store.position
         self._written: list[Entry] = []
         self._commands: list[Command] = []
         self._answers: list[tuple[Letter, str, Callable[[], Facts]]] = []
         self._looked_s = time.monotonic()
-        self._replay()
+        self._cluster, self._book, self._last_s = self._past.replay()
         self._alive = Alive(self._book, runner)
         self._say_again()  # grants stand, and every job has a whole lease to be heard in
         self._want()
 
     def close(self) -> None:
-        self._store.close()
+        self._past.store.close()
 
     def run(self, is_over: Callable[[], bool]) -> None:
         """Until that, looked at every `LOOK_S`."""
@@ -100,22 +98,6 @@ class Service:
             except OSError as error:  # of the mailbox or the runner: it is asked again
                 self._say(f"{error}")
                 time.sleep(within_s)
-
-    # -- the past ----------------------------------------------------------------------
-
-    def _replay(self) -> None:
-        for number, entry in enumerate(self._store.entries(), start=1):
-            event, facts = happened(entry)
-            commands = self._cluster.handle(event)
-            if checksum(commands) != entry.checksum:
-                raise ValueError(
-                    f"{self._store.path}: event {number} ({entry.event['kind']}) leads to something"
-                    " else now than when it was written: the cluster's file or the version of "
-                    "rollpacker has changed. Serve it as it was until its jobs have ended, or take "
-                    "another folder"
-                )
-            self._book.write(event, facts, commands)
-            self._last_s = event.at_s
 
     def _say_again(self) -> None:
         """All that a job has to know, in case that its letter was lost."""
@@ -164,7 +146,8 @@ class Service:
         """Write what has happened, then obey."""
         changes_nodes = bool(self._written and self._book.hostless)
         if self._written:
-            self._store.write(self._written, self._dealt_with())
+            state = State(self._cluster, self._book, self._last_s)
+            self._past.write(self._written, self._dealt_with(), state)
             self._written.clear()
         while self._commands:
             self._obey(self._commands[0])
@@ -189,6 +172,8 @@ class Service:
             self._say_again()
         for letter in self._mailbox.read(SERVICE, self._position.number, within_s):
             self._position = Position(epoch, letter.number)
+            if self._position in self._past.store.left_out:
+                continue
             try:
                 if (answer := self._take(letter)) is not None:
                     self._answers.append((letter, letter.kind, answer))
@@ -201,10 +186,12 @@ class Service:
 
     def _give_up(self, letter: Letter, error: Exception) -> None:
         """An error of ours. The core may have changed by half, and this service ends of it: the
-        next one begins with what is written, and does not read this letter again."""
+        next one begins with what is written, answers what was asked before, and leaves out this
+        letter."""
         why = f"{letter.kind} of {letter.sender} is left out: an error of the service's, {error!r}"
         self._say(f"{why}. It ends; serve again, and please report it")
-        self._store.write(self._written, self._position)
+        self._past.store.leave_out(self._position)
+        self._past.store.write(self._written, self._dealt_with())
         self._written.clear()
         told = {"why": why, "about": letter.key}
         with contextlib.suppress(OSError):
@@ -319,6 +306,13 @@ class Service:
         status = Status(self._cluster, self._book, self._alive, self._now_s)
         return status.of_job(self._book.records[name])
 
+    def grow(self, num_nodes: Mapping[str, int]) -> None:
+        """Pools have so many nodes from now on, by name. Raises `ValueError` if one has more."""
+        for pool in self._cluster.pools:
+            if num_nodes[pool.name] != pool.nodes:
+                self._happen(core.Grown(self._now_s, pool.name, num_nodes[pool.name]))
+        self._flush()
+
     # -- commands ----------------------------------------------------------------------
 
     def _obey(self, command: Command) -> None:
@@ -350,7 +344,7 @@ class Service:
 
     def _post(self, record: Record, incarnation: int, key: str, kind: str, facts: Facts) -> None:
         facts = {**facts, "incarnation": incarnation}
-        self._mailbox.post(record.job.name, SERVICE, f"{self._store.id} {key}", kind, facts)
+        self._mailbox.post(record.job.name, SERVICE, f"{self._past.store.id} {key}", kind, facts)
 
     # -- processes ---------------------------------------------------------------------
 
@@ -426,7 +420,7 @@ class Service:
                 self._alive.attempted(name, incarnation)
             else:
                 self._alive.started(name, incarnation)
-        self._alive.hostless.tried(failed)
+        self._alive.hostless.tried(failed, self._alive.not_started())
 
     def _want(self) -> None:
         nodes = {one for record in self._book.placed() for one in record.nodes(record.incarnation)}

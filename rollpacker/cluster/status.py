@@ -80,7 +80,7 @@ class Status:
         if record.outcome:
             return str(record.told.get("why", ""))
         if not record.is_placed:
-            return _what_is_missing(record, self._cluster, self._book)
+            return _what_is_missing(record, self._cluster, self._book, self._now_s)
         if turn.purpose == START and turn.token:  # no phase of its profile
             return "starts"
         if turn.token:
@@ -131,7 +131,7 @@ def _slowdown(record: Record, now_s: float) -> float | None:
     return elapsed_s / (elapsed_s - waited_s) if elapsed_s - waited_s > 1e-9 else None
 
 
-def _what_is_missing(record: Record, cluster: Cluster, book: Book) -> str:
+def _what_is_missing(record: Record, cluster: Cluster, book: Book, now_s: float) -> str:
     for pool in cluster.pools:
         hostless = sorted(node_name(node) for node in book.hostless if node.pool == pool.name)
         if hostless:
@@ -142,7 +142,7 @@ def _what_is_missing(record: Record, cluster: Cluster, book: Book) -> str:
                 f"every node of pool {pool.name} is drained: rollpacker cluster drain "
                 f"{pool.name}/0 --restore gives one back"
             )
-    return cluster.awaits(record.job.name) or (
+    return cluster.awaits(record.job.name, now_s) or (
         "on no nodes would every SLO, quota, max_group and host memory be kept now"
     )
 

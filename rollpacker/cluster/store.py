@@ -21,9 +21,9 @@ from rollpacker.cluster.local_disk import check_local
 from rollpacker.core import cluster as core
 from rollpacker.core.plain import from_plain, to_plain
 
-FORMAT = 2
-"""Written by a version that knows all events of it; one of format 1 is read, and becomes one."""
-_OF_PEOPLE = ("Submitted", "Cancelled", "Drained", "Restored")
+FORMAT = 3
+"""Written by a version that knows all events of it; a lower one is read, and becomes one."""
+_OF_PEOPLE = ("Submitted", "Cancelled", "Drained", "Restored", "Grown")
 """Events that wait for the disk: who asked was answered. Of the others a crash of the host may lose
 the last ones, with all processes that they are about."""
 _TABLES = """
@@ -94,20 +94,43 @@ class Store:
                 self._base.execute("UPDATE facts SET value = ? WHERE name = 'format'", (FORMAT,))
         self.id = self._fact("id", uuid.uuid4().hex)
         """Of this cluster, for ever."""
+        known = json.loads(self._fact("left_out", "[]"))
+        self.left_out = {Position(*one) for one in known}
+        """Letters that are not dealt with, though others behind them are."""
 
     @property
     def position(self) -> Position:
         return Position(self._fact("epoch", ""), int(self._fact("position", "0")))
 
+    def leave_out(self, letter: Position) -> None:
+        """Nobody is to deal with this one."""
+        self.left_out.add(letter)
+        told = json.dumps([[one.epoch, one.number] for one in self.left_out])
+        with self._errors():
+            self._base.execute("INSERT OR REPLACE INTO facts VALUES ('left_out', ?)", (told,))
+
     def began_s(self, now_s: float) -> float:
         """When the file was made: the zero of events' times."""
         return float(self._fact("began_s", repr(now_s)))
 
-    def entries(self) -> Iterator[Entry]:
+    @property
+    def num_events(self) -> int:
         with self._errors():
-            for event, commands in self._base.execute(
-                "SELECT event, commands FROM events ORDER BY number"
-            ):
+            (number,) = self._base.execute("SELECT max(number) FROM events").fetchone()
+        return number or 0
+
+    def written(self, number: int) -> tuple[str, int] | None:
+        """The event of this number as it is on the disk, with its checksum; None: there is none."""
+        query = "SELECT event, commands FROM events WHERE number = ?"
+        with self._errors():
+            found: tuple[str, int] | None = self._base.execute(query, (number,)).fetchone()
+        return found
+
+    def entries(self, after: int = 0) -> Iterator[Entry]:
+        """Those with higher numbers than this one; the first is 1."""
+        query = "SELECT event, commands FROM events WHERE number > ? ORDER BY number"
+        with self._errors():
+            for event, commands in self._base.execute(query, (after,)):
                 yield Entry(json.loads(event), commands)
 
     def write(self, entries: Sequence[Entry], position: Position) -> None:

@@ -10,6 +10,7 @@
     Lost         its process is gone: it is out of its turn, and Start once more (or GiveUp)
     Drained      jobs leave the node at their next commit, or at once if they are to start on it and
                  it has no host: Start elsewhere, or Stop and it waits
+    Grown        nodes that are free: as Restored
     Cancelled -> Stop; it is the job's own end that frees its nodes
 
 Groups share no nodes. In a group `coexecution/turns.py` says who is next, and where a job goes is a
@@ -33,6 +34,7 @@ from rollpacker.core.cluster_events import (
     Event,
     GiveUp,
     Grant,
+    Grown,
     Left,
     Lost,
     Open,
@@ -75,6 +77,7 @@ __all__ = [
     "Event",
     "GiveUp",
     "Grant",
+    "Grown",
     "Left",
     "Lost",
     "Open",
@@ -102,7 +105,6 @@ class Cluster:
     ) -> None:
         """`quotas`: by owner; `ageing_s`: what a priority more is worth (`waiting.py`)."""
         self.state = State(nodes=Nodes(pools), link_gb_s=link_gb_s, max_group=max_group)
-        self._pools = tuple(pools)
         self._policy = policy
         self._running: dict[str, Running] = {}
         self._turns = ClusterTurns(self._running)
@@ -113,10 +115,12 @@ class Cluster:
         """When jobs that had to wait for nodes came, until they first ask for their turn."""
         self._num_changes = 0
         """Of who is where."""
+        self._obstacle = ("", 0, "")
+        """What was said last of a job that waits, after how many changes."""
 
     @property
     def pools(self) -> Sequence[Pool]:
-        return self._pools
+        return [*self.state.nodes.pools.values()]
 
     @property
     def num_running(self) -> int:
@@ -142,9 +146,17 @@ class Cluster:
         """Whose turn it is on free nodes that the job waits for; None: others hold some of them."""
         return self._turns.kept_for(job)
 
-    def awaits(self, job: str) -> str:
-        """What a job that waits for nodes waits for besides room, in words; empty: nothing."""
-        return self._waiting.why_not_next(job, self._running_jobs())
+    def awaits(self, job: str, at_s: float) -> str:
+        """What a job that waits for nodes waits for, in words; empty: nothing that could be said.
+        What is said of slowdowns is as it was at the cluster's last change."""
+        told = self._waiting.why_not_next(job, self._running_jobs())
+        if told or self._obstacle[:2] == (job, self._num_changes):
+            return told or self._obstacle[2]
+        late = self._next_waiting(at_s)
+        if late is not None and late.job.name == job:
+            told = self._policy.obstacle(self.state, late.job, rest=late.rest)
+            self._obstacle = (job, self._num_changes, told)
+        return told
 
     def handle(self, event: Event) -> list[Command]:
         """What to do about it. Raises `ValueError` for a job that no nodes here can take."""
@@ -172,6 +184,8 @@ class Cluster:
             case Restored():
                 self.state.nodes.restore(event.node)
                 return self._start_waiting(event.at_s)
+            case Grown():
+                return self._grown(event)
 
     # -- coming and going --------------------------------------------------------------
 
@@ -179,7 +193,7 @@ class Cluster:
         job = event.job
         if job.name in self._running or any(one.name == job.name for one in self._waiting):
             raise ValueError(f"job {job.name} is here already: give each job a name of its own")
-        check_job(job, self._pools)
+        check_job(job, self.pools)
         self._waiting.add(job, event.at_s)
         commands = self._start_waiting(event.at_s)
         if job.name not in self._running:
@@ -305,6 +319,12 @@ class Cluster:
             if not event.has_host and is_to_start and self._is_drained(running):
                 commands += self._displace(running, event.at_s)
         return commands
+
+    def _grown(self, event: Grown) -> list[Command]:
+        self.state.nodes.grow(event.pool, event.nodes)
+        self._waiting.grow(self.pools)
+        self._num_changes += 1
+        return self._start_waiting(event.at_s)
 
     def _is_drained(self, running: Running) -> bool:
         nodes = self.state.nodes

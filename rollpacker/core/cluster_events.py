@@ -52,7 +52,8 @@ class Committed:
     kind: str = "plain"
     """Of its round."""
     step: int = field(default=0, metadata=OMIT_DEFAULT)
-    """The job's number of it. 0: nobody says, and it is one more than the one before."""
+    """The job's number of it. 0, or one beyond its last where `last` is None: it is one more than
+    the one before."""
     last: bool | None = field(default=None, metadata=OMIT_DEFAULT)
     """No iteration comes after it. None: nobody says, and it is the last that was submitted."""
 
@@ -114,6 +115,16 @@ class Restored:
     node: Node
 
 
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A pool has more nodes from now on."""
+
+    at_s: float
+    pool: str
+    nodes: int
+    """In all."""
+
+
 Event = (
     Submitted
     | Asked
@@ -126,6 +137,7 @@ Event = (
     | Cancelled
     | Drained
     | Restored
+    | Grown
 )
 
 # -- commands ----------------------------------------------------------------------

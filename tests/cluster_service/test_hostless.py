@@ -31,6 +31,7 @@ class Away(Pretended):
     wishes: list[Mapping[str, int]] = field(default_factory=list)
 
     def start(self, order: Order) -> None:
+        self._check()
         for node in (*order.train_nodes, *order.rollout_nodes):
             if node_name(node) in self.away:
                 raise NoHost(node, f"no host for {node_name(node)}")
@@ -99,6 +100,37 @@ def test_where_it_fits_nowhere_else_it_waits_for_the_host_which_is_wanted(
     village.runner.away.clear()
     village.passes(lambda: ("a", 3) in village.runner.orders)
     assert village.job("a")["rollout_nodes"] == ["cheap/0"]
+
+
+def test_what_cannot_be_said_for_a_moment_does_not_begin_the_wait_anew(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """Every other second ray does not answer."""
+    village = lost(tmp_path, clock=clock, nodes=2)
+
+    def turns() -> bool:
+        village.runner.is_cut_off = not village.runner.is_cut_off
+        return ("a", 3) in village.runner.orders
+
+    waited_s = village.passes(turns)
+    assert HOSTLESS_S < waited_s <= HOSTLESS_S + 5.0
+    assert village.job("a")["rollout_nodes"] == ["cheap/1"]
+
+
+def test_a_node_is_drained_only_while_it_has_no_host(tmp_path: Path, clock: Clock) -> None:
+    """Its host is back, and what was asked of it is not answered yet."""
+    village = lost(tmp_path, clock=clock, nodes=2)
+    for _ in range(int(HOSTLESS_S) - 5):
+        clock.sleep(1.0)
+        village.step()
+    village.runner.away.clear()
+    village.runner.is_slow = True
+    for _ in range(20):
+        clock.sleep(1.0)
+        village.step()
+    village.runner.is_slow = False
+    village.until(lambda: ("a", 2) in village.runner.orders)
+    assert not any("has no host, and gets" in one for one in village.told)
 
 
 def test_a_node_that_somebody_drains_stays_drained(tmp_path: Path, clock: Clock) -> None:

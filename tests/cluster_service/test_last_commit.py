@@ -45,6 +45,17 @@ def test_a_run_says_by_itself_which_its_last_step_is(tmp_path: Path) -> None:
     assert house.job("b")["holds"] == "rollout" and (a["steps"], a["of_steps"]) == (8, 8)
 
 
+def test_a_program_that_numbers_its_commits_otherwise_is_told_of_and_not_taken_for_done(
+    tmp_path: Path,
+) -> None:
+    house = trained(tmp_path, steps=7)
+    for step in (100, 101):
+        house.commit("a", step)
+    assert house.job("b")["holds"] is None
+    told = "a has committed step 100, and was submitted with 7: its commits are counted as they"
+    assert [one for one in house.told if one.startswith(told)] == [f"{told} come"]
+
+
 def test_a_run_that_goes_on_has_the_steps_of_its_checkpoint(tmp_path: Path) -> None:
     house = trained(tmp_path, steps=5, steps_before=15)
     a = house.job("a")

@@ -240,5 +240,5 @@ def test_a_store_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     Store(tmp_path / "events.db").close()
     with sqlite3.connect(tmp_path / "events.db") as base:
         base.execute("UPDATE facts SET value = '99' WHERE name = 'format'")
-    with pytest.raises(ValueError, match=r"newer version \(format 99, known: 2\): update rollpack"):
+    with pytest.raises(ValueError, match=r"newer version \(format 99, known: 3\): update rollpack"):
         Store(tmp_path / "events.db")

@@ -444,8 +444,10 @@ def test_a_job_that_waits_for_nodes_is_told_why_and_cancelled(house: House) -> N
     submit(house, "a", slo=1.0)
     answer = submit(house, "b", slo=1.0)
     assert (answer["state"], answer["waits_for"]) == ("waiting", "nodes")
-    assert (
-        answer["why"] == "on no nodes would every SLO, quota, max_group and host memory be kept now"
+    assert answer["why"] == (
+        "no free nodes are enough for it alone, and beside a the slowdown of a would be 1.55 (no "
+        "more than 1.00 keeps the SLO) and its own slowdown would be 1.55 (no more than 1.00 keeps "
+        "the SLO)"
     )
     house.desk.ask("cancel", job="b")
     assert house.job("b")["state"] == "cancelled"
@@ -538,7 +540,8 @@ def test_who_does_not_leave_is_pressed_and_killed(wide: House) -> None:
     wide.desk.ask("drain", node="cheap/0")
     wide.commit("a", 1)
     assert wide.passes(lambda: "stop a 1" in wide.runner.log) > losses.PRESS_S
-    wide.passes(lambda: ("a", 2) in wide.runner.orders)
+    seconds = wide.passes(lambda: ("a", 2) in wide.runner.orders)
+    assert seconds > losses.KILL_S + 130.0 - losses.PRESS_S - 5.0, "it may be in an iteration"
     assert wide.runner.log == ["start a 1", "stop a 1", "kill a 1", "start a 2"]
 
 

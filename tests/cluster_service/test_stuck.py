@@ -94,7 +94,9 @@ def test_a_letter_that_the_core_fails_at_ends_one_service_and_not_the_next(
         return handle(cluster, event)
 
     monkeypatch.setattr(Cluster, "handle", failing)
+    house.mailbox.post(SERVICE, "who asked before", "1", "drain", {"node": "cheap/0"})
     house.mailbox.post(SERVICE, "somebody", "1", "cancel", {"job": "a"})
+    house.mailbox.post(SERVICE, "who asks later", "1", "status", {})
     with pytest.raises(AssertionError, match="an error of ours"):
         house.step()
     assert "cancel of somebody is left out" in house.told[-1]
@@ -104,6 +106,14 @@ def test_a_letter_that_the_core_fails_at_ends_one_service_and_not_the_next(
     house.new_service()
     house.step()
     assert house.job("a")["state"] == "running"
+    assert house.mailbox.read("somebody", answer.number, 0.0) == []
+    for asker in ("who asked before", "who asks later"):
+        (answer,) = house.mailbox.read(asker, 0, 0.0)
+        assert answer.kind != "refused"
+    house.service.close()
+    house.new_service()
+    house.step()
+    assert not [one for one in house.told if "left out" in one][1:], "said once"
 
 
 def test_a_start_that_a_new_service_makes_once_more_can_still_be_silent(

@@ -48,6 +48,8 @@ def commit(watched: Watched, step: int, last: bool | None = None) -> list[tuple[
         (9, True, True),  # it says so: its data has ended
         (10, False, False),  # a round more than there were steps
         (0, None, False),  # it has made one commit, as far as anybody knows
+        (1001, None, False),  # the same: it numbers them as it likes
+        (1001, False, False),
     ],
 )
 def test_from_its_last_commit_to_its_end_nobody_waits_for_a_job(
@@ -59,6 +61,13 @@ def test_from_its_last_commit_to_its_end_nobody_waits_for_a_job(
         assert granted(watched.tell(Ended(20.0, "a"))) == []
         watched.tell(Left(21.0, "b", "rollout", watched.tokens["b"].token))
         assert granted(watched.tell(Asked(22.0, "b", "train"))) == [("b", "train")]
+
+
+def test_who_numbers_its_commits_otherwise_is_done_after_so_many() -> None:
+    watched = done(steps=3)
+    for step in (1001, 1002):
+        assert commit(watched, step) == []
+    assert commit(watched, 1003) == [("b", "rollout")]
 
 
 def test_who_asks_after_all_has_its_turns_again() -> None:

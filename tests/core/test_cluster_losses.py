@@ -23,6 +23,7 @@ from rollpacker.core.cluster import (
     Event,
     GiveUp,
     Grant,
+    Grown,
     Left,
     Lost,
     Restored,
@@ -80,13 +81,16 @@ class Unkind(Watched):
 
 
 def events_of(rng: random.Random, watched: Unkind, now_s: float) -> Event:
-    """Something that may happen to a job or a node now."""
+    """Something that may happen to a job, a node or a pool now."""
     name = rng.choice(sorted(watched.on))
     kind = rng.random()
     if kind < 0.4:
         return Lost(now_s, name)
     if kind < 0.5:
         return Cancelled(now_s, name)
+    if kind > 0.97:
+        pool = rng.choice(watched.cluster.pools)
+        return Grown(now_s, pool.name, pool.nodes + 1)
     node = rng.choice([*ROLLOUT, *TRAIN])
     has_host = rng.random() < 0.5
     return Restored(now_s, node) if kind > 0.72 else Drained(now_s, node, has_host)
@@ -132,7 +136,7 @@ def test_whatever_is_lost_nothing_is_given_twice_and_nobody_starves(
         watched.tell(Restored(now_s, node))
     assert not watched.open and not watched.held and not watched.tokens
     assert watched.cluster.num_running == 0
-    for pool in POOLS:
+    for pool in watched.cluster.pools:
         assert watched.cluster.state.nodes.num_free(pool.name) == pool.nodes
 
 
@@ -276,6 +280,25 @@ def test_a_node_that_is_not_there_cannot_be_drained() -> None:
     watched, _ = shared(1)
     with pytest.raises(ValueError, match=r"no node cheap/7; there are cheap/0 to 0, fast/0 to 0"):
         watched.cluster.handle(Drained(1.0, Node("cheap", 7)))
+
+
+def test_jobs_that_wait_start_on_nodes_that_a_pool_is_given() -> None:
+    watched = Unkind(CheapestWork(), (replace(POOLS[0], nodes=1), replace(POOLS[1], nodes=1)))
+    for name in "ab":
+        watched.jobs[name] = job(name, 100.0, 30.0, slo=1.0)
+        watched.tell(Submitted(0.0, watched.jobs[name]))
+    assert watched.cluster.waiting == ["b"]
+    assert watched.tell(Grown(1.0, "cheap", 2)) == [], "it needs one of each"
+    (start,) = (n for n in watched.tell(Grown(2.0, "fast", 3)) if isinstance(n, Start))
+    assert (start.rollout_nodes, start.train_nodes) == ((Node("cheap", 1),), (Node("fast", 1),))
+    assert [pool.nodes for pool in watched.cluster.pools] == [2, 3]
+    watched.tell(Drained(3.0, Node("fast", 2)))
+    for event, told in (
+        (Grown(4.0, "fast", 2), r"pool fast has 3 nodes by now, .* drain fast/2 takes a node out"),
+        (Grown(4.0, "slow", 2), "there is no pool slow; there are cheap, fast"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            watched.cluster.handle(event)
 
 
 # -- what is asked for besides turns -----------------------------------------------

@@ -11,6 +11,7 @@ from rollpacker.core.coexecution.forecast import Forecast, foresee
 from rollpacker.core.coexecution.group import cycle_s, load_s
 from rollpacker.core.coexecution.job import ClusterJob
 from rollpacker.core.coexecution.layout import Layout
+from rollpacker.core.coexecution.obstacles import obstacle
 from rollpacker.core.coexecution.placement import (
     Choice,
     Rest,
@@ -19,6 +20,7 @@ from rollpacker.core.coexecution.placement import (
     limits,
     rest_of,
 )
+from rollpacker.core.coexecution.promises import kept
 from rollpacker.core.coexecution.turns import ORDERS, Order
 
 MAX_GROUPS = 12
@@ -84,6 +86,9 @@ class CheapestWork:
         then = rest._replace(spare_s=rest.spare_s - job.cold_start_s)
         found = self._cheapest(state, job, besides=number, rest=then, below=below)
         return None if found is None or found[1].group is None else found[1]
+
+    def obstacle(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> str:
+        return obstacle(state, job, rest, confidence=self.confidence, orders=self.orders)
 
     def is_endangered(self, standing: Standing) -> bool:
         return self.mends and bool(_endangered(standing))
@@ -253,17 +258,3 @@ def _iterations_at_least(layout: Layout) -> list[float]:
 def _is_over_saturated(layout: Layout) -> bool:
     holds = layout.holds()
     return load_s(holds, layout.pins) > cycle_s(holds)
-
-
-def kept(
-    layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest], confidence: float
-) -> bool:
-    """Whether every job's SLO is kept, for `rest` as in `Standing`. Who joins turns that are under
-    way makes everybody wait once more, by an iteration at most."""
-    joins = len(layout.jobs) > 1
-    for job, one, limit in zip(layout.jobs, forecasts, limits(layout, rest), strict=True):
-        iterations = rest_of(job, rest).iterations
-        once = one.slowdown / iterations if joins else 0.0
-        if one.bound(confidence, iterations) + once > limit + 1e-9:
-            return False
-    return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rollpacker.core.coexecution.job import ClusterJob, Phase
@@ -65,6 +65,19 @@ class Nodes:
         other._jobs = dict(self._jobs)
         other._drained = set(self._drained)
         return other
+
+    def grow(self, pool: str, nodes: int) -> None:
+        """The pool has so many nodes, of which the new ones are free. Raises `ValueError`."""
+        own = self.pools.get(pool)
+        if own is None:
+            raise ValueError(f"there is no pool {pool}; there are {', '.join(self.pools)}")
+        if nodes < own.nodes:
+            raise ValueError(
+                f"pool {pool} has {own.nodes} nodes by now, and pools do not shrink to {nodes}: "
+                f"rollpacker cluster drain {pool}/{own.nodes - 1} takes a node out"
+            )
+        self._free[pool][:0] = range(nodes - 1, own.nodes - 1, -1)
+        self.pools = {**self.pools, pool: replace(own, nodes=nodes)}
 
     def hide_free(self) -> None:
         """Of a copy: none is free any more."""

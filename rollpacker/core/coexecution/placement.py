@@ -342,6 +342,10 @@ class Policy(Protocol):
     def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
         """None: it has to wait for nodes. `rest`: of its life, if it has waited or run."""
 
+    def obstacle(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> str:
+        """What keeps a job from all nodes that `place` finds none for, in words; empty: nobody
+        says."""
+
     @property
     def makes_room(self) -> bool:
         """Whether running jobs move, or are stopped, for one that waits (`room.py`)."""
@@ -363,6 +367,9 @@ class Stays:
 
     learns = False
     makes_room = False
+
+    def obstacle(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> str:
+        return ""
 
     def is_endangered(self, standing: Standing) -> bool:
         return False

@@ -41,14 +41,18 @@ class Waiting:
     ) -> None:
         """`quotas`: by owner; a phase that is not there has no bound."""
         assert math.isfinite(ageing_s) and ageing_s >= 0, ageing_s
-        self._all = {
-            phase: sum(pool.nodes * pool.devices_per_node for pool in pools if pool.phase == phase)
-            for phase in PHASES
-        }
+        self.grow(pools)
         self._quotas = quotas or {}
         self._ageing_s = ageing_s
         self._jobs: dict[str, tuple[ClusterJob, float]] = {}
         """By name, in the order in which they came, with when."""
+
+    def grow(self, pools: Sequence[Pool]) -> None:
+        """These are what there is."""
+        self._all = {
+            phase: sum(pool.nodes * pool.devices_per_node for pool in pools if pool.phase == phase)
+            for phase in PHASES
+        }
 
     def __len__(self) -> int:
         return len(self._jobs)
