@@ -192,7 +192,8 @@ class Acted:
     """Of a lost episode: "environment" (it raised), "deadline" (it was too slow), "infrastructure"
     (its process died: worth another try) or "cancelled"."""
     calls: tuple[ToolCall, ...] = field(default=(), metadata=OMIT_DEFAULT)
-    """Of tools, in order; not those that an environment makes of a message by itself."""
+    """Of tools, in order; not those that an environment makes of a message by itself. Where the
+    answer was too slow, the last one had not ended."""
 
 
 @event

@@ -184,6 +184,9 @@ class Lost:
     """"environment" (it raised, or broke the protocol: another try would do the same), "deadline"
     (it was too slow), "infrastructure" (its process died or hung) or "cancelled"."""
     seconds: float = 0.0
+    calls: tuple[ToolCall, ...] = ()
+    """Of tools, in order, where it was too slow: the last one had not ended. Empty: none ran, or
+    nobody knows which."""
 
 
 class Environments(Protocol):

@@ -243,12 +243,13 @@ def _episode_tables(episodes: Mapping[str, Any]) -> list[RenderableType]:
             _number(one["mean_waited_s"]),
             f"{sum(one['lost'].values()):,}",
         )
-    tools = _table("tools", "calls", "failed", "mean s", "p99 s", "longest")
+    tools = _table("tools", "calls", "failed", "hung", "mean s", "p99 s", "longest")
     for name, one in episodes["tools"].items():
         tools.add_row(
             Text(printable(name) or "(there is no such tool)"),
             f"{one['calls']:,}",
             f"{one['failed']:,}",
+            f"{one['hung']:,}",
             _number(one["mean_s"]),
             _number(one["p99_s"]),
             _number(one["longest_s"]),
@@ -257,6 +258,7 @@ def _episode_tables(episodes: Mapping[str, Any]) -> list[RenderableType]:
     lines = [
         f"slowest {one['seconds']:9.3f} s  {printable(one['sample'])}, turn {one['turn']}"
         + (f", {printable(one['tool'])}" if one["tool"] else "")
+        + ("" if one["came"] else " (did not come)")
         for one in slowest
     ]
     told = Text("\n".join(lines) + "\n", "dim")

@@ -402,9 +402,11 @@ def test_tools_that_hang_are_given_up(tmp_path: Path) -> None:
     '''
 
     async def play(those: SupervisedEnvironments) -> None:
-        lost = await those.act(episode(), 1, calling(("hang", {})), timeout_s=0.3)
+        message = calling(("go", {}), ("hang", {}), ("go", {}))
+        lost = await those.act(episode(), 1, message, timeout_s=0.3)
         assert isinstance(lost, Lost)
-        assert lost.cause == "deadline"
+        assert lost.cause == "deadline" and lost.reason.endswith("0.3 s (in a call of hang)")
+        assert [(call.tool, call.is_well) for call in lost.calls] == [("go", True), ("hang", False)]
         other = await answered(those, 1, calling(("go", {})), 1)
         assert content(other) == "gone"
 
