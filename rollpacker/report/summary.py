@@ -76,7 +76,8 @@ class RunSummary:
         history, finish = accounting.history, accounting.history.finish
         failed = {"failed": finish.reason} if finish is not None and finish.failed else {}
         not_streamed = [step.samples.not_streamed for step in steps]
-        dropped = _add_up([*(step.prompts.dropped for step in steps), history.step.prompts.dropped])
+        prompts = [*(step.prompts for step in steps), history.step.prompts]
+        after = {why: said for one in reversed(prompts) for why, said in one.dropped_after.items()}
         return {
             "finished": None if finish is None or failed else finish.reason,
             "sessions": history.num_sessions,
@@ -97,7 +98,8 @@ class RunSummary:
                 "trained": sum(step.prompts.trained for step in steps),
                 "deferred": sum(step.prompts.deferred for step in steps),
                 "long_queue": len(history.queue),
-                "dropped": dropped,
+                "dropped": _add_up(one.dropped for one in prompts),
+                **({"dropped_after": after} if after else {}),
             },
             "samples": {
                 "launched": sum(step.samples.launched for step in steps),

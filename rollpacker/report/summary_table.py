@@ -164,6 +164,8 @@ def _seconds_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _counts_table(summary: Mapping[str, Any]) -> Table:
+    from rich.text import Text
+
     table = _table("tokens, lengths, prompts", "")
     tokens, lengths, prompts = summary["tokens"], summary["lengths"], summary["prompts"]
     table.add_row("tokens generated", f"{tokens['generated']:,}")
@@ -192,6 +194,8 @@ def _counts_table(summary: Mapping[str, Any]) -> Table:
     if prompts["long_queue"]:
         table.add_row("prompts that still wait", f"{prompts['long_queue']:,}")
     table.add_row("prompts dropped", _reasons(prompts["dropped"]))
+    for said in prompts.get("dropped_after", {}).values():
+        table.add_row("the first of them after", Text(_short(printable(said))))
     table.add_row("samples without a verdict", _reasons(summary["samples"]["no_verdict"]))
     if summary["samples"]["failed"]:
         table.add_row(

@@ -79,6 +79,7 @@ class TurnBook:
             return
         if event.cause:
             step.episodes.lose(event)
+            step.prompts.lose(event.sample, event.reason)
             found = step.samples.get(event.sample)
             if found is not None:
                 found.end, found.outcome = End.FAILED, Outcome.FAILED

@@ -16,23 +16,27 @@ from rollpacker.core.commands import (
     Command,
     Conclude,
     Continue,
+    Drop,
     Enter,
     Launch,
     Leave,
     RoundKind,
     Score,
 )
+from rollpacker.core.dynamic_sampling import NO_SIGNAL
 from rollpacker.core.events import (
     Acted,
     Entered,
     Event,
     RunStarted,
+    SampleFailed,
     SampleGenerated,
     SampleScored,
     ToolCall,
 )
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Record, decode, encode
+from rollpacker.core.rounds import TOO_FEW_RESPONSES
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.episodes import MAX_REASON, StepEpisodes, add_up
 from rollpacker.report.history import History
@@ -219,6 +223,35 @@ def test_calls_stand_in_the_log_and_logs_without_them_are_read() -> None:
     without = encode(Record(time_s=0.0, event=acted(ONE, 1), commands=(), cost_s=0.0))
     assert "calls" not in without
     assert decode(without).event == acted(ONE, 1)  # type: ignore[union-attr]
+
+
+def test_a_dropped_prompt_tells_what_its_last_loss_was() -> None:
+    """The first such prompt of the run; one that is dropped for something else tells of none."""
+    few, no_signal = TOO_FEW_RESPONSES[2], NO_SIGNAL
+    other = SampleId(ONE.prompt, 1, 0)
+    lost = acted(ONE, 1, cause="environment", reason="first")
+    failed = SampleFailed(time_s=0.0, sample=TWO, reason="elsewhere")
+    last = acted(other, 1, cause="deadline", reason="[bold]last\x1b[31m")
+    without = SampleScored(time_s=0.0, sample=THREE, value=None, reason="no", cause="sample")
+    entries: list[tuple[float, Event, tuple[Command, ...]]] = [
+        (0.0, RunStarted(time_s=0.0), (launch(ONE, other, TWO, THREE),)),
+        (1.0, drawn(ONE), (act(ONE, 1),)),
+        (1.0, drawn(other), (act(other, 1),)),
+        (1.0, lost, ()),
+        (2.0, last, (Drop(prompt=ONE.prompt, reason=few),)),
+        (3.0, failed, (Drop(prompt=TWO.prompt, reason=few),)),
+        (4.0, without, (Drop(prompt=THREE.prompt, reason=no_signal),)),
+    ]
+    summary = summarize_entries(
+        Record(time_s=now, event=event, commands=commands, cost_s=0.0)
+        for now, event, commands in entries
+    )
+    assert summary["prompts"]["dropped"] == {few: 2, no_signal: 1}
+    assert summary["prompts"]["dropped_after"] == {few: last.reason}
+    file = io.StringIO()
+    Console(file=file, width=80).print(render(summary))
+    assert "the first of them after" in file.getvalue() and "[bold]last" in file.getvalue()
+    assert "\x1b" not in file.getvalue()
 
 
 def test_steps_add_up_and_the_first_message_stays_the_first() -> None:
