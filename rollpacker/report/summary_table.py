@@ -25,6 +25,7 @@ _LOST_BY = {
     "environment": "raised",
     "deadline": "too slow",
     "infrastructure": "process died",
+    "prompt": "prompt too long",
 }
 
 

@@ -1,6 +1,6 @@
 // How the episodes of a run with several turns went.
 
-const LOST_BY = { environment: "raised, or broke the protocol", deadline: "too slow", infrastructure: "their process died" };
+const LOST_BY = { environment: "raised, or broke the protocol", deadline: "too slow", infrastructure: "their process died", prompt: "said too long a prompt" };
 
 function episodes(run) {
   const of = run.summary.episodes;
