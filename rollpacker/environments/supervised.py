@@ -294,7 +294,8 @@ class SupervisedEnvironments:
     ) -> dict[str, Any] | Lost:
         """What the episode's process replies. Whatever else comes of it ends this life."""
         pool = self._pool
-        assert pool is not None, "not open"
+        if pool is None:  # the run closes, and somebody plays an episode to its end
+            return self._ended(known, life, _CANCELLED)
         limit_s = min(self._config.timeout_s, timeout_s or self._config.timeout_s)
         began = pool.loop.time()
         try:
