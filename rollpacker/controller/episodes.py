@@ -199,7 +199,11 @@ class Episodes:
                 if answer.cause != "cancelled":
                     self._lost[answer.cause] = self._lost.get(answer.cause, 0) + 1
                 event = replace(
-                    event, reason=answer.reason, cause=answer.cause, seconds=answer.seconds
+                    event,
+                    reason=answer.reason,
+                    cause=answer.cause,
+                    seconds=answer.seconds,
+                    calls=answer.calls,
                 )
             case Begun():
                 event = replace(event, seconds=round(answer.seconds, 6))

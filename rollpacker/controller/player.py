@@ -225,7 +225,7 @@ class Player:
         if len(prompt) > self._max_prompt_tokens:
             most = f"data.max_prompt_tokens={self._max_prompt_tokens}"
             reason = f"it says a prompt of {len(prompt)} tokens, more than {most}"
-            return Lost(reason=reason, cause="environment")
+            return Lost(reason=reason, cause="prompt")
         play.trajectory, play.prompt = Trajectory(prompt), begun.messages
         if self._prompts.setdefault(sample.prompt, prompt) != prompt:
             self._warn_once(

@@ -10,6 +10,7 @@ from rollpacker.core.commands import Act, Command
 from rollpacker.core.events import Acted
 from rollpacker.core.ids import SampleId
 from rollpacker.core.kept_rows import KeptRows
+from rollpacker.core.plain import absent
 from rollpacker.core.schedule import KindConfig, Order, Schedule
 
 
@@ -63,6 +64,9 @@ class ActingConfig:
     """How often a lost episode is played again before its sample has failed."""
     kinds: Mapping[str, KindConfig] = field(default_factory=dict)
     """By the source of the prompt: how many act at a time, and the deadline of an answer."""
+    work_by_turn: bool = field(default=True, metadata=absent(False))
+    """What a trajectory carries is work for the engine turn by turn. False: all of it at its
+    launch, as in older logs."""
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:

@@ -190,9 +190,11 @@ class Acted:
     """Why it is over, as a finish reason ("" is "done"), or why the episode was lost."""
     cause: str = ""
     """Of a lost episode: "environment" (it raised), "deadline" (it was too slow), "infrastructure"
-    (its process died: worth another try) or "cancelled"."""
+    (its process died: worth another try), "prompt" (the prompt that it said cannot be taken) or
+    "cancelled"."""
     calls: tuple[ToolCall, ...] = field(default=(), metadata=OMIT_DEFAULT)
-    """Of tools, in order; not those that an environment makes of a message by itself."""
+    """Of tools, in order; not those that an environment makes of a message by itself. Where the
+    answer was too slow, the last one had not ended."""
 
 
 @event

@@ -79,8 +79,10 @@ class Fleet:
         train_group: int = 1,
         *,
         trainer_apart: bool = False,
+        by_turn: bool = False,
     ) -> None:
-        """`late` counts zombies. `train_group`: devices of a training replica."""
+        """`late` counts zombies. `train_group`: devices of a training replica. `by_turn`: see
+        `Seats`."""
         self.config = config
         self.engines = [Engine(number) for number in range(config.num_engines)]
         """Those that there are, at the degree of the round."""
@@ -97,7 +99,7 @@ class Fleet:
         )
         self._router = Router(config.routing)
         self._late = Counter[str]() if late is None else late
-        self._seats = Seats()
+        self._seats = Seats(by_turn=by_turn)
         """Of the round."""
         self.unanswered = deque[SampleAborted]()
         """What the job is to hear, by `direct`, of samples that were aborted and that nobody will

@@ -37,7 +37,12 @@ class JobParts:
         layout, apart = config.layouts[0], config.trainer_apart
         self.fleet: Fleet | None = None
         if config.fleet is not None:
-            self.fleet = Fleet(config.fleet, self.num_late, layout.train_group, trainer_apart=apart)
+            by_turn = config.acting is not None and config.acting.work_by_turn
+            self.fleet = Fleet(
+                *(config.fleet, self.num_late, layout.train_group),
+                trainer_apart=apart,
+                by_turn=by_turn,
+            )
         self.stream = StreamPlan(
             *(config.stream, layout),
             max_response_tokens=config.max_response_tokens,

@@ -15,9 +15,11 @@ from rollpacker.core.routing import CARRIED_COST
 class Seats:
     """Of one round."""
 
-    __slots__ = ("carried", "engine", "source", "stopping", "work")
+    __slots__ = ("_by_turn", "carried", "engine", "source", "stopping", "work")
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_turn: bool) -> None:
+        """`by_turn`: what a launch gives is that of a trajectory, of which only a turn is next."""
+        self._by_turn = by_turn
         self.engine: dict[SampleId, int] = {}
         """The number of the engine that has it, or has been told to take it; also of those that
         have ended."""
@@ -46,7 +48,8 @@ class Seats:
         work = [mean_tokens] * len(samples)
         if carried:
             self.carried.update(zip(samples, carried, strict=True))
-            work = [mean_tokens + tokens // CARRIED_COST for tokens in carried]
+            most = mean_tokens if self._by_turn else max(carried)
+            work = [mean_tokens + min(tokens, most) // CARRIED_COST for tokens in carried]
         self.work.update(zip(samples, work, strict=True))
         return work
 

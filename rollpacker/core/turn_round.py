@@ -182,9 +182,11 @@ class TurnRound(Round):
 
     def _lost(self, event: Acted, group: Group, index: int) -> list[Command]:
         """The environment did not answer. What raised or was too slow would be so again with the
-        same messages."""
+        same messages, and what is wrong with a prompt is so for each of its samples."""
         self._leave_engine(event.sample, 0, 0)
         self._ended.append((0, False))
+        if event.cause == "prompt":
+            group.num_retries = self.plan.max_retries
         # Nothing that the sample did: a process has many episodes, and takes all of them along.
         is_chance = event.cause == "infrastructure"
         return self._failed(group, index, is_chance=is_chance, of_place=is_chance)

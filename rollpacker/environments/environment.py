@@ -182,8 +182,12 @@ class Lost:
     reason: str
     cause: str
     """"environment" (it raised, or broke the protocol: another try would do the same), "deadline"
-    (it was too slow), "infrastructure" (its process died or hung) or "cancelled"."""
+    (it was too slow), "infrastructure" (its process died or hung), "prompt" (the prompt that it
+    said is too long: so it is for each sample of the prompt) or "cancelled"."""
     seconds: float = 0.0
+    calls: tuple[ToolCall, ...] = ()
+    """Of tools, in order, where it was too slow: the last one had not ended. Empty: none ran, or
+    nobody knows which."""
 
 
 class Environments(Protocol):

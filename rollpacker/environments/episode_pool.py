@@ -179,7 +179,7 @@ class EpisodePool(WorkerPool):
             self._num_failed_starts = MAX_FAILED_STARTS
 
     def _lose_ended(self, worker: PoolWorker, calls: list[PoolCall], how: str) -> None:
-        if how.startswith(("exit status", "signal")):  # else its host was lost
+        if not worker.process.child.went_with_host():
             self._suspects.update(call.whose for call in calls)
         super()._lose_ended(worker, calls, how)
 

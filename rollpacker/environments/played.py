@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from rollpacker.core.events import ToolCall
 from rollpacker.environments import shapes
 from rollpacker.environments.calls import Calls
 from rollpacker.environments.environment import Message
@@ -25,6 +26,10 @@ class Played(Protocol):
         """`reward`: what an episode that a limit ended was worth besides what it has said."""
         ...
 
+    def under_way(self) -> tuple[ToolCall, ...]:
+        """See `ToolBox`."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -42,6 +47,9 @@ class ToolEpisode:
 
     async def finish(self) -> Reply:
         return {}
+
+    def under_way(self) -> tuple[ToolCall, ...]:
+        return self._box.under_way()
 
     async def close(self) -> None:
         return
@@ -95,6 +103,9 @@ class UserEpisode:
         if not shapes.scores_at_end(self._environment):
             return {}
         return {"reward": shapes.number(await self._calls(self._environment.get_reward))}
+
+    def under_way(self) -> tuple[ToolCall, ...]:
+        return () if self._box is None else self._box.under_way()
 
     async def close(self) -> None:
         close = getattr(self._environment, "close", None)

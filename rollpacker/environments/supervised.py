@@ -254,7 +254,7 @@ class SupervisedEnvironments:
             truncated=reply.get("truncated", False),
             seconds=reply["seconds"],
             metrics=reply.get("metrics", {}),
-            calls=tuple(ToolCall(*call) for call in reply.get("calls", ())),
+            calls=_calls_in(reply),
         )
         life.turn = turn
         return self._settled(known, life, answered)
@@ -294,7 +294,8 @@ class SupervisedEnvironments:
     ) -> dict[str, Any] | Lost:
         """What the episode's process replies. Whatever else comes of it ends this life."""
         pool = self._pool
-        assert pool is not None, "not open"
+        if pool is None:  # the run closes, and somebody plays an episode to its end
+            return self._ended(known, life, _CANCELLED)
         limit_s = min(self._config.timeout_s, timeout_s or self._config.timeout_s)
         began = pool.loop.time()
         try:
@@ -367,9 +368,11 @@ class SupervisedEnvironments:
     def _overran(self, error: Overran, limit_s: float) -> Lost:
         if not error.own:
             return self._lost("another episode held up its process for too long")
-        why = f"{self.name} took longer than {limit_s:.3g} s"
-        self._report(f"{self.name} took longer than its limit")
-        return Lost(reason=why, cause="deadline", seconds=limit_s)
+        calls = _calls_in(error.told)
+        at = f" (in a call of {calls[-1].tool})" if calls else ""
+        why = f"{self.name} took longer than {limit_s:.3g} s{at}"
+        self._report(f"{self.name} took longer than its limit{at}")
+        return Lost(reason=why, cause="deadline", seconds=limit_s, calls=calls)
 
     def _lost(self, why: str, cause: str = "infrastructure", seconds: float = 0.0) -> Lost:
         return Lost(reason=why, cause=cause, seconds=seconds)
@@ -379,6 +382,10 @@ class SupervisedEnvironments:
         if kind not in self._told:
             self._told.add(kind)
             logger.warning("environment %s%s", kind, more)
+
+
+def _calls_in(reply: Mapping[str, Any]) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(*call) for call in reply.get("calls", ()))
 
 
 def _compared(answer: Begun | Answered) -> str:

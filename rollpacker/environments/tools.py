@@ -137,6 +137,18 @@ class ToolBox:
         self._tools = tools
         self._call = call
         self._max_chars = max_chars
+        self._made: list[ToolCall] = []
+        """The calls of the latest message that have ended."""
+        self._runs: tuple[str, float] | None = None
+        """The tool that runs, and since when."""
+
+    def under_way(self) -> tuple[ToolCall, ...]:
+        """The calls of a message so far, the last of which has not ended; empty where none runs."""
+        if self._runs is None:
+            return ()
+        tool, began = self._runs
+        seconds = round(time.perf_counter() - began, 6)
+        return (*self._made, ToolCall(tool, seconds, is_well=False))
 
     async def answer(self, message: Message) -> dict[str, Any]:
         """Execute the calls of a message, one after another. Returns what the model is told
@@ -147,7 +159,8 @@ class ToolBox:
         """
         calls = message.get("tool_calls") or ()
         malformed = message.get("malformed_tool_calls") or ()
-        answers, made = [], []
+        answers: list[dict[str, Any]] = []
+        made = self._made = []
         for call in calls:
             answer, of_tool = await self._one(call)
             answers.append(answer)
@@ -187,6 +200,7 @@ class ToolBox:
             known = name if name in self._tools else ""
             return answer | {"content": f"Error: {error}"}, ToolCall(known, None, is_well=False)
         began, is_well = time.perf_counter(), True
+        self._runs = name, began
         try:
             result = await self._call(function, **arguments)
             content = self._cut(result if isinstance(result, str) else _as_json(result))
@@ -199,6 +213,8 @@ class ToolBox:
             if task is None or task.cancelling():
                 raise  # nobody waits for this episode any more
             content, is_well = f"Error: {_said(error)}", False
+        finally:
+            self._runs = None
         seconds = round(time.perf_counter() - began, 6)
         return answer | {"content": content}, ToolCall(name, seconds, is_well)
 

@@ -18,9 +18,10 @@ import os
 import pickle
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from rollpacker.core.events import ToolCall
 from rollpacker.environments.calls import MEMORY, Calls
 from rollpacker.environments.loading import Loaded, load
 from rollpacker.environments.played import Played
@@ -73,7 +74,7 @@ async def _serve(controller: Controller) -> None:
 class _Episode:
     played: Played
     calls: Calls
-    running: int = 0
+    running: set[int] = field(default_factory=set)
     """Calls of it that have not ended."""
     is_over: bool = False
     """Nobody needs it any more."""
@@ -98,9 +99,16 @@ class _Server:
             case worker_program.CANCEL:
                 if request.number in self._tasks:
                     self._tasks[request.number].cancel()
-                self._controller.reply(request.number, {}, ACK)
+                told = {"calls": self._under_way(request.number)}
+                self._controller.reply(request.number, told, ACK)
             case _:
                 self._end(request.number)
+
+    def _under_way(self, call: int) -> tuple[ToolCall, ...]:
+        """What tools were called in that call so far, if one runs."""
+        episodes = self._episodes.values()
+        episode = next((one for one in episodes if call in one.running), None)
+        return () if episode is None else episode.played.under_way()
 
     async def _answer(self, call: int, payload: bytes) -> None:
         number, row, message = pickle.loads(payload)
@@ -108,7 +116,7 @@ class _Server:
             calls = Calls()
             self._episodes[number] = _Episode(self._loaded.make(calls), calls)
         episode = self._episodes[number]
-        episode.running += 1
+        episode.running.add(call)
         before_s = episode.calls.seconds
         try:
             if row is not None:
@@ -126,7 +134,7 @@ class _Server:
         except BaseException as error:  # an exit would end the process
             reply = dict(error_of(error))
         finally:
-            episode.running -= 1
+            episode.running.discard(call)
             del self._tasks[call]
         reply["seconds"] = episode.calls.seconds - before_s
         self._controller.say(call, _encoded(reply))

@@ -104,6 +104,10 @@ class Child:
         except ValueError:
             return f"signal {-code}"
 
+    def went_with_host(self) -> bool:
+        """Whether it counts as ended since its host cannot be reached; it is this one."""
+        return False
+
     def kill(self) -> None:
         """Have it ended; with a guardian, its children too. `how_ended` says when they are gone."""
         if self._close.alive:

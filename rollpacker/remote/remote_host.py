@@ -86,6 +86,7 @@ class RemoteProcess:
 
     def __init__(self, name: str, number: int, session: _Session) -> None:
         self.how = ""
+        self.with_host = False
         self.ended = threading.Event()
         self._pid = 0
         self._name, self._number, self._session = name, number, session
@@ -107,6 +108,9 @@ class RemoteProcess:
 
     def how_ended(self, wait_s: float = 0.0) -> str | None:
         return self.how if self.ended.wait(wait_s) else None
+
+    def went_with_host(self) -> bool:
+        return self.with_host
 
     def kill(self) -> None:
         self._session.add(Kill(self._number))
@@ -239,7 +243,7 @@ class _Session:
             )
         )
         if self.is_over:
-            self._ended(number, self._why)
+            self._ended(number, self._why, with_host=True)
         return process, line
 
     def add(self, item: Item) -> None:
@@ -360,13 +364,13 @@ class _Session:
             numbers = list(self._processes)
             self._changed.notify_all()
         for number in numbers:
-            self._ended(number, why)
+            self._ended(number, why, with_host=True)
         if self._calls is not None:
             self._calls.end()
 
-    def _ended(self, number: int, how: str) -> None:
+    def _ended(self, number: int, how: str, *, with_host: bool = False) -> None:
         process, pump = self._processes.pop(number, (None, None))
         if process is not None and pump is not None:
-            process.how = how
+            process.how, process.with_host = how, with_host
             process.ended.set()
             pump.finish()

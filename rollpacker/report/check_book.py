@@ -34,6 +34,8 @@ class CheckBook:
         asked_s, queue_s = self._asked.pop(event.sample, (None, 0.0))
         verdict = Verdict(event, now, asked_s, queue_s)
         step.checks.verdicts.append(verdict)
+        if event.value is None and event.cause != "cancelled":
+            step.prompts.lose(event.sample, event.reason)
         sample = step.samples.get(event.sample)
         if sample is not None:
             sample.verdict = verdict

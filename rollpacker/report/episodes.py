@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from rollpacker.core.events import ToolCall
+from rollpacker.core.events import Acted, ToolCall
 from rollpacker.core.ids import SampleId
 from rollpacker.report.tool_seconds import ToolSeconds
 
@@ -48,6 +48,23 @@ class Answers:
         }
 
 
+class Slow(NamedTuple):
+    """An answer among the slowest."""
+
+    seconds: float
+    sample: str
+    turn: int
+    """0: the beginning."""
+    tool: str
+    """The one that took the longest in it; empty: none was called, or nobody knows which."""
+    came: bool = True
+    """False: it was too slow, and the episode is lost."""
+
+    def plain(self) -> dict[str, Any]:
+        slow = {"sample": self.sample, "turn": self.turn, "seconds": self.seconds}
+        return {**slow, "tool": self.tool, "came": self.came}
+
+
 @dataclass(slots=True)
 class StepEpisodes:
     """Of a step, or of several."""
@@ -64,9 +81,8 @@ class StepEpisodes:
     """By source; also of episodes that came to nothing."""
     first_reason: dict[str, str] = field(default_factory=dict)
     """Of lost answers, by cause."""
-    slowest: list[tuple[float, str, int, str]] = field(default_factory=list)
-    """(seconds, sample, turn, tool) of answers, slowest first; turn 0 is the beginning. The tool is
-    the one that took the longest in it; empty: none was called."""
+    slowest: list[Slow] = field(default_factory=list)
+    """Slowest first."""
     tools: dict[str, ToolSeconds] = field(default_factory=dict)
     """By the tool's name; also of episodes that came to nothing."""
 
@@ -89,15 +105,24 @@ class StepEpisodes:
         of_source.waited_s += waited_s
         for call in calls:
             self.tools.setdefault(call.tool, ToolSeconds()).take(call)
-        if len(self.slowest) < NUM_SLOWEST or seconds > self.slowest[-1][0]:
+        if len(self.slowest) < NUM_SLOWEST or seconds > self.slowest[-1].seconds:
             slowest = max(calls, key=lambda call: call.seconds or 0.0, default=None)
             tool = "" if slowest is None else slowest.tool
-            self._keep_slowest([*self.slowest, (seconds, str(sample), turn, tool)])
+            self._keep_slowest([*self.slowest, Slow(seconds, str(sample), turn, tool)])
 
-    def lose(self, sample: SampleId, cause: str, reason: str) -> None:
+    def lose(self, event: Acted) -> None:
         """An answer will not come."""
-        self.answers.setdefault(sample.prompt.source, Answers()).lost[cause] += 1
-        self.first_reason.setdefault(cause, reason[:MAX_REASON])
+        sample, calls, seconds = event.sample, event.calls, event.seconds or 0.0
+        self.answers.setdefault(sample.prompt.source, Answers()).lost[event.cause] += 1
+        self.first_reason.setdefault(event.cause, event.reason[:MAX_REASON])
+        if event.cause != "deadline":
+            return
+        last = len(calls) - 1
+        for number, call in enumerate(calls):
+            self.tools.setdefault(call.tool, ToolSeconds()).take(call, hung=number == last)
+        tool = calls[last].tool if calls else ""
+        slow = Slow(seconds, str(sample), event.turn, tool, came=False)
+        self._keep_slowest([*self.slowest, slow])
 
     def conclude(self, reason: str, turns: int, policy_s: float, environment_s: float) -> None:
         """A trajectory is whole."""
@@ -139,15 +164,12 @@ class StepEpisodes:
                 {"cause": cause, "count": num, "first": self.first_reason[cause]}
                 for cause, num in lost.most_common()
             ],
-            "slowest": [
-                {"sample": sample, "turn": turn, "seconds": seconds, "tool": tool}
-                for seconds, sample, turn, tool in self.slowest
-            ],
+            "slowest": [one.plain() for one in self.slowest],
             "tools": {name: one.plain() for name, one in sorted(self.tools.items())},
         }
 
-    def _keep_slowest(self, found: list[tuple[float, str, int, str]]) -> None:
-        self.slowest = sorted(found, key=lambda one: (-one[0], *one[1:]))[:NUM_SLOWEST]
+    def _keep_slowest(self, found: list[Slow]) -> None:
+        self.slowest = sorted(found, key=lambda one: (-one.seconds, *one[1:]))[:NUM_SLOWEST]
 
 
 def add_up(steps: Iterable[StepEpisodes]) -> StepEpisodes:

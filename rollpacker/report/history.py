@@ -198,6 +198,7 @@ class History:
                 self.step.samples[event.sample].outcome = Outcome.SURPLUS
             case SampleFailed():
                 self._end_sample(event, End.FAILED, now).outcome = Outcome.FAILED
+                self.step.prompts.lose(event.sample, event.reason)
             case Acted():
                 self._turns.acted(event, self.step, now)
                 if self.phase == ENVIRONMENT and not self._turns.acting:
@@ -354,7 +355,7 @@ class History:
                 step.prompts.deferred.update(command.prompts)
                 self.queue.update(command.prompts)
             case Drop():
-                step.prompts.dropped[command.reason] += 1
+                step.prompts.drop(command)
                 self.queue.discard(command.prompt)
             case StartGradients():
                 step.streamed += command.groups

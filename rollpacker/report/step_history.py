@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from rollpacker.core.commands import RoundKind, Score, TrainOn
+from rollpacker.core.commands import Drop, RoundKind, Score, TrainOn
 from rollpacker.core.events import SampleScored
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import POOL_SWITCH, Note, Session
-from rollpacker.report.episodes import StepEpisodes
+from rollpacker.core.rounds import TOO_FEW_RESPONSES, TOO_FEW_VERDICTS
+from rollpacker.report.episodes import MAX_REASON, StepEpisodes
 
 POOL_WAIT = "pool_wait"
 """With `POOL_SWITCH`, phases, and causes of time, of a run that shares its pools: until one is its,
 and until parked processes have woken up there. The second is also the name of a note: of parking,
 where something waits for that."""
+_FOR_LOSSES = {*TOO_FEW_RESPONSES.values(), *TOO_FEW_VERDICTS.values()}
+"""Why prompts are dropped whose samples came to nothing."""
 
 
 class End(StrEnum):
@@ -163,8 +166,23 @@ class StepPrompts:
     deferred: set[PromptId] = field(default_factory=set)
     dropped: Counter[str] = field(default_factory=Counter)
     """How many, by reason."""
+    dropped_after: dict[str, str] = field(default_factory=dict)
+    """By reason, of the first: what was said of the last of its samples that came to nothing."""
     long_queue: int = 0
     """How many waited for a long round, or for another race, when the step was committed."""
+    _lost: dict[PromptId, str] = field(default_factory=dict)
+    """What was said of the latest of their samples that came to nothing."""
+
+    def lose(self, sample: SampleId, reason: str) -> None:
+        """A sample came to nothing."""
+        self._lost[sample.prompt] = reason
+
+    def drop(self, command: Drop) -> None:
+        """A prompt will never be trained on."""
+        self.dropped[command.reason] += 1
+        after = self._lost.get(command.prompt)
+        if after is not None and command.reason in _FOR_LOSSES:
+            self.dropped_after.setdefault(command.reason, after[:MAX_REASON])
 
 
 @dataclass(slots=True)

@@ -26,6 +26,8 @@ class PromptCounts:
     deferred: int
     dropped: Mapping[str, int]
     """By reason."""
+    dropped_after: Mapping[str, str]
+    """By reason, of the first: what was said of the last of its samples that came to nothing."""
     long_queue: int
     """Those that wait for a long round, or for another race, when the step is over."""
 
@@ -160,6 +162,7 @@ def summarize_step(
             trained=len(step.groups),
             deferred=len(step.prompts.deferred),
             dropped=dict(step.prompts.dropped),
+            dropped_after=dict(step.prompts.dropped_after),
             long_queue=step.prompts.long_queue,
         ),
         samples=SampleCounts(

@@ -76,7 +76,10 @@ class RunSummary:
         history, finish = accounting.history, accounting.history.finish
         failed = {"failed": finish.reason} if finish is not None and finish.failed else {}
         not_streamed = [step.samples.not_streamed for step in steps]
-        dropped = _add_up([*(step.prompts.dropped for step in steps), history.step.prompts.dropped])
+        left = history.step.prompts
+        dropped = _add_up([*(step.prompts.dropped for step in steps), left.dropped])
+        afters = [*(step.prompts.dropped_after for step in steps), left.dropped_after]
+        after = {why: said for one in reversed(afters) for why, said in one.items()}
         return {
             "finished": None if finish is None or failed else finish.reason,
             "sessions": history.num_sessions,
@@ -98,6 +101,7 @@ class RunSummary:
                 "deferred": sum(step.prompts.deferred for step in steps),
                 "long_queue": len(history.queue),
                 "dropped": dropped,
+                **({"dropped_after": after} if after else {}),
             },
             "samples": {
                 "launched": sum(step.samples.launched for step in steps),

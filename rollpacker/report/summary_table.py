@@ -25,6 +25,7 @@ _LOST_BY = {
     "environment": "raised",
     "deadline": "too slow",
     "infrastructure": "process died",
+    "prompt": "prompt too long",
 }
 
 
@@ -164,6 +165,8 @@ def _seconds_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _counts_table(summary: Mapping[str, Any]) -> Table:
+    from rich.text import Text
+
     table = _table("tokens, lengths, prompts", "")
     tokens, lengths, prompts = summary["tokens"], summary["lengths"], summary["prompts"]
     table.add_row("tokens generated", f"{tokens['generated']:,}")
@@ -192,6 +195,8 @@ def _counts_table(summary: Mapping[str, Any]) -> Table:
     if prompts["long_queue"]:
         table.add_row("prompts that still wait", f"{prompts['long_queue']:,}")
     table.add_row("prompts dropped", _reasons(prompts["dropped"]))
+    for said in prompts.get("dropped_after", {}).values():
+        table.add_row("the first of them after", Text(_short(printable(said))))
     table.add_row("samples without a verdict", _reasons(summary["samples"]["no_verdict"]))
     if summary["samples"]["failed"]:
         table.add_row(
@@ -243,12 +248,13 @@ def _episode_tables(episodes: Mapping[str, Any]) -> list[RenderableType]:
             _number(one["mean_waited_s"]),
             f"{sum(one['lost'].values()):,}",
         )
-    tools = _table("tools", "calls", "failed", "mean s", "p99 s", "longest")
+    tools = _table("tools", "calls", "failed", "hung", "mean s", "p99 s", "longest")
     for name, one in episodes["tools"].items():
         tools.add_row(
             Text(printable(name) or "(there is no such tool)"),
             f"{one['calls']:,}",
             f"{one['failed']:,}",
+            f"{one['hung']:,}",
             _number(one["mean_s"]),
             _number(one["p99_s"]),
             _number(one["longest_s"]),
@@ -257,6 +263,7 @@ def _episode_tables(episodes: Mapping[str, Any]) -> list[RenderableType]:
     lines = [
         f"slowest {one['seconds']:9.3f} s  {printable(one['sample'])}, turn {one['turn']}"
         + (f", {printable(one['tool'])}" if one["tool"] else "")
+        + ("" if one["came"] else " (did not come)")
         for one in slowest
     ]
     told = Text("\n".join(lines) + "\n", "dim")

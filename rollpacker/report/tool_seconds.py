@@ -21,15 +21,19 @@ class ToolSeconds:
     num: int = 0
     """Calls."""
     num_failed: int = 0
-    """Of them, those that raised or were not run."""
+    """Of them, those that raised, were not run, or hung."""
+    num_hung: int = 0
+    """Of these, those that had not ended when nobody waited for the answer any longer; their
+    seconds are those until then."""
     total_s: float = 0.0
     longest_s: float = 0.0
     _classes: Counter[int] = field(default_factory=Counter)
     """Calls that ran, by the logarithm of their seconds."""
 
-    def take(self, call: ToolCall) -> None:
+    def take(self, call: ToolCall, *, hung: bool = False) -> None:
         """One more."""
         self.num += 1
+        self.num_hung += hung
         self.num_failed += not call.is_well
         if call.seconds is not None:
             self.total_s += call.seconds
@@ -40,6 +44,7 @@ class ToolSeconds:
         """Put what another step brought to this."""
         self.num += other.num
         self.num_failed += other.num_failed
+        self.num_hung += other.num_hung
         self.total_s += other.total_s
         self.longest_s = max(self.longest_s, other.longest_s)
         self._classes.update(other._classes)
@@ -60,6 +65,7 @@ class ToolSeconds:
         return {
             "calls": self.num,
             "failed": self.num_failed,
+            "hung": self.num_hung,
             "mean_s": self.total_s / num_run if num_run else None,
             "p99_s": self.quantile(0.99),
             "longest_s": self.longest_s if num_run else None,

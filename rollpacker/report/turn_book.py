@@ -78,7 +78,8 @@ class TurnBook:
         if event.cause == "cancelled":
             return
         if event.cause:
-            step.episodes.lose(event.sample, event.cause, event.reason)
+            step.episodes.lose(event)
+            step.prompts.lose(event.sample, event.reason)
             found = step.samples.get(event.sample)
             if found is not None:
                 found.end, found.outcome = End.FAILED, Outcome.FAILED

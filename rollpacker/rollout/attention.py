@@ -9,7 +9,7 @@ one module and one set of weights.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,16 @@ class UnsupportedModelError(ValueError):
     """The model cannot run with RollPacker's attention; the message says why."""
 
 
+class Scores(NamedTuple):
+    """How a layer scores queries against keys."""
+
+    scaling: float
+    sliding_window: int | None
+    """So many tokens does one see, itself included; None: all before it."""
+    softcap: float | None
+    """See `capped_attention`."""
+
+
 class RolloutStep(Protocol):
     """What a forward pass of the engine gives to every attention layer."""
 
@@ -34,9 +44,7 @@ class RolloutStep(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        scores: Scores,
     ) -> torch.Tensor:
         """Output [rows, tokens, heads, head_dim]; inputs are [rows, heads, tokens, head_dim]."""
         ...
@@ -107,7 +115,8 @@ def rollpacker_attention(
     if step is not None:
         layer = module.layer_idx
         assert isinstance(layer, int)
-        return step.attend(layer, query, key, value, scaling, sliding_window, softcap), None
+        scores = Scores(scaling, sliding_window, softcap)
+        return step.attend(layer, query, key, value, scores), None
     if query.shape[2] != key.shape[2]:
         raise UnsupportedModelError(
             "a model with RollPacker's attention was called with a key-value cache, which it "
@@ -179,6 +188,20 @@ def causal_attention(
             query, key, value, attn_mask=bias, dropout_p=dropout, scale=scaling
         )
     return capped_attention(query, key, value, bias, scaling, softcap, dropout)
+
+
+def biased_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    scores: Scores,
+) -> torch.Tensor:
+    """Attention where `bias` is 0, and none where it is minus infinity: [rows, heads, tokens,
+    head_dim], as the query. The bias knows of windows."""
+    if scores.softcap is not None:
+        return capped_attention(query, key, value, bias, scores.scaling, scores.softcap)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scores.scaling)
 
 
 def capped_attention(

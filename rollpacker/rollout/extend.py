@@ -26,7 +26,7 @@ from rollpacker.rollout.decoder import (
 )
 from rollpacker.rollout.endings import Endings
 from rollpacker.rollout.engine import Carried
-from rollpacker.rollout.extend_step import SPAN_COST_SCORES, ExtendStep
+from rollpacker.rollout.extend_step import SPAN_COST_SCORES, ExtendStep, NewTokens
 from rollpacker.rollout.kept_rows import KeptRow
 from rollpacker.rollout.rows import ANY_LENGTH, Pending
 from rollpacker.rollout.sampling import draw
@@ -306,7 +306,7 @@ class Extender:
     # -- one pass ----------------------------------------------------------------------------------
 
     def _step(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> ExtendStep:
-        return ExtendStep(self._decoder.slots, rows, starts, lengths, self._span_cost)
+        return ExtendStep(self._decoder.slots, NewTokens(rows, starts, lengths), self._span_cost)
 
     def _draw(
         self, logits: torch.Tensor, row_of_position: np.ndarray, noise: torch.Tensor

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from rollpacker.rollout.attention import capped_attention
+from rollpacker.rollout.attention import Scores, biased_attention
 from rollpacker.rollout.kv_slots import KVSlots
 
 SPAN_COST_SCORES = 30_000
@@ -53,24 +52,33 @@ def _cost(span: Span) -> int:
     return (span.stop - span.start) * span.num_tokens * span.width
 
 
-class ExtendStep:
-    """The attention of such a pass: row `rows[i]` gets `lengths[i]` tokens, the first at position
-    `starts[i]`.
+class NewTokens(NamedTuple):
+    """Row `rows[i]` gets `lengths[i]` tokens, the first at position `starts[i]`."""
 
-    They see the row's cache and each other causally, and their keys and values go into the slots.
+    rows: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+
+    def of(self, span: Span) -> NewTokens:
+        return NewTokens(*(one[span.start : span.stop] for one in self))
+
+
+class ExtendStep:
+    """The attention of such a pass.
+
+    The tokens see their row's cache and each other causally, and their keys and values go into the
+    slots.
     """
 
     def __init__(
         self,
         slots: KVSlots,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
+        new: NewTokens,
         call_cost: float = float("inf"),
     ) -> None:
         """`call_cost`: of a span, in rows x tokens x width; where it is infinite there is one."""
+        rows, starts, lengths = new
         self._slots = slots
-        self._rows = rows
         self._row_of_token = np.repeat(rows, lengths)
         first = np.cumsum(lengths) - lengths
         positions = np.arange(lengths.sum()) - np.repeat(first - starts, lengths)
@@ -80,7 +88,7 @@ class ExtendStep:
         self.last = first + lengths - 1
         """Where in [tokens] the last one of each row is: [rows]"""
         self._spans = [
-            _SpanStep(slots, rows, starts, lengths, int(first[span.start]), span)
+            _SpanStep(slots, new.of(span), int(first[span.start]), span)
             for span in plan_spans(lengths, starts + lengths, call_cost)
         ]
         self._flat: dict[int, torch.Tensor] = {}
@@ -91,19 +99,14 @@ class ExtendStep:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        scores: Scores,
     ) -> torch.Tensor:
-        """As `RolloutStep.attend`, of one row that has the tokens of all."""
+        """See `RolloutStep`; there is one row, that has the tokens of all."""
         keys, values = self._slots.keys[layer], self._slots.values[layer]
         for store, new in ((keys, key), (values, value)):
             heads = new[0].transpose(0, 1).reshape(-1, new.shape[-1])
             store.view(-1, new.shape[-1]).index_copy_(0, self._flat_places(key.shape[1]), heads)
-        outputs = [
-            span.attend(query[0], keys, values, scaling, sliding_window, softcap)
-            for span in self._spans
-        ]
+        outputs = [span.attend(query[0], keys, values, scores) for span in self._spans]
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined.unsqueeze(0)
 
@@ -124,14 +127,11 @@ class _SpanStep:
     def __init__(
         self,
         slots: KVSlots,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
+        new: NewTokens,
         first: int,
         span: Span,
     ) -> None:
-        part = slice(span.start, span.stop)
-        rows, starts, lengths = rows[part], starts[part], lengths[part]
+        rows, starts, lengths = new
         self._slots = slots
         self._num_rows, self._num_tokens, self._width = len(rows), span.num_tokens, span.width
         self._tokens = first, int(lengths.sum())
@@ -157,9 +157,7 @@ class _SpanStep:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        scores: Scores,
     ) -> torch.Tensor:
         """Output [the span's tokens, heads, head_dim]; `query` is [heads, the pass's tokens,
         head_dim], keys and values are a layer's slots."""
@@ -177,11 +175,8 @@ class _SpanStep:
             self._cached(keys),
             self._cached(values),
         )
-        bias = self._bias(sliding_window, groups)
-        if softcap is None:
-            output = F.scaled_dot_product_attention(*part, attn_mask=bias, scale=scaling)
-        else:
-            output = capped_attention(*part, bias, scaling, softcap)
+        bias = self._bias(scores.sliding_window, groups)
+        output = biased_attention(*part, bias, scores)
         output = output.reshape(self._num_rows, num_heads, self._num_tokens, -1)
         flat = output.transpose(1, 2).reshape(-1, num_heads, output.shape[-1])
         return flat if self._real is None else flat.index_select(0, self._real)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from rollpacker.rollout.attention import capped_attention, causal_attention
+from rollpacker.rollout.attention import Scores, biased_attention, causal_attention
 from rollpacker.rollout.buckets import Bucket
 
 PromptCache = list[torch.Tensor]
@@ -203,9 +202,7 @@ class PrefillStep:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        scores: Scores,
     ) -> torch.Tensor:
         num_tokens = key.shape[2]
         for store, new in (
@@ -213,7 +210,7 @@ class PrefillStep:
             (self._slots.values[layer], value),
         ):
             store[self._rows, :, :num_tokens] = new.index_select(0, self._prompt_of_row)
-        output = causal_attention(query, key, value, scaling, sliding_window, softcap)
+        output = causal_attention(query, key, value, *scores)
         return output.transpose(1, 2)
 
 
@@ -233,18 +230,16 @@ class DecodeStep:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        scores: Scores,
     ) -> torch.Tensor:
         keys, values = self._slots.keys[layer], self._slots.values[layer]
         num_rows, num_kv_heads = key.shape[0], key.shape[1]
         flat = self._flat_positions[num_kv_heads]
         keys.view(-1, key.shape[-1]).index_copy_(0, flat, key.reshape(-1, key.shape[-1]))
         values.view(-1, value.shape[-1]).index_copy_(0, flat, value.reshape(-1, value.shape[-1]))
-        biases = self._biases.get(sliding_window)
+        biases = self._biases.get(scores.sliding_window)
         if biases is None:
-            biases = self._make_biases(sliding_window)
+            biases = self._make_biases(scores.sliding_window)
         num_heads = query.shape[1]
         # At one token a row the query heads that share a key head stand in for a sequence of
         # queries, so keys and values are read once and never repeated.
@@ -256,11 +251,7 @@ class DecodeStep:
                 keys.narrow(0, start, stop - start).narrow(2, 0, width),
                 values.narrow(0, start, stop - start).narrow(2, 0, width),
             )
-            if softcap is None:
-                output = F.scaled_dot_product_attention(*part, attn_mask=bias, scale=scaling)
-            else:
-                output = capped_attention(*part, bias, scaling, softcap)
-            outputs.append(output)
+            outputs.append(biased_attention(*part, bias, scores))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined.reshape(num_rows, 1, num_heads, -1)
 
@@ -287,8 +278,8 @@ class LayerProbe:
 
     def __init__(self) -> None:
         self.shapes: list[LayerShape] = []
-        self.calls: list[tuple[int, float, int | None, float | None]] = []
-        """(layer, scaling, sliding window, softcap) of each call."""
+        self.calls: list[tuple[int, Scores]] = []
+        """Layer and scores of each call."""
         self.dtype: torch.dtype | None = None
 
     def attend(
@@ -297,12 +288,10 @@ class LayerProbe:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        scores: Scores,
     ) -> torch.Tensor:
         self.dtype = key.dtype
-        self.calls.append((layer, scaling, sliding_window, softcap))
+        self.calls.append((layer, scores))
         self.shapes.append(LayerShape(layer, key.shape[1], key.shape[-1], value.shape[-1]))
-        output = causal_attention(query, key, value, scaling, sliding_window, softcap)
+        output = causal_attention(query, key, value, *scores)
         return output.transpose(1, 2)

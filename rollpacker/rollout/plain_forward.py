@@ -22,7 +22,7 @@ from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from rollpacker.rollout.attention import RolloutStep
+from rollpacker.rollout.attention import RolloutStep, Scores
 
 STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 """Those whose frequencies do not depend on the length of the sequence at hand."""
@@ -64,8 +64,7 @@ class _Layer:
     index: int
     num_heads: int
     num_kv_heads: int
-    scaling: float
-    sliding_window: int | None
+    scores: Scores
     attention_norm: _Norm
     query: _Linear
     key: _Linear
@@ -244,9 +243,7 @@ class PlainForward:
             _by_row(query, num_rows),
             _by_row(key, num_rows),
             _by_row(value.view(-1, layer.num_kv_heads, head_dim), num_rows),
-            layer.scaling,
-            layer.sliding_window,
-            None,
+            layer.scores,
         )
         return output.reshape(normed.shape[0], -1)
 
@@ -307,8 +304,7 @@ def _layer(layer: Any) -> _Layer:
         index=attention.layer_idx,
         num_heads=attention.q_proj.out_features // head_dim,
         num_kv_heads=attention.k_proj.out_features // head_dim,
-        scaling=attention.scaling,
-        sliding_window=sliding_window,
+        scores=Scores(attention.scaling, sliding_window, softcap=None),
         attention_norm=_norm(layer.input_layernorm),
         query=_linear(attention.q_proj),
         key=_linear(attention.k_proj),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.controller.replay import replay
+from rollpacker.core.acting import ActingConfig
 from rollpacker.core.commands import (
     NOWHERE,
     Abort,
@@ -550,6 +551,30 @@ def test_carried_tokens_are_less_work_than_new_ones() -> None:
     again = Fleet(FleetConfig(num_engines=2))
     again.restore(fleet.state())
     assert routed(again, launch_of(four, (1600, 0, 0, 0), number=2)) == (0, 1, 1, 1)
+
+
+@pytest.mark.parametrize(("by_turn", "engines"), [(True, (0, 1, 1, 0)), (False, (0, 1, 1, 1))])
+def test_of_a_carried_trajectory_a_turn_is_the_work(
+    by_turn: bool, engines: tuple[int, ...]
+) -> None:
+    """100 tokens of the 1600 stand in its first turn; in older logs all of them counted there."""
+    acting = ActingConfig(work_by_turn=by_turn)
+    config = JobConfig(
+        prompts_per_step=1,
+        samples_per_prompt=4,
+        max_steps=None,
+        fleet=FleetConfig(num_engines=2),
+        acting=acting,
+    )
+    plain = config.to_plain()
+    assert ("work_by_turn" in plain["acting"]) is by_turn
+    fleet = Job(JobConfig.from_plain(plain)).fleet
+    assert fleet is not None
+    first = groups_of(1, 2)
+    routed(fleet, launch_of(first))
+    for engine, sample in enumerate(first):
+        fleet.heeds(ended(sample, engine, tokens=100))
+    assert routed(fleet, launch_of(groups_of(1, 4), (1600, 0, 0, 0), number=2)) == engines
 
 
 @settings(max_examples=50, deadline=None)

@@ -28,7 +28,7 @@ from rollpacker.core.commands import (
     TrainOn,
 )
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.core.events import Acted, RunStarted, SampleGenerated
+from rollpacker.core.events import Acted, PromptsFetched, RunStarted, SampleGenerated
 from rollpacker.core.fleet import FleetConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job import Job
@@ -213,6 +213,22 @@ def test_an_environment_that_always_raises_drops_with_a_reason_and_ends() -> Non
     check_run(world.run())
     assert not commands_of(world, TrainOn)
     assert world.job.ledger.dropped == {"fewer than two responses": 8}
+
+
+def test_a_prompt_that_cannot_be_taken_is_not_tried_again() -> None:
+    """Each of its samples begins alike: those there are fail, and none takes their places."""
+    job = Job(job_config(ActingConfig(begins=True), r0=3, p0=1, tail_batching=NO_RACE))
+    job.handle(RunStarted(time_s=0.0))
+    prompt = PromptId("train", 0, 0)
+    commands = job.handle(PromptsFetched(time_s=0.0, prompts=(prompt,), epoch_ended=False))
+    begun = [one.sample for one in commands if isinstance(one, Act)]
+    assert [(one.index, one.attempt) for one in begun] == [(0, 0), (1, 0), (2, 0)]
+    answers = []
+    for sample in begun:
+        long = Acted(time_s=1.0, sample=sample, turn=0, cause="prompt", reason="too long")
+        answers += job.handle(long)
+    assert not [one for one in answers if isinstance(one, Act)]
+    assert [one.prompt for one in answers if isinstance(one, Drop)] == [prompt]
 
 
 def test_hung_environments_hold_up_nobody_beyond_their_deadline() -> None:

@@ -56,6 +56,9 @@ def test_episodes_are_played_there_and_go_on_elsewhere(tmp_path: Path) -> None:
                 assert one.messages[0]["content"].startswith("turn 1") and one.reward == 0.5
             lost = await those.act(episode(0), 2, said("die"))
             assert isinstance(lost, Lost) and lost.cause == "infrastructure"
+            assert those._pool is not None
+            suspects = set(those._pool._suspects)
+            assert episode(0).prompt in suspects
             await begun(those, 0)
             await answered(those, 1, said(), 0)
             assert (await answered(those, 2, said(), 0)).messages[0]["content"].startswith("turn 2")
@@ -68,6 +71,9 @@ def test_episodes_are_played_there_and_go_on_elsewhere(tmp_path: Path) -> None:
             assert lost_ones and all(
                 isinstance(one, Answered) or one.cause == "infrastructure" for one in found
             )
+            # Nobody's call has brought down a host.
+            assert {episode(n).prompt for n in lost_ones} - suspects
+            assert those._pool._suspects <= suspects
             for number in lost_ones:
                 again = await those.begin(episode(number), {}, seed=7)
                 assert isinstance(again, Begun)

@@ -390,6 +390,22 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         assert gone(pid)
 
 
+def test_who_still_plays_when_the_run_has_closed_is_told_that_nobody_needs_it(
+    tmp_path: Path,
+) -> None:
+    async def play(those: SupervisedEnvironments) -> None:
+        await begun(those, 0)
+        await those.close()
+        assert (await those.begin(episode(0), {}, seed=7), await those.finish(episode(1))) == (
+            Lost(reason="nobody needs it", cause="cancelled"),
+            Lost(
+                reason="the episode was lost before and has not begun anew", cause="infrastructure"
+            ),
+        )
+
+    played(of_class(tmp_path, COUNTS), play)
+
+
 def test_tools_that_hang_are_given_up(tmp_path: Path) -> None:
     source = '''
         import time
@@ -402,9 +418,11 @@ def test_tools_that_hang_are_given_up(tmp_path: Path) -> None:
     '''
 
     async def play(those: SupervisedEnvironments) -> None:
-        lost = await those.act(episode(), 1, calling(("hang", {})), timeout_s=0.3)
+        message = calling(("go", {}), ("hang", {}), ("go", {}))
+        lost = await those.act(episode(), 1, message, timeout_s=0.3)
         assert isinstance(lost, Lost)
-        assert lost.cause == "deadline"
+        assert lost.cause == "deadline" and lost.reason.endswith("0.3 s (in a call of hang)")
+        assert [(call.tool, call.is_well) for call in lost.calls] == [("go", True), ("hang", False)]
         other = await answered(those, 1, calling(("go", {})), 1)
         assert content(other) == "gone"
 

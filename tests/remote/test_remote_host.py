@@ -93,6 +93,7 @@ def test_a_host_that_is_cut_off_is_lost_and_what_comes_later_gets_a_new_agent():
     assert echoes(line, b"WORD") == b"hello"
     net.is_cut.set()
     assert "there has not answered for " in process.how_ended(60.0)
+    assert process.went_with_host()
     with pytest.raises(LineEnded):
         line.receive(60.0)
     later, line = start(host)  # waits for the host
@@ -152,7 +153,7 @@ def test_items_that_come_twice_are_taken_once():
 def test_what_cannot_be_started_has_ended():
     host = Net().host()
     process, line = host.start("no.such.module", "x", guarded=False, environment={})
-    assert process.how_ended(60.0) == "exit status 1"
+    assert process.how_ended(60.0) == "exit status 1" and not process.went_with_host()
     with pytest.raises(LineEnded):
         line.receive(60.0)
     host.close()

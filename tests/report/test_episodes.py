@@ -16,23 +16,27 @@ from rollpacker.core.commands import (
     Command,
     Conclude,
     Continue,
+    Drop,
     Enter,
     Launch,
     Leave,
     RoundKind,
     Score,
 )
+from rollpacker.core.dynamic_sampling import NO_SIGNAL
 from rollpacker.core.events import (
     Acted,
     Entered,
     Event,
     RunStarted,
+    SampleFailed,
     SampleGenerated,
     SampleScored,
     ToolCall,
 )
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Record, decode, encode
+from rollpacker.core.rounds import TOO_FEW_RESPONSES
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.episodes import MAX_REASON, StepEpisodes, add_up
 from rollpacker.report.history import History
@@ -92,8 +96,8 @@ def test_seconds_of_policy_and_environment_are_told_apart() -> None:
         },
         "lost": [],
         "slowest": [
-            {"sample": str(ONE), "turn": 1, "seconds": 1.0, "tool": ""},
-            {"sample": str(ONE), "turn": 2, "seconds": 0.5, "tool": ""},
+            {"sample": str(ONE), "turn": 1, "seconds": 1.0, "tool": "", "came": True},
+            {"sample": str(ONE), "turn": 2, "seconds": 0.5, "tool": "", "came": True},
         ],
         "tools": {},
     }
@@ -164,11 +168,35 @@ def test_seconds_are_told_by_tool_and_the_slowest_answers_name_theirs() -> None:
         *((1, "look_up"),) * 2,
         *((2, "search"),) * 2,
     ]
+    none, two, half = (
+        {"hung": 0, "mean_s": seconds, "p99_s": seconds, "longest_s": seconds}
+        for seconds in (None, 2.0, 0.5)
+    )
     assert told["tools"] == {
-        "": {"calls": 2, "failed": 2, "mean_s": None, "p99_s": None, "longest_s": None},
-        "look_up": {"calls": 4, "failed": 4, "mean_s": 2.0, "p99_s": 2.0, "longest_s": 2.0},
-        "search": {"calls": 4, "failed": 0, "mean_s": 0.5, "p99_s": 0.5, "longest_s": 0.5},
+        "": {"calls": 2, "failed": 2, **none},
+        "look_up": {"calls": 4, "failed": 4, **two},
+        "search": {"calls": 4, "failed": 0, **half},
     }
+
+
+def test_a_call_that_hangs_stands_with_its_tool_among_the_slowest() -> None:
+    """Those before it in the same message ended; of a loss of another cause none is told."""
+    calls = (ToolCall("search", 0.5, is_well=True), ToolCall("look_up", 59.0, is_well=False))
+    found = fold(
+        (0.0, RunStarted(time_s=0.0), (launch(ONE, TWO),)),
+        (1.0, drawn(ONE), (act(ONE, 1),)),
+        (1.0, drawn(TWO), (act(TWO, 1),)),
+        (61.0, acted(ONE, 1, 60.0, cause="deadline", reason="slow", calls=calls), ()),
+        (62.0, acted(TWO, 1, 61.0, cause="infrastructure", reason="died"), ()),
+    )
+    told = found.plain()
+    (slow,) = told["slowest"]
+    assert (slow["sample"], slow["seconds"], slow["tool"]) == (str(ONE), 60.0, "look_up")
+    assert (slow["turn"], slow["came"]) == (1, False)
+    counted = {name: (one["calls"], one["hung"]) for name, one in told["tools"].items()}
+    assert counted == {"search": (1, 0), "look_up": (1, 1)}
+    assert told["tools"]["look_up"]["longest_s"] == 59.0
+    assert add_up([found, found]).plain()["tools"]["look_up"]["hung"] == 2
 
 
 def test_a_quantile_of_a_tools_seconds_is_right_to_its_class() -> None:
@@ -197,15 +225,44 @@ def test_calls_stand_in_the_log_and_logs_without_them_are_read() -> None:
     assert decode(without).event == acted(ONE, 1)  # type: ignore[union-attr]
 
 
+def test_a_dropped_prompt_tells_what_its_last_loss_was() -> None:
+    """The first such prompt of the run; one that is dropped for something else tells of none."""
+    few, no_signal = TOO_FEW_RESPONSES[2], NO_SIGNAL
+    other = SampleId(ONE.prompt, 1, 0)
+    lost = acted(ONE, 1, cause="environment", reason="first")
+    failed = SampleFailed(time_s=0.0, sample=TWO, reason="elsewhere")
+    last = acted(other, 1, cause="deadline", reason="[bold]last\x1b[31m")
+    without = SampleScored(time_s=0.0, sample=THREE, value=None, reason="no", cause="sample")
+    entries: list[tuple[float, Event, tuple[Command, ...]]] = [
+        (0.0, RunStarted(time_s=0.0), (launch(ONE, other, TWO, THREE),)),
+        (1.0, drawn(ONE), (act(ONE, 1),)),
+        (1.0, drawn(other), (act(other, 1),)),
+        (1.0, lost, ()),
+        (2.0, last, (Drop(prompt=ONE.prompt, reason=few),)),
+        (3.0, failed, (Drop(prompt=TWO.prompt, reason=few),)),
+        (4.0, without, (Drop(prompt=THREE.prompt, reason=no_signal),)),
+    ]
+    summary = summarize_entries(
+        Record(time_s=now, event=event, commands=commands, cost_s=0.0)
+        for now, event, commands in entries
+    )
+    assert summary["prompts"]["dropped"] == {few: 2, no_signal: 1}
+    assert summary["prompts"]["dropped_after"] == {few: last.reason}
+    file = io.StringIO()
+    Console(file=file, width=80).print(render(summary))
+    assert "the first of them after" in file.getvalue() and "[bold]last" in file.getvalue()
+    assert "\x1b" not in file.getvalue()
+
+
 def test_steps_add_up_and_the_first_message_stays_the_first() -> None:
     one, two = StepEpisodes(), StepEpisodes()
-    one.lose(ONE, "deadline", "of one")
-    two.lose(ONE, "deadline", "of two")
+    one.lose(acted(ONE, 1, cause="infrastructure", reason="of one"))
+    two.lose(acted(ONE, 1, cause="infrastructure", reason="of two"))
     for number in range(30):
         two.answered(TWO, number, float(number), 0.0)
     two.conclude("done", 3, 1.0, 2.0)
     total = add_up([one, two])
-    assert total.plain()["lost"] == [{"cause": "deadline", "count": 2, "first": "of one"}]
+    assert total.plain()["lost"] == [{"cause": "infrastructure", "count": 2, "first": "of one"}]
     assert [seconds for seconds, *_ in total.slowest] == [29.0 - n for n in range(10)]
     assert total.most_turns == 3 and not one.ended
 
@@ -214,7 +271,9 @@ def test_the_table_tells_it_as_text() -> None:
     summary = summarize_entries([])
     assert "episodes" not in summary
     one = StepEpisodes()
-    one.lose(ONE, "environment", "\x1b[31m[bold]no")
+    one.lose(acted(ONE, 1, cause="environment", reason="\x1b[31m[bold]no"))
+    hung = (ToolCall("look_up", 3.0, False),)
+    one.lose(acted(ONE, 2, 3.5, cause="deadline", calls=hung))
     one.answered(ONE, 1, 2.0, 0.0, [ToolCall("search", 1.5, True), ToolCall("", None, False)])
     one.conclude("\x1b[2Jdone", 2, 1.0, 2.0)
     file = io.StringIO()
@@ -223,6 +282,7 @@ def test_the_table_tells_it_as_text() -> None:
     assert "\x1b" not in text and "[bold]no" in text
     assert "lost answers, raised" in text and "turn 1, search" in text
     assert "there is no such tool" in text
+    assert "3.500 s  " + f"{ONE}, turn 2, look_up (did not come)" in text
 
 
 def test_on_shared_pools_the_seconds_add_up_to_the_wall_time() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from rollpacker.rollout import threads
 from rollpacker.rollout.attention import (
+    Scores,
     UnsupportedModelError,
     causal_attention,
     install_attention,
@@ -22,7 +23,7 @@ from rollpacker.rollout.buckets import (
     least_moves,
     plan_buckets,
 )
-from rollpacker.rollout.extend_step import ExtendStep, Span, plan_spans
+from rollpacker.rollout.extend_step import ExtendStep, NewTokens, Span, plan_spans
 from rollpacker.rollout.kv_slots import KVSlots, LayerShape
 from rollpacker.rollout.threads import measure_threads
 from tests.rollout.tiny import END, generate, request, tiny_model
@@ -133,8 +134,8 @@ def test_an_extension_attends_as_a_pass_over_the_whole_row(
         output = causal_attention(query, key, value, 0.5, window)
         whole.append((start, query, key, value, output))
     new = [torch.cat([one[part][:, :, one[0] :] for one in whole], 2) for part in (1, 2, 3)]
-    step = ExtendStep(slots, rows, starts, lengths, call_cost)
-    found = step.attend(0, *new, 0.5, window, None)
+    step = ExtendStep(slots, NewTokens(rows, starts, lengths), call_cost)
+    found = step.attend(0, *new, Scores(0.5, window, None))
     wanted = torch.cat([one[4][:, :, one[0] :] for one in whole], 2).transpose(1, 2)
     torch.testing.assert_close(found, wanted)
     for row, one in zip(rows.tolist(), whole, strict=True):

@@ -69,8 +69,10 @@ def _correctness(summary: Mapping[str, Any]) -> list[Finding]:
             found.append(Finding("note", f"{kind['timed_out']:,} checks of {name} timed out."))
     dropped = sum(summary["prompts"]["dropped"].values())
     if dropped:
+        after = summary["prompts"].get("dropped_after", {})
         reasons = ", ".join(
-            f"{why} ({num:,})" for why, num in summary["prompts"]["dropped"].items()
+            f"{why} ({num:,}{f'; the first after: {after[why]}' if why in after else ''})"
+            for why, num in summary["prompts"]["dropped"].items()
         )
         found.append(Finding("note", f"{dropped:,} prompts were dropped: {reasons}."))
     if not found:

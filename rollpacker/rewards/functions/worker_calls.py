@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +13,16 @@ from rollpacker.rewards.functions.worker_process import WorkerProcess
 class Overran(Exception):
     """The call took longer than its limit."""
 
-    def __init__(self, *, shared: bool, own: bool = True) -> None:
+    def __init__(
+        self, *, shared: bool, own: bool = True, told: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__()
         self.shared = shared
         """Other calls ran in the same worker, which hung: it may have been one of them."""
         self.own = own
         """It was this call's limit that passed, and not only that of another one there."""
+        self.told = told or {}
+        """What the worker says of a call that it was told to give up."""
 
 
 class WorkerLost(Exception):

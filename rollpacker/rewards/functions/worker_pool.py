@@ -130,7 +130,7 @@ class WorkerPool:
 
     def _message(self, worker: PoolWorker, kind: int, number: int, content: dict[str, Any]) -> None:
         if kind == ACK:
-            self._reacted(worker, number)
+            self._reacted(worker, number, content)
             return
         call = worker.calls.pop(number, None)
         if call is not None:
@@ -179,11 +179,11 @@ class WorkerPool:
         for one in calls:
             one.settle(Overran(shared=shared, own=one is call))
 
-    def _reacted(self, worker: PoolWorker, number: int) -> None:
+    def _reacted(self, worker: PoolWorker, number: int, content: dict[str, Any]) -> None:
         """Settle a call of which an async worker has heard that it is over. Others go on there."""
         call = worker.calls.pop(number, None)
         if call is not None:
-            call.settle(Overran(shared=False))
+            call.settle(Overran(shared=False, told=content))
             self._give_up(worker, number)
 
     def _cancel(self, call: PoolCall) -> None:
