@@ -303,7 +303,7 @@ class Enter:
 
     pool: PoolName
     purpose: str
-    """round, step, or what `PoolNeeded` says."""
+    """round, step, turns, or what `PoolNeeded` says."""
 
 
 @command
@@ -312,6 +312,13 @@ class Leave:
     of a pool that is still waited for, it ends the wait, and no `Entered` follows."""
 
     pool: PoolName
+
+
+@command
+class Remind:
+    """Say `Reminded` after so many seconds. One at a time; only where pools are shared."""
+
+    after_s: float
 
 
 @command
@@ -348,5 +355,6 @@ Command = (
     | Commit
     | Enter
     | Leave
+    | Remind
     | Finish
 )

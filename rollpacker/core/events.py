@@ -280,6 +280,13 @@ class PoolUnneeded:
     time_s: float
 
 
+@event
+class Reminded:
+    """Answer to `Remind`: the seconds are over."""
+
+    time_s: float
+
+
 Event = (
     RunStarted
     | PromptsFetched
@@ -300,4 +307,5 @@ Event = (
     | Entered
     | PoolNeeded
     | PoolUnneeded
+    | Reminded
 )
