@@ -165,6 +165,8 @@ class SharedPools(Pools):
     def _remind(self, after_s: float) -> None:
         event = Reminded(time_s=0.0)
         loop = asyncio.get_running_loop()
+        if self._reminder is not None:
+            self._reminder.cancel()
         self._reminder = loop.call_later(after_s, self.bus.take, event)
 
     def _on_enter(self, command: Enter) -> None:

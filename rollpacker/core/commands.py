@@ -316,7 +316,8 @@ class Leave:
 
 @command
 class Remind:
-    """Say `Reminded` after so many seconds. One at a time; only where pools are shared."""
+    """Say `Reminded` after so many seconds, and not when the last one wanted it. Only where pools
+    are shared."""
 
     after_s: float
 

@@ -33,7 +33,7 @@ class Stay:
         self._due_s: float | None = None
         """Then it is over. None: the engines have something to do."""
         self._is_reminded = False
-        """A reminder is to come."""
+        """It will look again then."""
 
     def woke(self, switch_s: float) -> None:
         """The engines did, in so many seconds."""
@@ -48,17 +48,18 @@ class Stay:
         self._trained_s = now_s - self._began_s
 
     def reminded(self) -> None:
-        """As it was asked for."""
+        """As it was asked for, or before: look anew."""
         self._is_reminded = False
 
     def look(self, now_s: float, *, rests: bool) -> float | None:
         """After every event. `rests`: the job has the pool, and all that is under way acts.
-        Returns after how many seconds to look again, where nobody will have it do so."""
+        Returns after how many seconds to look again, once for each rest."""
         if not rests or self._trained_s is None:
             self._due_s, self.is_over = None, False
             return None
         if self._due_s is None:
             self._due_s = now_s + self._trained_s + 2 * self._switch_s
+            self._is_reminded = False
         left_s = self._due_s - now_s
         self.is_over = left_s <= ROUNDING_S
         if self.is_over or self._is_reminded:

@@ -88,8 +88,7 @@ class Driver:
         """Of what it needs now."""
         self.needs: deque[tuple[PoolName, str, Callable[[], None]]] = deque()
         self.num_given_up = 0
-        self.reminds = False
-        """Something is to come."""
+        self.reminder: Reminded | None = None
 
     def routes(self) -> Routes:
         return {Enter: self.enter, Leave: self.leave, Remind: self.remind}
@@ -109,9 +108,8 @@ class Driver:
         self.broker.left(self, command.pool)
 
     def remind(self, command: Remind) -> None:
-        assert not self.reminds, "reminded twice at the same time"
-        self.reminds = True
-        self.world.push(command.after_s, Reminded(time_s=0.0))
+        self.reminder = Reminded(time_s=0.0)
+        self.world.push(command.after_s, self.reminder)
 
     def grant(self, at_s: float, switch_s: float) -> None:
         assert self.asked is not None
@@ -124,9 +122,7 @@ class Driver:
             if event is not self.due:
                 return False
             self.held, self.asked, self.due = self.asked, None, None
-        if isinstance(event, Reminded):
-            self.reminds = False
-        return True
+        return not isinstance(event, Reminded) or event is self.reminder
 
     # -- what the driver itself needs --------------------------------------------------
 
