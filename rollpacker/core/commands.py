@@ -316,8 +316,8 @@ class Leave:
 
 @command
 class Remind:
-    """Say `Reminded` after so many seconds, and not when the last one wanted it. Only where pools
-    are shared."""
+    """Say `Reminded` after so many seconds. The last one holds: what an earlier one asked for may
+    still come, or not. Only where pools are shared."""
 
     after_s: float
 
