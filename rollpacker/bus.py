@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rollpacker.core.commands import Command, Enter, Leave
+from rollpacker.core.commands import Command, Enter, Leave, Remind
 from rollpacker.core.events import Entered, Event
 from rollpacker.core.job import Job
 from rollpacker.core.messages import COMMANDS
@@ -165,14 +165,18 @@ class Unsaid:
 
 
 class OwnPools:
-    """A port for pools that nobody else uses: they are there at once, and nobody parks."""
+    """A port for pools that nobody else uses: they are there at once, and nobody parks, or needs to
+    be reminded of others."""
 
     def __init__(self, take: Callable[[Event], None]) -> None:
         """`take`: the bus's, or what brings an event to it."""
         self._take = take
 
     def routes(self) -> Routes:
-        return {Enter: self._enter, Leave: lambda command: None}
+        return {
+            Enter: self._enter,
+            **dict.fromkeys((Leave, Remind), lambda command: None),
+        }
 
     def _enter(self, command: Enter) -> None:
         self._take(Entered(time_s=0.0, pool=command.pool))

@@ -1,4 +1,5 @@
-"""Pools of devices, which may be other jobs' meanwhile: `Enter` and `Leave` in, `Entered` out.
+"""Pools of devices, which may be other jobs' meanwhile: `Enter`, `Leave` and `Remind` in, `Entered`
+and `Reminded` out.
 
     Leave(rollout)    engines let go of their devices  |
     Leave(train)      the trainer does                 | -> the seat leaves the pool
@@ -28,8 +29,8 @@ from rollpacker.controller.main_task import MainTask
 from rollpacker.controller.shared_devices import SharedDevices, on_engines
 from rollpacker.controller.waiting import failures, in_daemon_thread
 from rollpacker.controller.watch import Watch
-from rollpacker.core.commands import Enter, Leave
-from rollpacker.core.events import Entered, PoolNeeded, PoolUnneeded
+from rollpacker.core.commands import Enter, Leave, Remind
+from rollpacker.core.events import Entered, PoolNeeded, PoolUnneeded, Reminded
 from rollpacker.core.ids import PoolName
 from rollpacker.core.phases import Phase
 from rollpacker.core.pooled_job import waits_for_pool
@@ -101,13 +102,18 @@ class SharedPools(Pools):
         self._devices, self._engines = devices, engines
         self._wait: _Wait | None = None
         """What `Entered` is still to answer; under the bus's lock."""
+        self._reminder: asyncio.TimerHandle | None = None
         self._last: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._arrived: asyncio.Future[None] | None = None
         """The main task waits for it."""
 
     def routes(self) -> Routes:
-        return {Enter: self._on_enter, Leave: self._on_leave}
+        return {
+            Enter: self._on_enter,
+            Leave: self._on_leave,
+            Remind: lambda command: self._main.post(self._remind, command.after_s),
+        }
 
     @property
     def waited_s(self) -> float:
@@ -153,6 +159,15 @@ class SharedPools(Pools):
                 self._wait = None
         if self._last is not None:
             self._last.cancel()
+        if self._reminder is not None:
+            self._reminder.cancel()
+
+    def _remind(self, after_s: float) -> None:
+        event = Reminded(time_s=0.0)
+        loop = asyncio.get_running_loop()
+        if self._reminder is not None:
+            self._reminder.cancel()
+        self._reminder = loop.call_later(after_s, self.bus.take, event)
 
     def _on_enter(self, command: Enter) -> None:
         assert self._wait is None, f"{command} while another pool is awaited"

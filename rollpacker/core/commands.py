@@ -303,7 +303,7 @@ class Enter:
 
     pool: PoolName
     purpose: str
-    """round, step, or what `PoolNeeded` says."""
+    """round, step, turns, or what `PoolNeeded` says."""
 
 
 @command
@@ -312,6 +312,14 @@ class Leave:
     of a pool that is still waited for, it ends the wait, and no `Entered` follows."""
 
     pool: PoolName
+
+
+@command
+class Remind:
+    """Say `Reminded` after so many seconds. The last one holds: what an earlier one asked for may
+    still come, or not. Only where pools are shared."""
+
+    after_s: float
 
 
 @command
@@ -348,5 +356,6 @@ Command = (
     | Commit
     | Enter
     | Leave
+    | Remind
     | Finish
 )

@@ -282,6 +282,13 @@ class PoolUnneeded:
     time_s: float
 
 
+@event
+class Reminded:
+    """Answer to `Remind`: the seconds are over."""
+
+    time_s: float
+
+
 Event = (
     RunStarted
     | PromptsFetched
@@ -302,4 +309,5 @@ Event = (
     | Entered
     | PoolNeeded
     | PoolUnneeded
+    | Reminded
 )

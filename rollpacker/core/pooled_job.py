@@ -6,6 +6,8 @@ takes turns with other jobs on both (`coexecution/`).
     all samples have ended   Leave(rollout), and verdicts are awaited without a pool
     TrainOn                  Enter(train)    -> Entered -> StartGradients, TrainOn
     WeightsSynced            Leave(train), then Commit
+    all act for long         Leave(rollout) (`stay.py`)
+    Acted meanwhile          Enter(rollout)  -> Entered -> Continue, Launch
     PoolNeeded               Enter           -> Entered: an evaluation, a trainer that is restored
     PoolUnneeded             Leave
 
@@ -22,6 +24,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from rollpacker.core.commands import (
+    Abort,
     Command,
     Continue,
     Enter,
@@ -29,6 +32,7 @@ from rollpacker.core.commands import (
     Leave,
     Move,
     Place,
+    Remind,
     Replace,
     Resize,
     StartGradients,
@@ -41,7 +45,10 @@ from rollpacker.core.events import (
     Event,
     PoolNeeded,
     PoolUnneeded,
+    Reminded,
+    SampleAborted,
     StopRequested,
+    WeightsSynced,
 )
 from rollpacker.core.ids import PoolName
 from rollpacker.core.job import Job
@@ -49,6 +56,9 @@ from rollpacker.core.job_config import JobConfig
 from rollpacker.core.phases import Phase
 from rollpacker.core.progress import MAX_EMPTY_STEPS
 from rollpacker.core.queues import NextRound
+from rollpacker.core.rounds import Round
+from rollpacker.core.stay import Stay
+from rollpacker.core.turn_round import TurnRound
 
 NEEDS: Mapping[type[Command], PoolName] = {
     **dict.fromkeys((Launch, Continue, Place, Move, Replace, Resize), "rollout"),
@@ -58,13 +68,14 @@ NEEDS: Mapping[type[Command], PoolName] = {
 
 
 class PooledJob(Job):
-    """See `Job`, whose events and commands it has, and five more."""
+    """See `Job`, whose events and commands it has, and seven more."""
 
     HANDLERS: ClassVar[dict[type, str]] = {
         **Job.HANDLERS,
         Entered: "_on_entered",
         PoolNeeded: "_on_needed",
         PoolUnneeded: "_on_unneeded",
+        Reminded: "_on_reminded",
     }
 
     def __init__(self, config: JobConfig) -> None:
@@ -83,6 +94,10 @@ class PooledJob(Job):
         """A step is to begin as soon as the rollout pool is there."""
         self._refill: NextRound | None = None
         """The same of a round that refills a step."""
+        self._answered: list[Launch | Continue] = []
+        """Of samples whose environments have answered since a round left the rollout pool. Engines
+        are named for them when it is there."""
+        self._stay = Stay()
         self._checkpointed = False
         """So was the last commit."""
         self._needed: PoolNeeded | None = None
@@ -119,6 +134,27 @@ class PooledJob(Job):
         self._refill, self.phase = next_round, Phase.ROLLING
         return []
 
+    def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
+        if self.pool != "rollout":
+            commands = self._without_pool(round_, commands)
+        return super()._after(round_, commands)
+
+    def _without_pool(self, round_: Round, commands: list[Command]) -> list[Command]:
+        """Nothing of the round is in an engine. What goes on waits for the pool; what is stopped
+        before that has been let go of."""
+        said: list[Command] = []
+        for command in commands:
+            if isinstance(command, Launch | Continue):
+                self._answered.append(command)
+            elif isinstance(command, Abort):
+                for sample in command.samples:
+                    self._answered = [one for one in self._answered if one.samples != (sample,)]
+                    event = SampleAborted(time_s=0.0, sample=sample, num_tokens=0)
+                    said += self._without_pool(round_, round_.on_aborted(event))
+            else:
+                said.append(command)
+        return said
+
     def _enter(self, event: Entered) -> list[Command]:
         """The pool is there, and with it what was held back for it."""
         if event.pool != self.entering:
@@ -134,8 +170,13 @@ class PooledJob(Job):
         return replace(command, version=self.version) if type(command) is Replace else command
 
     def _on_entered(self, event: Entered) -> list[Command]:
-        if event.pool != "rollout":
+        if event.pool == "train":
+            self._stay.trains(event.time_s)
             return []
+        self._stay.woke(event.switch_s)
+        answered, self._answered = self._answered, []
+        if answered:
+            return [*answered]
         refill, self._refill = self._refill, None
         if refill is not None:
             return self._start(refill)
@@ -151,6 +192,14 @@ class PooledJob(Job):
         assert self._needed is not None, f"{event}, which nobody needed"
         self._needed = None
         return []
+
+    def _on_reminded(self, event: Reminded) -> list[Command]:
+        self._stay.reminded()
+        return []
+
+    def _on_synced(self, event: WeightsSynced) -> list[Command]:
+        self._stay.trained(event.time_s)
+        return super()._on_synced(event)
 
     def _on_committed(self, event: Committed) -> list[Command]:
         self._checkpointed = event.checkpointed
@@ -173,8 +222,13 @@ class PooledJob(Job):
         """Hold back what needs another pool, leave the one that is not needed any more, and ask for
         the next."""
         said: list[Command] = []
+        after_s = self._stay.look(now_s, rests=self.pool == "rollout" and self._only_acts())
+        if after_s is not None:
+            said.append(Remind(after_s=after_s))
         if self.pool is not None and not self._still_needs(self.pool):
             said.append(Leave(pool=self.pool))
+            if self.acting is not None and self.pool == "rollout":
+                self.acting.kept.begin_round()  # engines that park keep nothing
             self.pool = None
         for command in commands:
             needs = NEEDS.get(type(command))
@@ -199,8 +253,13 @@ class PooledJob(Job):
             return self.phase in (Phase.TRAINING, Phase.SYNCING)
         # While prompts are fetched the round has begun already.
         return self.phase is Phase.FETCHING or (
-            self.phase is Phase.ROLLING and not self.waits_for_rewards
+            self.phase is Phase.ROLLING and not (self.waits_for_rewards or self._stay.is_over)
         )
+
+    def _only_acts(self) -> bool:
+        """Whether all that is under way is with environments."""
+        round_ = self._round
+        return isinstance(round_, TurnRound) and 0 < round_.num_acting == round_.num_under_way
 
     def _wanted(self) -> list[tuple[PoolName, str]]:
         """The pools without which something does not go on, and what for; the first comes first."""
@@ -213,6 +272,8 @@ class PooledJob(Job):
             wanted.append(("train", "step"))
         if self._begins or self._refill is not None:
             wanted.append(("rollout", "round"))
+        if self._answered:
+            wanted.append(("rollout", "turns"))
         return wanted
 
 

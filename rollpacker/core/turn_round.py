@@ -55,6 +55,8 @@ class TurnRound(Round):
         """Tokens of what ended since the stream was told, and whether it is complete."""
         self._num_told = 0
         """Launched, as far as the stream knows."""
+        self.num_acting = 0
+        """Of those under way: their environments have the turn, or will have it."""
 
     def launch(self) -> list[Command]:
         """See `Round.launch`. Where episodes begin first, the launches come one by one."""
@@ -96,6 +98,7 @@ class TurnRound(Round):
         if event.finish_reason == "stop":
             group.states[index] = check(LAUNCHED, ACTING)
             episode.acts = episode.is_open = True
+            self.num_acting += 1
             let_go = self._acting.kept.leave(event)
             asked = self._acting.ask(sample, episode.tokens)
             return [*asked, LetGo(samples=tuple(let_go))] if let_go else asked
@@ -116,6 +119,7 @@ class TurnRound(Round):
         if self._acting.may_ask_again(event, retry):
             return [self._acting.ask_again(sample, retry)]
         episode.acts = False
+        self.num_acting -= 1
         if event.cause:
             ended = self._end_episodes([sample])  # some of it may be there still
             commands = [*ended, *self._lost(event, *self._group_of(sample))]
@@ -206,6 +210,7 @@ class TurnRound(Round):
             episodes[sample] = Episode(acts=self._begins, replaces=replaces, retracing=retracing)
         if not self._begins:
             return super()._launch(samples, replaces)
+        self.num_acting += len(samples)
         return [command for sample in samples for command in self._acting.ask(sample)]
 
     def _stop(self, running: list[SampleId], unneeded: list[SampleId]) -> list[Command]:
@@ -214,6 +219,7 @@ class TurnRound(Round):
         acting = [sample for sample in running if episodes[sample].acts]
         in_engine = [sample for sample in running if not episodes[sample].acts]
         self._acting.forget(acting)
+        self.num_acting -= len(acting)
         for sample in acting:
             episode = episodes[sample]
             episode.acts = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollpacker.core.records import CALLBACK_SECONDS, POOL_SWITCH, Note
 from rollpacker.report.step_history import POOL_WAIT, Phase, StepHistory
-from rollpacker.report.time_book import WHILE_JUDGING
+from rollpacker.report.time_book import WHILE_AWAY
 
 
 class PhaseBook:
@@ -51,7 +51,7 @@ class PhaseBook:
         if note.name == "evaluation" and self._evaluates_in is not None:  # it was begun
             self.turn(step, self._evaluates_in, note.time_s - told_s)
             self._evaluates_in, self._since_s = None, note.time_s
-        elif note.name == POOL_SWITCH and self.now in WHILE_JUDGING:
+        elif note.name == POOL_SWITCH and self.now in WHILE_AWAY:
             return
         else:
             self._book(step, note, note.time_s - told_s)

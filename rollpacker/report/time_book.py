@@ -35,7 +35,7 @@ AROUND_STEPS = ("evaluation", "callbacks", "startup", *POOL_CAUSES)
 RARE_CAUSES = ("imbalance", ENVIRONMENT, "recovery", "callbacks", *POOL_CAUSES)
 """Told only where there are seconds of them."""
 
-WHILE_JUDGING = ("reward_wait", "evaluation")
+WHILE_AWAY = ("reward_wait", "evaluation", ENVIRONMENT)
 """Phases in which nobody waits for engines to park."""
 
 ROLLOUT_CAUSES = ("decode", "tail_idle", "imbalance")
@@ -91,7 +91,7 @@ class TimeBook:
                 self.start_s = self.now_s = entry.time_s - entry.seconds
             # Gradients are a phase of the run, not a span beside it.
             span_s = 0.0 if entry.name == "gradients" else entry.seconds
-            if entry.name == POOL_SWITCH and phase in WHILE_JUDGING:
+            if entry.name == POOL_SWITCH and phase in WHILE_AWAY:
                 span_s = 0.0
             cause = entry.name if entry.name in AROUND_STEPS else "controller"
             told_s = entry.metrics.get(CALLBACK_SECONDS, 0.0)

@@ -37,6 +37,7 @@ from rollpacker.core.commands import (
     Move,
     Place,
     Release,
+    Remind,
     Replace,
     Resize,
     RestoreTrainer,
@@ -134,7 +135,7 @@ class Rollouts:
             Commit: self._commit,
             Finish: self._finish,
             **dict.fromkeys((Place, Move, Replace, Resize, Release), self._never),
-            **dict.fromkeys((StartGradients, RestoreTrainer, Enter, Leave), self._never),
+            **dict.fromkeys((StartGradients, RestoreTrainer, Enter, Leave, Remind), self._never),
         }
 
     def next_step(self) -> Groups:

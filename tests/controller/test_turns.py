@@ -21,8 +21,11 @@ from rollpacker.cli.main import main
 from rollpacker.cluster import seat as seats
 from rollpacker.controller.generation import Generation
 from rollpacker.controller.reasons import Reasons
+from rollpacker.controller.replay import replay
 from rollpacker.core.commands import LIMITS
+from rollpacker.core.stay import Stay
 from rollpacker.environments.supervised import SupervisedEnvironments
+from rollpacker.report.log import EventLog
 from tests.dialogue.families import tokenizer_of
 
 TALK = '''
@@ -102,6 +105,20 @@ class Hangs(Talk):
     def trouble(self):
         if self.row["number"] % 4 == 1 and self.turn == 2:
             time.sleep(1000)
+
+class Slow(Talk):
+    """Some answer when the run has left its rollout pool, if it shares it."""
+
+    def trouble(self):
+        if self.row["number"] % 4 == 1 and self.turn == 1:
+            while not self.is_left():
+                time.sleep(0.01)
+
+    def is_left(self):
+        said = Path("seat/turns.jsonl")
+        lines = said.read_text().splitlines() if said.exists() else []
+        of_pool = [line for line in lines if '"pool": "rollout"' in line]
+        return not of_pool or '"what": "left"' in of_pool[-1]
 
 class Dies(Talk):
     def trouble(self):
@@ -379,6 +396,36 @@ def test_an_evaluation_keeps_its_pool_until_all_turns_are_drawn(
     entered = [one for one in turns(folder / "seat") if one["what"] == "entered"]
     purposes = [one["purpose"] for one in entered if one["pool"] == "rollout"]
     assert purposes == ["start", "evaluation", "round", "evaluation"]
+
+
+def test_a_round_leaves_its_pool_to_others_while_its_environments_work(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And computes what it would without; the log says so again."""
+    slow = "environment.function=talk.py:Slow", "train.processes=1"
+    assert train("name=alone", *slow) == 0
+    monkeypatch.setattr(seats, "open_seat", seats.open_seat)
+    monkeypatch.setenv(seats.SEAT_VARIABLE, "")
+    make = Stay.__init__
+
+    def make_trained(self: Stay) -> None:
+        """How long a training takes on this machine is not the matter."""
+        make(self)
+        self._trained_s = 0.1
+
+    monkeypatch.setattr(Stay, "__init__", make_trained)
+    monkeypatch.setattr(Stay, "trained", lambda self, now_s: None)
+    sit(folder / "seat", "talk")
+    assert train(*slow) == 0
+    entered = [one for one in turns(folder / "seat") if one["what"] == "entered"]
+    assert "turns" in [one["purpose"] for one in entered if one["pool"] == "rollout"]
+    found = entries(folder)
+    held = [one for one in found if one.get("event") == "Entered" and commands([one], "Continue")]
+    assert held, "continuations were held back"
+    assert trained(found) == trained(entries(folder, "alone"))
+    assert weights(folder, "talk") == weights(folder, "alone")
+    told = replay(EventLog(folder / "runs" / "talk" / "events.jsonl"))
+    assert told.difference is None and told.num_steps == 3
 
 
 def test_a_dry_run_shows_the_prompt_with_its_tools(

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from rollpacker.bus import Routes
-from rollpacker.core.commands import Commit, Enter, Finish, Leave
-from rollpacker.core.events import Entered, Event, PoolNeeded, PoolUnneeded
+from rollpacker.core.commands import Commit, Enter, Finish, Leave, Remind
+from rollpacker.core.events import Entered, Event, PoolNeeded, PoolUnneeded, Reminded
 from rollpacker.core.ids import PoolName
 from rollpacker.core.phases import Phase
 from rollpacker.core.pooled_job import NEEDS, PooledJob
@@ -88,9 +88,10 @@ class Driver:
         """Of what it needs now."""
         self.needs: deque[tuple[PoolName, str, Callable[[], None]]] = deque()
         self.num_given_up = 0
+        self.reminder: Reminded | None = None
 
     def routes(self) -> Routes:
-        return {Enter: self.enter, Leave: self.leave}
+        return {Enter: self.enter, Leave: self.leave, Remind: self.remind}
 
     def enter(self, command: Enter) -> None:
         assert self.held is None and self.asked is None, command
@@ -106,6 +107,10 @@ class Driver:
             self.num_given_up += 1
         self.broker.left(self, command.pool)
 
+    def remind(self, command: Remind) -> None:
+        self.reminder = Reminded(time_s=0.0)
+        self.world.push(command.after_s, self.reminder)
+
     def grant(self, at_s: float, switch_s: float) -> None:
         assert self.asked is not None
         self.due = Entered(time_s=0.0, pool=self.asked, switch_s=switch_s)
@@ -117,7 +122,7 @@ class Driver:
             if event is not self.due:
                 return False
             self.held, self.asked, self.due = self.asked, None, None
-        return True
+        return not isinstance(event, Reminded) or event is self.reminder
 
     # -- what the driver itself needs --------------------------------------------------
 

@@ -15,6 +15,7 @@ from rollpacker.core.events import (
     Event,
     PoolNeeded,
     PoolUnneeded,
+    Reminded,
     RunStarted,
     SampleScored,
     StopRequested,
@@ -106,6 +107,7 @@ def test_every_phase_leads_to_the_end() -> None:
         Entered,
         PoolNeeded,
         PoolUnneeded,
+        Reminded,
     }  # core/pooled_job.py hears them, and no other job
     assert {event for _, event in TRANSITIONS} == set(get_args(Event)) - of_pools
     for phase in Phase:

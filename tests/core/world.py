@@ -112,7 +112,8 @@ class World:
     def now(self) -> float:
         return self.time_s
 
-    stamp = now
+    def stamp(self) -> float:
+        return round(self.time_s, 6)  # as logs keep it
 
     def push(self, delay: float, event: Event, *, first: bool = False) -> None:
         """`first`: before whatever else happens at that time."""

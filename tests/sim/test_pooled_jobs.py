@@ -16,8 +16,8 @@ from rollpacker.core.coexecution.cheapest_work import CheapestWork
 from rollpacker.core.coexecution.group import closed_form_holds, closed_period_s, period_s
 from rollpacker.core.coexecution.iteration import Iteration
 from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
-from rollpacker.core.commands import Enter, Leave, TrainOn
-from rollpacker.core.events import Committed, Entered
+from rollpacker.core.commands import Enter, Leave, Remind, TrainOn
+from rollpacker.core.events import Committed, Entered, Reminded
 from rollpacker.core.ids import PoolName
 from rollpacker.core.records import Entry, Record
 from rollpacker.report.phase_times import PhaseTimes
@@ -71,7 +71,10 @@ class Life:
         self.token = 0
 
     def routes(self) -> Routes:
-        return {Enter: self.enter, Leave: self.leave}
+        return {Enter: self.enter, Leave: self.leave, Remind: self.remind}
+
+    def remind(self, command: Remind) -> None:
+        self.simulation.clock.after(command.after_s, Reminded(time_s=0.0))
 
     def enter(self, command: Enter) -> None:
         assert self.host is not None and self.awaited is None

@@ -1,0 +1,68 @@
+"""How long a round that only waits for its environments stays on the rollout pool.
+
+Once in a step others have the pool anyway: while the job trains. To leave for less than that moves
+their turn from there to here, and the job has to wait until it is over. For more it is worth it,
+but nobody knows beforehand how long an environment takes. So the job stays for as long as its last
+training took, and parking and waking up take besides, and then leaves: whatever the answers take,
+no more than twice the seconds are lost than by one who knows them (the rule of whoever rents skis
+and may buy them). Short waits, most of all, cost nothing: no engine parks for a quick tool, and the
+rows that engines keep between turns stay.
+
+What leaving costs besides: rows that were kept are computed again. A job that has not trained yet,
+or not since it was resumed, stays.
+"""
+
+from __future__ import annotations
+
+ROUNDING_S = 1e-6
+"""By so much a stamp may be too early."""
+
+
+class Stay:
+    """Seconds are those of whoever tells them."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        """The round should leave the pool."""
+        self._began_s = 0.0
+        """The last training."""
+        self._trained_s: float | None = None
+        """So long it took, until the new weights were handed over."""
+        self._switch_s = 0.0
+        """So long the engines took to wake up."""
+        self._due_s: float | None = None
+        """Then it is over. None: the engines have something to do."""
+        self._is_reminded = False
+        """It will look again then."""
+
+    def woke(self, switch_s: float) -> None:
+        """The engines did, in so many seconds."""
+        self._switch_s = switch_s
+
+    def trains(self, now_s: float) -> None:
+        """The job has the training pool."""
+        self._began_s = now_s
+
+    def trained(self, now_s: float) -> None:
+        """It does not need it any more for this step."""
+        self._trained_s = now_s - self._began_s
+
+    def reminded(self) -> None:
+        """As it was asked for, or before: look anew."""
+        self._is_reminded = False
+
+    def look(self, now_s: float, *, rests: bool) -> float | None:
+        """After every event. `rests`: the job has the pool, and all that is under way acts.
+        Returns after how many seconds to look again, once for each rest."""
+        if not rests or self._trained_s is None:
+            self._due_s, self.is_over = None, False
+            return None
+        if self._due_s is None:
+            self._due_s = now_s + self._trained_s + 2 * self._switch_s
+            self._is_reminded = False
+        left_s = self._due_s - now_s
+        self.is_over = left_s <= ROUNDING_S
+        if self.is_over or self._is_reminded:
+            return None
+        self._is_reminded = True
+        return left_s
