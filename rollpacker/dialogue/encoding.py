@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rollpacker.chat_template import Detokenizer
+
 Held = Mapping[str, str]
 """What stands in a rendered text for a marker that somebody's words spell: stand-in -> words."""
 
@@ -26,6 +28,7 @@ class Encoder:
         """`template_texts`: what the template writes by itself. The tokens of the added vocabulary
         that stand there are markers, besides the special ones."""
         self._tokenizer = tokenizer
+        self._text = Detokenizer(tokenizer, is_raw=True)
         self._texts: dict[int, str] = {}
         """Of tokens that were asked for, which are few: those that end turns."""
         written = "\n".join(template_texts)
@@ -103,14 +106,7 @@ class Encoder:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Their text, markers included, as it is."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # what `decode` does, without its look at each token
-            return str(backend.decode(list(tokens), skip_special_tokens=False))
-        return str(
-            self._tokenizer.decode(
-                list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return self._text(tokens, skip_special_tokens=False)
 
     def whole_marker(self, text: str, length: int) -> int:
         """The largest length up to `length` that cuts no marker of the text in two."""
