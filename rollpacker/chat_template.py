@@ -36,9 +36,7 @@ class Detokenizer:
         if known is not None:
             return b"".join(map(known.__getitem__, tokens)).decode(errors="replace")
         if self._backend is not None:  # what `decode` does, without its look at each token
-            return str(
-                self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
-            )
+            return str(self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
         how = {"clean_up_tokenization_spaces": False} if self._is_raw else {}
         return str(
             self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens, **how)

@@ -59,12 +59,12 @@ class Encoder:
         """The messages with stand-ins for all markers that tools and users spell, and which stands
         for what. Half characters (lone surrogates), which have no tokens, become U+FFFD."""
         plain = [_whole(dict(message)) for message in messages]
-        name = "heldtext"
-        while any(name in str(message) for message in plain):
-            name += "x"
+        name = ""
         words: dict[str, str] = {}
 
         def stand_in(found: re.Match[str]) -> str:
+            nonlocal name
+            name = name or _in_none_of(plain)
             return words.setdefault(found.group(), f"{name}{len(words)}z")
 
         changed = [
@@ -191,6 +191,14 @@ def _mapped(value: Any, pattern: re.Pattern[str], to: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_mapped(inner, pattern, to) for inner in value]
     return value
+
+
+def _in_none_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """A word that stands in none of them."""
+    name = "heldtext"
+    while any(name in str(message) for message in messages):
+        name += "x"
+    return name
 
 
 _HALF = re.compile("[\ud800-\udfff]")
