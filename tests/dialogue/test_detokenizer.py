@@ -77,7 +77,7 @@ def test_tokens_that_are_added_later_and_such_as_nobody_has() -> None:
         assert "<na\u00efve \u4f60>" in want
 
 
-class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
+class Shouting(PreTrainedTokenizerFast):
     def _decode(self, *args: Any, **kwargs: Any) -> str:
         return str(super()._decode(*args, **kwargs)).upper()
 
