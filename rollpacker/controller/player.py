@@ -130,6 +130,20 @@ class Play:
             self.spent.kept_tokens += kept
             self.spent.recomputed_tokens += before - 1 - kept
 
+    def request(
+        self, sampling: SamplingParams, noise: SampleId | None, *, keep: bool = False
+    ) -> GenerationRequest:
+        """For the engine: the next turn. `keep`: what is computed of it, for the one behind it."""
+        self.spent.ask()
+        return GenerationRequest(
+            sample=self.sample,
+            prompt_tokens=self.trajectory.context,
+            sampling=sampling,
+            noise=noise,
+            turn=self.num_turns + 1,
+            keep=keep,
+        )
+
     def response(self, reason: str) -> Response:
         """The whole trajectory, ended for that reason. What was given behind its last turn is no
         part of it."""
@@ -194,15 +208,7 @@ class Player:
         self, play: Play, sampling: SamplingParams, noise: SampleId | None
     ) -> GenerationRequest:
         """For the engine: the next turn."""
-        play.spent.ask()
-        return GenerationRequest(
-            sample=play.sample,
-            prompt_tokens=play.trajectory.context,
-            sampling=self._bounded(play, sampling),
-            noise=noise,
-            turn=play.num_turns + 1,
-            keep=self._is_kept(play),
-        )
+        return play.request(self._bounded(play, sampling), noise, keep=self._is_kept(play))
 
     def _is_kept(self, play: Play) -> bool:
         """Engines are to keep what they compute, unless it is the last turn that there can be."""
