@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
 
 from rollpacker.bus import Bus, Routes
 from rollpacker.controller.carried import CarriedTokens
@@ -51,10 +50,6 @@ class Episodes:
     _noise: dict[SampleId, SampleId | None] = field(default_factory=dict, init=False)
     """Whose noise a sample draws with."""
     _tasks: dict[SampleId, asyncio.Task[None]] = field(default_factory=dict, init=False)
-    _asked: list[tuple[Callable[..., object], tuple[Any, ...]]] = field(
-        default_factory=list, init=False
-    )
-    """What the event loop is to call next, in order. Under the bus's lock."""
     _concluded: list[Play] = field(default_factory=list, init=False)
     """In this step."""
     _lost: dict[str, int] = field(default_factory=dict, init=False)
@@ -127,11 +122,11 @@ class Episodes:
         known.episode = self.player.episode(play)
         self._concluded.append(play)
         if not self.player.must_finish(play, command.reason):
-            self._soon(self.player.end, play)
+            self.main.post_together(self.player.end, play)
             return
         known.finish = Future()
         known.finish.set_running_or_notify_cancel()  # who waits for it cannot cancel it
-        self._soon(self._finish, play, known.finish)
+        self.main.post_together(self._finish, play, known.finish)
 
     def _finish(self, play: Play, future: Future[Episode | Lost]) -> None:
         task = asyncio.ensure_future(self._finished(play, future))
@@ -157,25 +152,12 @@ class Episodes:
 
     def _on_act(self, command: Act) -> None:
         self.carried.begun(command.sample.prompt)
-        self._soon(self._start, command)
+        self.main.post_together(self._start, command)
 
     def _on_cancel(self, command: CancelAct) -> None:
         plays = [self._plays.get(sample) for sample in command.samples]
         self._turns.cancelled([play for play in plays if play is not None])
-        self._soon(self._cancel, command.samples)
-
-    def _soon(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call it on the event loop, behind what was to be called before. Waking the loop is a
-        system call, and a decode step ends many turns: it is woken once for all of them."""
-        self._asked.append((function, arguments))
-        if len(self._asked) == 1:
-            self.main.post(self._do_asked)
-
-    def _do_asked(self) -> None:
-        with self.bus.lock:
-            asked, self._asked = self._asked, []
-        for function, arguments in asked:
-            function(*arguments)
+        self.main.post_together(self._cancel, command.samples)
 
     def _start(self, command: Act) -> None:
         task = asyncio.ensure_future(self._act(command))

@@ -98,3 +98,27 @@ def test_one_wake_up_of_the_loop_begins_all_that_was_asked_for_in_order() -> Non
     assert begun == [f"begin {number}" for number in (0, 2, 3, 4, 5, 6)]
     causes = {event.sample.prompt.row: event.cause for event in told.events}
     assert causes == {**dict.fromkeys((0, 2, 3, 4, 5, 6), ""), 1: "cancelled"}
+
+
+def test_what_a_loop_did_not_come_to_does_not_hold_up_the_next() -> None:
+    main, said = MainTask(), []
+
+    async def ended_at_once() -> None:
+        main.open()
+        main.post_together(said.append, "too late")
+        asyncio.get_running_loop().stop()  # with this round of it
+
+    async def goes_on() -> None:
+        main.open()
+        main.post_together(said.append, "first")
+        main.post_together(said.append, "second")
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    loop = asyncio.new_event_loop()
+    loop.call_soon(loop.create_task, ended_at_once())
+    loop.run_forever()
+    loop.close()
+    said.clear()
+    asyncio.run(goes_on())
+    assert said == ["first", "second"]
