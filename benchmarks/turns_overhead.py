@@ -39,7 +39,7 @@ from machine import ROOT, write_result
 
 sys.path.insert(0, str(ROOT))  # for the tests' fakes and tokenizers
 
-from rollpacker.chat_template import decoded
+from rollpacker.chat_template import Detokenizer
 from rollpacker.cli.driving import python_set_for_runs
 from rollpacker.cli.environments import Turns
 from rollpacker.controller.driver import Controller, Parts
@@ -235,6 +235,7 @@ def make(folder: Path, steps: int, tokens_per_s: float) -> tuple[Controller, Pac
     rows = [PromptRow(prompt=f"p{n}", tokens=(1, 2), columns={"n": n}) for n in range(PROMPTS)]
     special = set(tokenizer.all_special_ids)
     ids = [n for n in range(len(tokenizer)) if n not in special]
+    text = Detokenizer(tokenizer)
     engine, trainer = PacedEngine(tokens_per_s, ids, end), FakeTrainer()
     engines = Engines([engine])
     engines.expect(Weights(0, HandOver(weights=None, probe="version 0")))
@@ -247,8 +248,8 @@ def make(folder: Path, steps: int, tokens_per_s: float) -> tuple[Controller, Pac
         eval_prompts=None,
         cursor=PromptCursor("train", PROMPTS, 0, True, None),
         build_samples=build_samples,
-        decode=partial(decoded, tokenizer, skip_special_tokens=True),
-        render=partial(decoded, tokenizer, skip_special_tokens=False),
+        decode=partial(text, skip_special_tokens=True),
+        render=partial(text, skip_special_tokens=False),
         log=LogWriter(folder / "events.jsonl"),
         samples=SampleWriter(folder / "samples", folder / "evaluations"),
         player=turns.player(0),

@@ -1,27 +1,94 @@
-"""What a tokenizer's chat template puts behind an assistant's message."""
+"""What a tokenizer makes of tokens, and its chat template puts behind an assistant's message."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 _REPLY = "reply"
 
 
-def decoded(tokenizer: Any, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-    """The text of these tokens, as the tokenizer's `decode` has it."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", True)
-    if backend is not None and not cleans_up and _decodes_plainly(type(tokenizer)):
-        # What `decode` does, without its look at each token.
-        return str(backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
-    return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+class Detokenizer:
+    """The text of tokens, as the `decode` of a tokenizer has it, without its work for each token:
+    where tokens are bytes, each says once which, and a text is those bytes one behind the other.
+    Tokens that are added later are known, too."""
+
+    def __init__(self, tokenizer: Any, *, is_raw: bool = False) -> None:
+        """`is_raw`: texts as the tokens have them, whatever else the tokenizer's `decode` does to
+        them (it may clean up, and some have a `decode` of their own)."""
+        self._tokenizer = tokenizer
+        self._backend: Any = None
+        if is_raw or _decodes_plainly(tokenizer):
+            self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._is_raw = is_raw
+        self._all: TokenBytes | None = None
+        self._plain: TokenBytes | None = None
+        if self._backend is not None and _is_byte_level(self._backend):
+            added = self._backend.get_added_tokens_decoder().values()
+            special = frozenset(token.content for token in added if token.special)
+            self._all = TokenBytes(self._backend)
+            self._plain = TokenBytes(self._backend, special)
+
+    def __call__(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Their text."""
+        known = self._plain if skip_special_tokens else self._all
+        if known is not None:
+            return b"".join(map(known.__getitem__, tokens)).decode(errors="replace")
+        if self._backend is not None:  # what `decode` does, without its look at each token
+            return str(self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+        how = {"clean_up_tokenization_spaces": False} if self._is_raw else {}
+        return str(
+            self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens, **how)
+        )
 
 
-def _decodes_plainly(kind: type) -> bool:
-    """Whether decoding is transformers' own, which some tokenizers do more to."""
-    methods = (getattr(kind, name, None) for name in ("decode", "_decode"))
-    return all(
+class TokenBytes(dict[int, bytes]):
+    """The bytes of each token that was asked for, as the decoder ByteLevel of tokenizers has
+    them."""
+
+    def __init__(self, backend: Any, skipped: Collection[str] = ()) -> None:
+        """`skipped`: tokens, as the vocabulary writes them, that are no text."""
+        super().__init__()
+        self._backend, self._skipped = backend, skipped
+
+    def __missing__(self, token: int) -> bytes:
+        written = self._backend.id_to_token(token)
+        if written is None:
+            return b""  # nobody's, so far
+        found = self[token] = b"" if written in self._skipped else _bytes_of(written)
+        return found
+
+
+def _bytes_of(written: str) -> bytes:
+    """A token with a letter that stands for no byte, as an added one may have, is what it says."""
+    letters = _byte_letters()
+    try:
+        return bytes([letters[letter] for letter in written])
+    except KeyError:
+        return written.encode()
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """The byte that each letter stands for, as GPT-2's vocabulary writes bytes: those that can be
+    seen in Latin-1 as themselves, the others, in order, from U+0100 on."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)).difference(seen))
+    letters = {chr(byte): byte for byte in seen}
+    letters.update({chr(0x100 + place): byte for place, byte in enumerate(others)})
+    return letters
+
+
+def _is_byte_level(backend: Any) -> bool:
+    kind = type(backend.decoder)
+    return (kind.__module__, kind.__name__) == ("tokenizers.decoders", "ByteLevel")
+
+
+def _decodes_plainly(tokenizer: Any) -> bool:
+    """Whether decoding is transformers' own, which some tokenizers do more to, and no more."""
+    methods = (getattr(type(tokenizer), name, None) for name in ("decode", "_decode"))
+    return not getattr(tokenizer, "clean_up_tokenization_spaces", True) and all(
         getattr(one, "__module__", "").startswith("transformers.tokenization_utils")
         for one in methods
     )

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollpacker.chat_template import decoded
+from rollpacker.chat_template import Detokenizer
 from rollpacker.cli.environments import Turns, check_turns, load_turns, with_tools
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.reward_schedule import RewardKindConfig
@@ -56,6 +56,10 @@ class Policy:
         """In this process, on the model's own tensors; made when it is first asked for."""
         return make_engine(self.loaded, self.engine_config)
 
+    @cached_property
+    def _text(self) -> Detokenizer:
+        return Detokenizer(self.loaded.tokenizer)
+
     @property
     def player(self) -> Player | None:
         """Of samples that take turns with environments."""
@@ -75,11 +79,11 @@ class Policy:
         return self.inputs.reward
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return decoded(self.loaded.tokenizer, tokens, skip_special_tokens=True)
+        return self._text(tokens, skip_special_tokens=True)
 
     def render(self, tokens: Sequence[int]) -> str:
         """The text with special tokens: what the model saw."""
-        return decoded(self.loaded.tokenizer, tokens, skip_special_tokens=False)
+        return self._text(tokens, skip_special_tokens=False)
 
     @property
     def mean_prompt_tokens(self) -> int:

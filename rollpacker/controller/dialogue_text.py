@@ -28,13 +28,18 @@ def dialogue_text(response: Response, episode: Episode, render: Decode) -> str:
     `environment_s`. `tokens`: stretches behind the prompt, [drawn?, how many, their text with
     special tokens]. In place of turns or stretches that were left out stands their number.
     """
-    turns = _both_ends(_turns(episode), lambda turn: len(plain_text(turn)))
-    tokens = _both_ends(_stretches(response, render), lambda stretch: len(stretch[2]))
-    begin = None
+    begin = "null"
     if episode.prompt is not None:
-        said = [_bounded(one) for one in episode.prompt]
-        begin = _both_ends(said, lambda message: len(plain_text(message)))
-    return plain_text({"begin": begin, "turns": turns, "tokens": tokens})
+        begin = _list([plain_text(_bounded(one)) for one in episode.prompt])
+    turns = _list([*map(plain_text, _turns(episode))])
+    tokens = _both_ends(_stretches(response, render), lambda stretch: len(stretch[2]))
+    return f'{{"begin": {begin}, "turns": {turns}, "tokens": {plain_text(tokens)}}}'
+
+
+def _list(items: Sequence[str]) -> str:
+    """Of items that are JSON themselves."""
+    kept = _both_ends(items, lambda item: len(item))
+    return f"[{', '.join(map(str, kept))}]"
 
 
 def _turns(episode: Episode) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 
 from rollpacker.bus import Bus, Routes
 from rollpacker.controller.carried import CarriedTokens
@@ -73,9 +73,7 @@ class Episodes:
         for request in requests:
             play = self._play_of(request.sample)
             self._noise[request.sample] = request.noise
-            play.spent.ask()
-            request = replace(request, prompt_tokens=play.trajectory.prompt)
-            found.append(self._turns.launched(self.player.bounded(play, request)))
+            found.append(self._turns.launched(self.player.launched(play, request)))
         return found
 
     def further(
@@ -84,9 +82,7 @@ class Episodes:
         """What the engines are to draw next of samples that go on."""
         plays = [self._plays[sample] for sample in samples]
         return [
-            self._turns.further(
-                self.player.bounded(play, play.request(sampling, self._noise[play.sample])), play
-            )
+            self._turns.further(self.player.request(play, sampling, self._noise[play.sample]), play)
             for play in plays
         ]
 
@@ -126,11 +122,11 @@ class Episodes:
         known.episode = self.player.episode(play)
         self._concluded.append(play)
         if not self.player.must_finish(play, command.reason):
-            self.main.post(self.player.end, play)
+            self.main.post_together(self.player.end, play)
             return
         known.finish = Future()
         known.finish.set_running_or_notify_cancel()  # who waits for it cannot cancel it
-        self.main.post(self._finish, play, known.finish)
+        self.main.post_together(self._finish, play, known.finish)
 
     def _finish(self, play: Play, future: Future[Episode | Lost]) -> None:
         task = asyncio.ensure_future(self._finished(play, future))
@@ -156,12 +152,12 @@ class Episodes:
 
     def _on_act(self, command: Act) -> None:
         self.carried.begun(command.sample.prompt)
-        self.main.post(self._start, command)
+        self.main.post_together(self._start, command)
 
     def _on_cancel(self, command: CancelAct) -> None:
         plays = [self._plays.get(sample) for sample in command.samples]
         self._turns.cancelled([play for play in plays if play is not None])
-        self.main.post(self._cancel, command.samples)
+        self.main.post_together(self._cancel, command.samples)
 
     def _start(self, command: Act) -> None:
         task = asyncio.ensure_future(self._act(command))
@@ -181,8 +177,10 @@ class Episodes:
                 self.player.end(play)
 
     async def _act(self, command: Act) -> None:
-        with self.bus.lock:
-            play = self._play_of(command.sample)
+        play = self._plays.get(command.sample)  # which needs no lock, that an engine may have
+        if play is None:
+            with self.bus.lock:
+                play = self._play_of(command.sample)
         answer: Begun | Answered | Lost
         if command.turn == 0:
             answer = await self.player.begin(play, timeout_s=command.timeout_s)
@@ -193,29 +191,34 @@ class Episodes:
         self._answer(command, play, answer)
 
     def _answer(self, command: Act, play: Play | None, answer: Begun | Answered | Lost) -> None:
-        event = Acted(time_s=0.0, sample=command.sample, turn=command.turn)
+        sample, turn = command.sample, command.turn
         match answer:
             case Lost():
                 if answer.cause != "cancelled":
                     self._lost[answer.cause] = self._lost.get(answer.cause, 0) + 1
-                event = replace(
-                    event,
+                event = Acted(
+                    time_s=0.0,
+                    sample=sample,
+                    turn=turn,
+                    seconds=answer.seconds,
                     reason=answer.reason,
                     cause=answer.cause,
-                    seconds=answer.seconds,
                     calls=answer.calls,
                 )
             case Begun():
-                event = replace(event, seconds=round(answer.seconds, 6))
+                seconds = round(answer.seconds, 6)
+                event = Acted(time_s=0.0, sample=sample, turn=turn, seconds=seconds)
             case Answered():
                 assert play is not None
                 is_over = answer.done or answer.truncated
-                event = replace(
-                    event,
+                event = Acted(
+                    time_s=0.0,
+                    sample=sample,
+                    turn=turn,
                     num_tokens=0 if is_over else play.num_given,
                     is_over=is_over,
-                    reason="truncated" if answer.truncated else "",
                     seconds=round(answer.seconds, 6),
+                    reason="truncated" if answer.truncated else "",
                     calls=answer.calls,
                 )
         self.bus.take(event)

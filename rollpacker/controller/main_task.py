@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -29,11 +30,17 @@ class MainTask:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._why_at_once: BaseException | None = None
+        self._lock = threading.Lock()
+        self._together: list[tuple[Callable[..., object], tuple[object, ...]]] = []
+        """What the loop, which is woken, is to call next."""
         self._inbox: asyncio.Queue[Deed | Finish | BaseException] = asyncio.Queue()
 
     def open(self) -> None:
         """Belong to the running loop and task from now on."""
-        self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._together = []  # what the one before did not come to is lost with it
+        self._loop = loop
         self._loop.set_exception_handler(self._on_loop_error)
         self._task = asyncio.current_task()
         self.raise_why()
@@ -45,6 +52,21 @@ class MainTask:
         """Call it on the event loop, soon. Thread-safe."""
         assert self._loop is not None, "the run has not begun"
         self._loop.call_soon_threadsafe(function, *arguments)
+
+    def post_together(self, function: Callable[..., object], *arguments: object) -> None:
+        """As `post`, behind what was posted so before: the loop, which a system call wakes, is
+        woken once for all that comes until it looks. Thread-safe."""
+        with self._lock:
+            self._together.append((function, arguments))
+            is_first = len(self._together) == 1
+        if is_first:
+            self.post(self._call_together)
+
+    def _call_together(self) -> None:
+        with self._lock:
+            calls, self._together = self._together, []
+        for function, arguments in calls:
+            function(*arguments)
 
     def later(self, deed: Deed) -> None:
         """Do it after all that was asked for before. Thread-safe."""

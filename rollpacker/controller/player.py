@@ -130,8 +130,10 @@ class Play:
             self.spent.kept_tokens += kept
             self.spent.recomputed_tokens += before - 1 - kept
 
-    def request(self, sampling: SamplingParams, noise: SampleId | None) -> GenerationRequest:
-        """For the engine: the next turn."""
+    def request(
+        self, sampling: SamplingParams, noise: SampleId | None, *, keep: bool = False
+    ) -> GenerationRequest:
+        """For the engine: the next turn. `keep`: what is computed of it, for the one behind it."""
         self.spent.ask()
         return GenerationRequest(
             sample=self.sample,
@@ -139,6 +141,7 @@ class Play:
             sampling=sampling,
             noise=noise,
             turn=self.num_turns + 1,
+            keep=keep,
         )
 
     def response(self, reason: str) -> Response:
@@ -191,18 +194,33 @@ class Player:
         """An episode whose prompt, unless the environments say another one, is the row's."""
         return Play(sample, row, Trajectory(row.tokens))
 
-    def bounded(self, play: Play, request: GenerationRequest) -> GenerationRequest:
-        """With as many tokens as are left of the trajectory's, one at least; kept by the engine
-        unless it is the last turn that there can be."""
-        max_turns, most = self.limits.max_turns, self.limits.max_trajectory_tokens
-        request = replace(request, keep=max_turns is None or play.num_turns + 1 < max_turns)
-        if most is None:
-            return request
-        left = max(most - play.num_tokens, 1)
-        sampling = request.sampling
-        if left >= sampling.max_response_tokens:
-            return request
-        return replace(request, sampling=replace(sampling, max_response_tokens=left))
+    def launched(self, play: Play, request: GenerationRequest) -> GenerationRequest:
+        """This request of the core's, for a play that begins."""
+        play.spent.ask()
+        return replace(
+            request,
+            prompt_tokens=play.trajectory.prompt,
+            sampling=self._bounded(play, request.sampling),
+            keep=self._is_kept(play),
+        )
+
+    def request(
+        self, play: Play, sampling: SamplingParams, noise: SampleId | None
+    ) -> GenerationRequest:
+        """For the engine: the next turn."""
+        return play.request(self._bounded(play, sampling), noise, keep=self._is_kept(play))
+
+    def _is_kept(self, play: Play) -> bool:
+        """Engines are to keep what they compute, unless it is the last turn that there can be."""
+        max_turns = self.limits.max_turns
+        return max_turns is None or play.num_turns + 1 < max_turns
+
+    def _bounded(self, play: Play, sampling: SamplingParams) -> SamplingParams:
+        """With as many tokens as are left of the trajectory's, one at least."""
+        most = self.limits.max_trajectory_tokens
+        if most is None or play.num_tokens + sampling.max_response_tokens <= most:
+            return sampling
+        return replace(sampling, max_response_tokens=max(most - play.num_tokens, 1))
 
     async def begin(self, play: Play, *, timeout_s: float | None = None) -> Begun | Lost:
         """Have the environments begin the episode, and take the prompt that they say."""

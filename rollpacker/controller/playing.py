@@ -36,7 +36,7 @@ async def play_all(
         if player.environments.begins:
             going = await _begun(player, going, timeout_s)
         while going:
-            requests = [player.bounded(one, one.request(sampling, None)) for one in going]
+            requests = [player.request(one, sampling, None) for one in going]
             drawn = await generate(requests)
             turns = {response.sample: response for response in drawn}
             going = [one for one in going if one.sample in turns]

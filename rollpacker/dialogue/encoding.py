@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rollpacker.chat_template import Detokenizer
+
 Held = Mapping[str, str]
 """What stands in a rendered text for a marker that somebody's words spell: stand-in -> words."""
 
@@ -26,6 +28,7 @@ class Encoder:
         """`template_texts`: what the template writes by itself. The tokens of the added vocabulary
         that stand there are markers, besides the special ones."""
         self._tokenizer = tokenizer
+        self._text = Detokenizer(tokenizer, is_raw=True)
         self._texts: dict[int, str] = {}
         """Of tokens that were asked for, which are few: those that end turns."""
         written = "\n".join(template_texts)
@@ -56,12 +59,12 @@ class Encoder:
         """The messages with stand-ins for all markers that tools and users spell, and which stands
         for what. Half characters (lone surrogates), which have no tokens, become U+FFFD."""
         plain = [_whole(dict(message)) for message in messages]
-        name = "heldtext"
-        while any(name in str(message) for message in plain):
-            name += "x"
+        name = ""
         words: dict[str, str] = {}
 
         def stand_in(found: re.Match[str]) -> str:
+            nonlocal name
+            name = name or _in_none_of(plain)
             return words.setdefault(found.group(), f"{name}{len(words)}z")
 
         changed = [
@@ -103,14 +106,7 @@ class Encoder:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Their text, markers included, as it is."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # what `decode` does, without its look at each token
-            return str(backend.decode(list(tokens), skip_special_tokens=False))
-        return str(
-            self._tokenizer.decode(
-                list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return self._text(tokens, skip_special_tokens=False)
 
     def whole_marker(self, text: str, length: int) -> int:
         """The largest length up to `length` that cuts no marker of the text in two."""
@@ -195,6 +191,14 @@ def _mapped(value: Any, pattern: re.Pattern[str], to: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_mapped(inner, pattern, to) for inner in value]
     return value
+
+
+def _in_none_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """A word that stands in none of them."""
+    name = "heldtext"
+    while any(name in str(message) for message in messages):
+        name += "x"
+    return name
 
 
 _HALF = re.compile("[\ud800-\udfff]")
