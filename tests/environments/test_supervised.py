@@ -73,7 +73,7 @@ ASYNC = COUNTS.replace("    def ", "    async def ").replace(
 )
 
 
-def gone(pid: int, within_s: float = 10.0) -> bool:
+def gone(pid: int, within_s: float = 60.0) -> bool:
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         try:
