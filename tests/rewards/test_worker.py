@@ -195,16 +195,20 @@ def test_children_end_with_their_worker(tmp_path: Path, ended_by: str) -> None:
                     {note(tmp_path)}
                     time.sleep(60)
                 os._exit(0)
+        def count():
+            return sum(name[:4] == "pid-" for name in os.listdir({str(tmp_path)!r}))
         def f(completions):
+            before = count()
             {note(tmp_path)}
             daemon()
             child = subprocess.Popen(["sleep", "60"])
             open({str(tmp_path)!r} + f"/pid-{{child.pid}}", "w").close()
-            time.sleep(0.2)
+            while count() < before + 3:
+                time.sleep(0.01)
             {end}
             return [1.0]
     """
-    one = reward(tmp_path, source, timeout_s=3.0 if ended_by == "deadline" else 60.0)
+    one = reward(tmp_path, source, timeout_s=6.0 if ended_by == "deadline" else 60.0)
 
     async def run() -> None:
         await one.score([sample()])
@@ -226,7 +230,7 @@ def test_everything_ends_when_the_controller_is_killed(tmp_path: Path, stopped: 
         f"""
         import os, subprocess, re
         def f(completions):
-            child = subprocess.Popen(["sleep", "60"])
+            child = subprocess.Popen(["sleep", "600"])
             open({str(tmp_path)!r} + f"/pid-{{child.pid}}", "w").close()
             {note(tmp_path)}
             {"os.kill(os.getpid(), 19)" if stopped else "pow(7, 10**10)"}
@@ -242,12 +246,12 @@ def test_everything_ends_when_the_controller_is_killed(tmp_path: Path, stopped: 
     )
     controller = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
     try:
-        assert wait_for(lambda: len(pids_in(tmp_path)) == 2, 30)
+        assert wait_for(lambda: len(pids_in(tmp_path)) == 2, 120)
         assert all(map(is_alive, pids_in(tmp_path)))
     finally:
         controller.kill()
         controller.wait()
-    assert wait_for(lambda: not any(map(is_alive, pids_in(tmp_path))), 5)
+    assert wait_for(lambda: not any(map(is_alive, pids_in(tmp_path))), 60)
 
 
 @LINUX
@@ -320,13 +324,14 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         scored(one, [sample(c) for c in ("exit", "slow", "raise", "fine")])
 
     once()
-    before = open_descriptors(), own_children()
+    descriptors, children = open_descriptors(), own_children()
     for _ in range(50 if FULL else 2):
         once()
-    assert (open_descriptors(), own_children()) == before
+    # Of those, some that earlier tests left may go meanwhile.
+    assert open_descriptors() <= descriptors and own_children() <= children
     with pytest.raises(RewardError):
         reward(tmp_path, "def g(): pass\n")
-    assert (open_descriptors(), own_children()) == before
+    assert open_descriptors() <= descriptors and own_children() <= children
 
 
 @LINUX

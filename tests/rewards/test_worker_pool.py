@@ -246,7 +246,7 @@ def test_an_async_call_that_will_not_end_loses_its_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(worker_pool.GIVE_IN_WITHIN_S, True, 0.1)
-    one = reward(tmp_path, ASYNC.format(note=note(tmp_path)), timeout_s=1.0)
+    one = reward(tmp_path, ASYNC.format(note=note(tmp_path)), timeout_s=3.0)
 
     async def run() -> None:
         (verdict,) = await one.score([sample("stay")])
