@@ -70,7 +70,9 @@ def test_episodes_are_played_there_and_go_on_elsewhere(tmp_path: Path) -> None:
             )
             for number in lost_ones:
                 # The process in place of the one that died is there, too, until that host is lost.
-                while not isinstance(again := await those.begin(episode(number), {}, seed=7), Begun):
+                while not isinstance(
+                    again := await those.begin(episode(number), {}, seed=7), Begun
+                ):
                     assert again.cause == "infrastructure"
                 await answered(those, 1, said(), number)
                 await answered(those, 2, said(), number)

@@ -184,7 +184,7 @@ def test_a_stopped_worker_is_no_fault_of_the_sample(
 def test_children_end_with_their_worker(tmp_path: Path, ended_by: str) -> None:
     """Plain ones, daemons in sessions of their own, and those that ignore signals. Until then the
     children of a call that has returned are let be."""
-    end = {"deadline": "time.sleep(30)", "close": "pass", "exit": "os._exit(1)"}[ended_by]
+    end = {"deadline": "time.sleep(600)", "close": "pass", "exit": "os._exit(1)"}[ended_by]
     source = f"""
         import os, signal, subprocess, time
         def daemon():
@@ -193,7 +193,7 @@ def test_children_end_with_their_worker(tmp_path: Path, ended_by: str) -> None:
                 if os.fork() == 0:
                     signal.signal(signal.SIGTERM, signal.SIG_IGN)
                     {note(tmp_path)}
-                    time.sleep(60)
+                    time.sleep(600)
                 os._exit(0)
         def count():
             return sum(name[:4] == "pid-" for name in os.listdir({str(tmp_path)!r}))
@@ -201,7 +201,7 @@ def test_children_end_with_their_worker(tmp_path: Path, ended_by: str) -> None:
             before = count()
             {note(tmp_path)}
             daemon()
-            child = subprocess.Popen(["sleep", "60"])
+            child = subprocess.Popen(["sleep", "600"])
             open({str(tmp_path)!r} + f"/pid-{{child.pid}}", "w").close()
             while count() < before + 3:
                 time.sleep(0.01)
@@ -262,7 +262,7 @@ def test_a_guardian_that_is_killed_or_stopped(tmp_path: Path) -> None:
             {note(tmp_path)}
             if completions == ["guardian"]:
                 os.kill(os.getppid(), 9)
-                time.sleep(30)
+                time.sleep(600)
             if completions == ["stop"]:
                 os.kill(os.getppid(), 19)
             return [1.0]
@@ -342,7 +342,7 @@ def test_a_run_that_forgets_to_close_leaves_nothing(tmp_path: Path) -> None:
         import os, subprocess
         def f(completions):
             {note(tmp_path)}
-            child = subprocess.Popen(["sleep", "60"])
+            child = subprocess.Popen(["sleep", "600"])
             open({str(tmp_path)!r} + f"/pid-{{child.pid}}", "w").close()
             return [1.0]
     """,

@@ -327,7 +327,7 @@ def test_large_batches_and_slow_readers(tmp_path: Path) -> None:
 
 
 def test_a_call_costs_little(tmp_path: Path) -> None:
-    """Twenty short completions, in processor time of this process; docs have the measured number."""
+    """Twenty short completions, in this process's processor time; docs have the measured number."""
     one = reward(tmp_path, "def f(completions):\n    return [1.0] * len(completions)\n")
     samples = [sample(f"answer {i}") for i in range(20)]
 
