@@ -171,7 +171,8 @@ def test_a_request_that_takes_long_is_not_let_go_of() -> None:
 
 def test_where_there_are_too_many_the_idle_one_goes_and_who_is_served_stays() -> None:
     """Five connections that say nothing keep nobody out; three requests at once do."""
-    release, held_ones = asyncio.Event(), []
+    release = asyncio.Event()
+    held_ones: list[Request] = []
 
     async def held(request: Request) -> Answer:
         held_ones.append(request)
