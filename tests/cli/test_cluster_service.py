@@ -544,7 +544,7 @@ def test_serve_ends_with_ctrl_c_and_goes_on(command: Command) -> None:
             assert "its folder is runs/two-cores-cluster. Ctrl-C ends the service" in first
             assert command("jobs") == 0 and "has no jobs" in command.out
             process.send_signal(2)
-            rest, _ = process.communicate(timeout=30)
+            rest, _ = process.communicate(timeout=120)
         finally:
             process.kill()
         assert process.returncode == 130 and "The same command goes on" in rest, rest

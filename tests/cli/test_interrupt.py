@@ -230,7 +230,7 @@ def test_an_interrupt_while_a_run_starts_is_one_message(folder: Path, kernel: Ke
     )
     rewards = f"rewards=[{str(folder / 'asleep.py') + ':asleep'!r}]"
     cell = kernel.begin(call(folder, "starting", rewards))
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while not (folder / "asleep").exists():
         assert time.monotonic() < until, "the reward worker does not start"
         time.sleep(0.05)

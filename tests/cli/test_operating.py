@@ -183,7 +183,7 @@ def test_what_ends_the_imports_says_so(folder: Path, number: signal.Signals) -> 
     of our modules that is not needed to heed it."""
     (folder / "sends").mkdir(exist_ok=True)
     (folder / "sends" / "difflib.py").write_text(
-        f"import os, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n"
+        f"import os, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(600)\n"
     )
     for module in ("rollpacker", "rollpacker.cli.main"):
         ended = subprocess.run(
@@ -193,7 +193,7 @@ def test_what_ends_the_imports_says_so(folder: Path, number: signal.Signals) -> 
             capture_output=True,
             text=True,
             preexec_fn=_as_a_terminal_has_them,
-            timeout=50,
+            timeout=200,
         )
         line = "rollpacker: interrupted before it began; the same command starts again\n"
         assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", line)

@@ -123,12 +123,15 @@ def test_it_asks_waits_for_its_grant_and_leaves(seat: MailboxSeat, other: Other)
     other.say("grant", "g", ask=1)
     entering.join(WAIT_S)
     assert answers == [True]
-    assert other.next("beat")["ask"] == 1, "what it holds is said once more"
+    while "ask" not in (beat := other.next("beat")):  # one that began before it asked
+        pass
+    assert beat["ask"] == 1, "what it holds is said once more"
     seat.leave("train")  # not held
     seat.leave("rollout")
     assert other.next("left")["ask"] == 1
-    beat = other.next("beat")
-    assert beat["left"] == 1 and "ask" not in beat
+    while "ask" in (beat := other.next("beat")):  # one that began before it left
+        pass
+    assert beat["left"] == 1
     seat.leave("rollout")
     seat.committed(
         Iteration(step=3, kind="plain", rollout_s=1.0, between_s=2.0, train_s=3.0, after_s=4.0)

@@ -133,7 +133,7 @@ class House:
     def step(self) -> None:
         self.service.step(0.0)
 
-    def until(self, true: Callable[[], object], within_s: float = 10.0) -> None:
+    def until(self, true: Callable[[], object], within_s: float = 60.0) -> None:
         end = time.monotonic() + within_s
         while not true():
             assert time.monotonic() < end, (self.told, self.runner.log)

@@ -41,13 +41,13 @@ def write(folder: Path, source: str) -> Path:
 
 
 def of_class(folder: Path, source: str, name: str = "Env", **settings: Any) -> EnvironmentConfig:
-    settings = {"timeout_s": 10.0, "workers": 1} | settings
+    settings = {"timeout_s": 60.0, "workers": 1} | settings
     return EnvironmentConfig(function=f"{write(folder, source)}:{name}", **settings)
 
 
 def of_tools(folder: Path, source: str, *names: str, **settings: Any) -> EnvironmentConfig:
     path = write(folder, source)
-    settings = {"timeout_s": 10.0, "workers": 1} | settings
+    settings = {"timeout_s": 60.0, "workers": 1} | settings
     return EnvironmentConfig(tools=tuple(f"{path}:{name}" for name in names), **settings)
 
 

@@ -29,9 +29,9 @@ def test_who_waits_is_told_and_the_thread_goes_on() -> None:
         thread._latest = future
         thread._jobs.put((lambda: 1, future))
         with pytest.raises(MemoryError, match=r"environment\.memory_mb"):
-            await asyncio.wait_for(future, 10)
+            await asyncio.wait_for(future, 60)
         thread._loop = asyncio.get_running_loop()
-        value, _ = await asyncio.wait_for(thread.start(lambda: 2), 10)
+        value, _ = await asyncio.wait_for(thread.start(lambda: 2), 60)
         assert value == 2
         thread.end()
 

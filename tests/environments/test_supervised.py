@@ -1,6 +1,7 @@
 """Processes of environments: what dies, hangs, is stopped or too slow, and what is left behind."""
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
@@ -73,7 +74,7 @@ ASYNC = COUNTS.replace("    def ", "    async def ").replace(
 )
 
 
-def gone(pid: int, within_s: float = 10.0) -> bool:
+def gone(pid: int, within_s: float = 60.0) -> bool:
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         try:
@@ -193,7 +194,7 @@ def test_a_spinning_call_is_interrupted(tmp_path: Path, caplog: pytest.LogCaptur
     async def play(those: SupervisedEnvironments) -> None:
         await begun(those, 0)
         assert isinstance(await those.act(episode(0), 1, said("spin"), timeout_s=0.3), Lost)
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while "environment Env: interrupted" not in caplog.messages:
             assert time.monotonic() < until
             await asyncio.sleep(0.01)
@@ -348,15 +349,18 @@ def test_an_episode_that_is_over_is_closed(tmp_path: Path) -> None:
                 open({str(tmp_path)!r} + "/closed", "a").write("x")
     """
 
-    async def play(those: SupervisedEnvironments) -> str:
+    async def play(those: SupervisedEnvironments) -> None:
         for number in range(20):
             await begun(those, number)
             those.end(episode(number))
-        await asyncio.sleep(0.3)
         await begun(those, 50)
-        return str((await answered(those, 1, said(), 50)).messages[0]["content"])
+        async with asyncio.timeout(60):  # their threads end one by one
+            for turn in itertools.count(1):
+                answer = await answered(those, turn, said(), 50)
+                if int(answer.messages[0]["content"]) <= 3:
+                    return
 
-    assert int(played(of_class(tmp_path, source), play)) <= 3
+    played(of_class(tmp_path, source), play)
     assert len((tmp_path / "closed").read_text()) == 21  # and the one that was looked at
 
 

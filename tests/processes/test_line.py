@@ -59,7 +59,7 @@ def test_hanging_up_is_heard_by_the_thread_that_waits() -> None:
     waiting = threading.Thread(target=wait)
     waiting.start()
     ours.hang_up()
-    waiting.join(5)
+    waiting.join(60)
     assert heard == ["ended"]
     with pytest.raises(LineEnded):
         theirs.receive(5)
@@ -79,7 +79,7 @@ def test_an_event_loop_hears_all_and_then_the_end() -> None:
         ours.post(4, 3, large)
         await echo
         theirs.close()
-        await asyncio.wait_for(ended.wait(), 5)
+        await asyncio.wait_for(ended.wait(), 60)
         ours.post(4, 4)
         ours.close()
         assert heard[-1].payload == large

@@ -145,7 +145,7 @@ def test_hosts_that_die_amid_it_cost_the_others_their_shards_alone(dead):
     world.wait_until_crossed(SIZE // 3)
     for number in dead:
         world.hosts[number].die()
-    thread.join(30)
+    thread.join(200)
     (failed,) = world.ended
     assert sorted(failed) == sorted(world.hosts[number].name for number in dead)
     living = [host for number, host in enumerate(world.hosts) if number not in dead]
@@ -162,7 +162,7 @@ def test_a_host_that_falls_silent_amid_it_does_not_hold_up_the_others(monkeypatc
     world.wait_until_crossed(SIZE // 3)
     silent = world.hosts.pop(2)
     silent.link.is_held.set()
-    thread.join(30)
+    thread.join(200)
     assert world.ended == [{}], "it takes what comes, and nobody hears of it"
     assert world.have() == ["h0", "h1"]
     assert sum(world.crossed()) < (1.05 + 1 / 3) * SIZE
@@ -193,7 +193,7 @@ def test_a_link_that_is_cut_for_a_while_costs_that_while():
     time.sleep(1.5)
     assert thread.is_alive()
     world.writers[0].link.is_cut.clear()
-    thread.join(30)
+    thread.join(200)
     assert world.ended == [{}] and len(world.have()) == 3
     assert sum(world.crossed()) < 1.1 * SIZE, "what was there was not taken again"
 
@@ -204,7 +204,7 @@ def test_a_trainers_host_that_stays_away(monkeypatch):
     thread = world.begin()
     world.wait_until_crossed(SIZE // 3)
     world.writers[0].link.is_cut.set()
-    thread.join(30)
+    thread.join(200)
     (failed,) = world.ended
     assert sorted(failed) == ["h0", "h1", "h2"]
     assert all(isinstance(error, OSError) for error in failed.values())
@@ -220,7 +220,7 @@ def test_weights_that_change_amid_it_are_whole_nowhere(num_writers):
     thread = world.begin()
     world.wait_until_crossed(SIZE // 3)
     write(world.buffers[-1], 2)  # of several, one is ahead
-    thread.join(30)
+    thread.join(200)
     assert [type(one) for one in world.ended] == [StaleWeightsError]
     for host in world.hosts:
         there = WeightBuffer(host.weights.copy(world.sources()[0].layout))

@@ -130,7 +130,7 @@ def test_a_host_that_cannot_be_reached_for_long_is_tried_no_less_often(monkeypat
 
 def test_an_agent_ends_what_it_started_when_nobody_calls():
     ended = threading.Event()
-    agent = Agent(lease_s=0.5, end=ended.set)
+    agent = Agent(lease_s=3.0, end=ended.set)
     agent.say(1, [Start(process=1, module=ECHO, name="e", guarded=False, environment={})])
     (started,) = agent.hear(0).news
     assert ended.wait(60.0)

@@ -74,7 +74,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], bool], within_s: float = 10.0) -> bool:
+def wait_for(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         if condition():
@@ -93,7 +93,7 @@ def note(folder: Path) -> str:
     return f"open({str(folder)!r} + '/pid-' + str(os.getpid()), 'w').close()"
 
 
-async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline

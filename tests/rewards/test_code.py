@@ -203,9 +203,9 @@ def test_an_endless_program_is_zero_and_timed_out(box: Box, test: Any) -> None:
 
 def test_sleeping_until_just_before_the_limit_costs_one_limit_a_test(box: Box) -> None:
     sleepy = f"import time\ntime.sleep(0.3)\n{DOUBLE}"
-    verdict = box.grade(sleepy, [call(1, gives=2), call(1, gives=3), call(2, gives=4)], wall_s=5.0)
+    verdict = box.grade(sleepy, [call(1, gives=2), call(1, gives=3), call(2, gives=4)], wall_s=30.0)
     assert isinstance(verdict, Scored) and verdict.value == 0.0
-    assert verdict.seconds is not None and 0.3 <= verdict.seconds < 5
+    assert verdict.seconds is not None and 0.3 <= verdict.seconds < 30
 
 
 def test_seconds_are_those_of_the_slowest_test(box: Box) -> None:

@@ -182,7 +182,7 @@ def test_half_an_hour_of_outage_scaled_down() -> None:
         return OK if is_back else trouble[asked.number % len(trouble)]
 
     replies, stub, endpoint = completed(
-        respond, count=200, timeout_s=0.3, concurrency=8, outage_s=60.0
+        respond, count=200, timeout_s=3.0, concurrency=8, outage_s=60.0
     )
     assert replies == ["fine"] * 200
     assert stub.max_open <= 8

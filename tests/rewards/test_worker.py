@@ -147,7 +147,8 @@ def test_a_stopped_worker_is_no_fault_of_the_sample(
         import os, time
         def f(completions):
             {note(tmp_path)}
-            time.sleep(2 if completions == ["slow"] else 0)
+            pids = [name for name in os.listdir({str(tmp_path)!r}) if name[:4] == "pid-"]
+            time.sleep(600 if len(pids) == 1 else 0)  # the first one is stopped
             return [1.0] * len(completions)
     """
     one = reward(tmp_path, source, timeout_s=60, workers=2)
@@ -183,7 +184,7 @@ def test_a_stopped_worker_is_no_fault_of_the_sample(
 def test_children_end_with_their_worker(tmp_path: Path, ended_by: str) -> None:
     """Plain ones, daemons in sessions of their own, and those that ignore signals. Until then the
     children of a call that has returned are let be."""
-    end = {"deadline": "time.sleep(30)", "close": "pass", "exit": "os._exit(1)"}[ended_by]
+    end = {"deadline": "time.sleep(600)", "close": "pass", "exit": "os._exit(1)"}[ended_by]
     source = f"""
         import os, signal, subprocess, time
         def daemon():
@@ -192,18 +193,22 @@ def test_children_end_with_their_worker(tmp_path: Path, ended_by: str) -> None:
                 if os.fork() == 0:
                     signal.signal(signal.SIGTERM, signal.SIG_IGN)
                     {note(tmp_path)}
-                    time.sleep(60)
+                    time.sleep(600)
                 os._exit(0)
+        def count():
+            return sum(name[:4] == "pid-" for name in os.listdir({str(tmp_path)!r}))
         def f(completions):
+            before = count()
             {note(tmp_path)}
             daemon()
-            child = subprocess.Popen(["sleep", "60"])
+            child = subprocess.Popen(["sleep", "600"])
             open({str(tmp_path)!r} + f"/pid-{{child.pid}}", "w").close()
-            time.sleep(0.2)
+            while count() < before + 3:
+                time.sleep(0.01)
             {end}
             return [1.0]
     """
-    one = reward(tmp_path, source, timeout_s=3.0 if ended_by == "deadline" else 60.0)
+    one = reward(tmp_path, source, timeout_s=6.0 if ended_by == "deadline" else 60.0)
 
     async def run() -> None:
         await one.score([sample()])
@@ -225,7 +230,7 @@ def test_everything_ends_when_the_controller_is_killed(tmp_path: Path, stopped: 
         f"""
         import os, subprocess, re
         def f(completions):
-            child = subprocess.Popen(["sleep", "60"])
+            child = subprocess.Popen(["sleep", "600"])
             open({str(tmp_path)!r} + f"/pid-{{child.pid}}", "w").close()
             {note(tmp_path)}
             {"os.kill(os.getpid(), 19)" if stopped else "pow(7, 10**10)"}
@@ -241,12 +246,12 @@ def test_everything_ends_when_the_controller_is_killed(tmp_path: Path, stopped: 
     )
     controller = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
     try:
-        assert wait_for(lambda: len(pids_in(tmp_path)) == 2, 30)
+        assert wait_for(lambda: len(pids_in(tmp_path)) == 2, 120)
         assert all(map(is_alive, pids_in(tmp_path)))
     finally:
         controller.kill()
         controller.wait()
-    assert wait_for(lambda: not any(map(is_alive, pids_in(tmp_path))), 5)
+    assert wait_for(lambda: not any(map(is_alive, pids_in(tmp_path))), 60)
 
 
 @LINUX
@@ -257,7 +262,7 @@ def test_a_guardian_that_is_killed_or_stopped(tmp_path: Path) -> None:
             {note(tmp_path)}
             if completions == ["guardian"]:
                 os.kill(os.getppid(), 9)
-                time.sleep(30)
+                time.sleep(600)
             if completions == ["stop"]:
                 os.kill(os.getppid(), 19)
             return [1.0]
@@ -319,13 +324,14 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         scored(one, [sample(c) for c in ("exit", "slow", "raise", "fine")])
 
     once()
-    before = open_descriptors(), own_children()
+    descriptors, children = open_descriptors(), own_children()
     for _ in range(50 if FULL else 2):
         once()
-    assert (open_descriptors(), own_children()) == before
+    # Of those, some that earlier tests left may go meanwhile.
+    assert open_descriptors() <= descriptors and own_children() <= children
     with pytest.raises(RewardError):
         reward(tmp_path, "def g(): pass\n")
-    assert (open_descriptors(), own_children()) == before
+    assert open_descriptors() <= descriptors and own_children() <= children
 
 
 @LINUX
@@ -336,7 +342,7 @@ def test_a_run_that_forgets_to_close_leaves_nothing(tmp_path: Path) -> None:
         import os, subprocess
         def f(completions):
             {note(tmp_path)}
-            child = subprocess.Popen(["sleep", "60"])
+            child = subprocess.Popen(["sleep", "600"])
             open({str(tmp_path)!r} + f"/pid-{{child.pid}}", "w").close()
             return [1.0]
     """,

@@ -236,19 +236,19 @@ def test_a_short_stop_is_survived(started):
 
 
 def test_a_listener_that_takes_long_is_not_the_engines_silence(started):
-    engine, heard = started(heartbeat_s=1.0)
+    engine, heard = started(heartbeat_s=2.0)
     ready(engine)
     slow_calls = []
 
     def listen(outputs: Sequence[EngineOutput]) -> None:
         slow_calls.append(len(outputs))
-        time.sleep(1.5)
+        time.sleep(2.5)
         heard(outputs)
 
     engine.start(listen, heard.on_error)
     engine.submit([request(0, max_response_tokens=2), request(1, max_response_tokens=400)])
     assert len(heard.wait_for(2)) == 2
-    assert not heard.errors and slow_calls == [1, 1]
+    assert not heard.errors and sum(slow_calls) == 2
 
 
 def test_a_process_answers_while_it_idles_and_in_the_middle_of_a_step(started):

@@ -311,6 +311,8 @@ def test_runs_wait_while_the_service_is_down(caplog):
     async def test(stub, box):
         await stub.stop()
         runs = [asyncio.create_task(box.run(f"print({n})")) for n in range(12)]
+        while box.outage() is None:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.8)
         outage = box.outage()
         assert not any(run.done() for run in runs)

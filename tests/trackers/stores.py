@@ -130,5 +130,7 @@ def swanlab_values(folder: Path) -> Values:
     for record in swanlab_records(folder):
         if record.WhichOneof("record_type") == "scalar":
             one = record.scalar
+            if one.key.startswith("__swanlab__."):  # its own of the machine, where a run takes long
+                continue
             values[one.key][one.step].append(one.value.number)
     return plain(values)

@@ -40,7 +40,7 @@ from rollpacker.trainer.trainer import (
 )
 from rollpacker.weight_buffer import BufferLayout, Place
 
-START_S = 60.0
+START_S = 200.0
 """For two processes to load torch on a busy machine."""
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from rollpacker.trainer.pipeline.links.host_route import (
     decode_routes,
     encode_routes,
 )
-from rollpacker.trainer.pipeline.links.host_sender import HostSender
+from rollpacker.trainer.pipeline.links.host_sender import HostSender, _Connection
 from rollpacker.trainer.pipeline.links.link import Border, LinkLost
 from rollpacker.trainer.pipeline.links.wire import (
     ALIVE,
@@ -116,7 +117,8 @@ def test_every_message_arrives_once_and_in_order_while_connections_are_killed() 
         assert relay.num_killed == 25
         assert arrivals.lost == []
     for _, receiver, relay, sender in ends:
-        wait_until(lambda one=sender: not one._messages)  # it keeps what is on its way, no more
+        wait_until(lambda one=sender: len(one._times) == 1000)
+        assert not sender._messages  # it keeps what is on its way, no more
         assert [one.number for one in receiver.times()] == list(range(1000))
         assert sorted(one.number for one in sender.times()) == list(range(1000))
         for end in (sender, receiver, relay):
@@ -128,7 +130,7 @@ def test_times_are_in_order_on_each_clock() -> None:
     receiver = arrivals.receiver()
     sender = HostSender(FORWARD, receiver.routes, on_lost=arrivals.lost.append)
     sender.send(0, torch.zeros(3, 5))
-    wait_until(lambda: not sender._messages)
+    wait_until(lambda: len(sender._times) == 1)
     (send,), (arrival,) = sender.times(), receiver.times()
     assert send.posted_s <= send.started_s <= send.acknowledged_s
     assert send.posted_s == arrival.posted_s <= arrival.arrived_s  # one process, so one clock
@@ -333,12 +335,39 @@ def test_each_end_hears_that_the_other_was_closed() -> None:
     assert len(heard_by_sender) == len(arrivals.lost) == 1
 
 
+def test_a_connection_is_idle_as_soon_as_its_message_is_acknowledged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own thread may see that later. Closed meanwhile, the sender still says goodbye."""
+    arrivals, may_go_on = Arrivals(), threading.Event()
+    receiver = arrivals.receiver()
+    sender = HostSender(FORWARD, receiver.routes, on_lost=arrivals.lost.append)
+    carry, wake = _Connection.carry, sender._wake
+
+    def carry_and_wait(*arguments: Any, **others: Any) -> None:
+        carry(*arguments, **others)
+        may_go_on.wait()
+
+    def wake_and_go_on() -> None:
+        wake()
+        may_go_on.set()
+
+    monkeypatch.setattr(_Connection, "carry", carry_and_wait)
+    monkeypatch.setattr(sender, "_wake", wake_and_go_on)
+    sender.send(0, torch.zeros(1))
+    wait_until(lambda: not sender._messages)
+    sender.close()
+    wait_until(lambda: len(arrivals.lost) == 1)
+    assert "it was closed there" in str(arrivals.lost[0])
+    receiver.close()
+
+
 def test_a_wrong_token_is_refused() -> None:
     heard: list[LinkLost] = []
     arrivals = Arrivals()
     receiver = arrivals.receiver()
     wrong = [dataclasses.replace(receiver.routes[0], token=bytes(32))]
-    impatient = Patience(give_up_s=0.3)
+    impatient = Patience(give_up_s=0.3, connect_s=20.0)  # each attempt gets its answer
     sender = HostSender(FORWARD, wrong, on_lost=heard.append, patience=impatient)
     sender.send(0, torch.zeros(1))
     wait_until(lambda: len(heard) == 1)

@@ -139,7 +139,7 @@ class HostSender:
         with self._changed:
             self._changed.notify_all()
             for connection in self._connections:
-                if connection.is_busy:
+                if connection.carries in self._messages:
                     connection.interrupt()
 
     # -- in the threads -------------------------------------------------------------------
@@ -231,12 +231,12 @@ class HostSender:
     def _take(self, connection: _Connection) -> _Message | None:
         """Wait for a message that no connection carries. None once the link is over."""
         with self._changed:
-            connection.is_busy = False
+            connection.carries = None
             while not self._loss.over.is_set():
                 while self._waiting:
                     message = self._messages.get(heapq.heappop(self._waiting))
                     if message is not None:
-                        connection.is_busy = True
+                        connection.carries = message.number
                         return message
                 self._changed.wait()
         return None
@@ -268,8 +268,9 @@ class _Connection:
     def __init__(self, connection: socket.socket, route: Route, place_of_route: int) -> None:
         self.route = route
         self.place_of_route = place_of_route
-        self.is_busy = False
-        """It carries a message."""
+        self.carries: int | None = None
+        """The number of its message. Once that is acknowledged it is idle, whether its thread has
+        come to the next one or not."""
         self._socket = connection
         self._answers = bytearray()
         self._poll = select.poll()
