@@ -496,12 +496,14 @@ def test_other_pools_in_a_folder_with_jobs_are_refused_if_that_matters(
             asks.join(20)
 
     once(submits=("one",))
-    once(*pools)  # nothing would have gone otherwise: there is room for more now
+    once(*pools)  # they grow
     once(*pools, submits=("two",))
-    with pytest.raises(ValueError, match=r"would be on other nodes or wait no more") as caught:
+    with pytest.raises(ValueError, match="pool rollout-core has 2 nodes by now, and pools do not"):
         once()
+    with pytest.raises(ValueError, match=r"would be on other nodes or wait no more") as caught:
+        once(*pools, "pools.0.name=other")
     told = str(caught.value)
-    assert "pools.0.nodes=2 pools.1.nodes=2, which" in told and "event 2 (Submitted)" in told
+    assert 'pools.0.name="rollout-core", which' in told and "event 1 (Submitted)" in told
     assert "--folder" in told and "until its jobs have ended" in told
 
 
