@@ -281,11 +281,7 @@ class Fleet:
         """The job's commands as they go to the engines. `on_aborted` is told of samples that nobody
         will answer for, and its commands are added."""
         if not self.unanswered:
-            # A loop, since this is mostly one check of a response.
-            for command in commands:
-                if type(command) in _DIRECTED:
-                    break
-            else:
+            if not any(type(command) in _DIRECTED for command in commands):
                 return commands
         commands = self._assign(commands)
         while self.unanswered:
