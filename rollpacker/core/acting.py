@@ -67,6 +67,9 @@ class ActingConfig:
     work_by_turn: bool = field(default=True, metadata=absent(False))
     """What a trajectory carries is work for the engine turn by turn. False: all of it at its
     launch, as in older logs."""
+    leaves_pool: bool = field(default=True, metadata=absent(False))
+    """A round whose samples all act for long leaves a rollout pool that it shares (`stay.py`).
+    False: it stays, as in older logs."""
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:

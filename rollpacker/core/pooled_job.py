@@ -98,6 +98,8 @@ class PooledJob(Job):
         """Of samples whose environments have answered since a round left the rollout pool. Engines
         are named for them when it is there."""
         self._stay = Stay()
+        self._may_leave = config.acting is not None and config.acting.leaves_pool
+        """While environments work."""
         self._checkpointed = False
         """So was the last commit."""
         self._needed: PoolNeeded | None = None
@@ -227,7 +229,7 @@ class PooledJob(Job):
             said.append(Remind(after_s=after_s))
         if self.pool is not None and not self._still_needs(self.pool):
             said.append(Leave(pool=self.pool))
-            if self.acting is not None and self.pool == "rollout":
+            if self.acting is not None and self._may_leave and self.pool == "rollout":
                 self.acting.kept.begin_round()  # engines that park keep nothing
             self.pool = None
         for command in commands:
@@ -257,9 +259,11 @@ class PooledJob(Job):
         )
 
     def _only_acts(self) -> bool:
-        """Whether all that is under way is with environments."""
+        """Whether all that is under way is with environments, and others may have the pool then."""
         round_ = self._round
-        return isinstance(round_, TurnRound) and 0 < round_.num_acting == round_.num_under_way
+        if not (self._may_leave and isinstance(round_, TurnRound)):
+            return False
+        return 0 < round_.num_acting == round_.num_under_way
 
     def _wanted(self) -> list[tuple[PoolName, str]]:
         """The pools without which something does not go on, and what for; the first comes first."""

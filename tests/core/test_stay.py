@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollpacker.controller.replay import replay
 from rollpacker.core.acting import ActingConfig
 from rollpacker.core.commands import (
     Commit,
@@ -34,6 +36,7 @@ from rollpacker.core.events import (
 )
 from rollpacker.core.fleet import FleetConfig
 from rollpacker.core.ids import PoolName, SampleId
+from rollpacker.core.records import Session, decode, encode
 from rollpacker.core.stay import Stay
 from tests.core.engines import Faults
 from tests.core.environments import Dialogues
@@ -229,6 +232,28 @@ def test_what_is_trained_on_is_what_would_be_alone_also_through_resumes(
 def test_alone_nothing_of_it_is_said() -> None:
     world = calm(1).run()
     assert not [c for kind in (Enter, Leave, Remind) for c in commands_of(world, kind)]
+
+
+@pytest.mark.parametrize("fleet", [None, FleetConfig(num_engines=2)])
+def test_an_older_log_whose_rounds_stayed_replays_as_it_was(fleet: FleetConfig | None) -> None:
+    """It does not say what rounds do while environments work."""
+    acting = ActingConfig(leaves_pool=False)
+    broker = AtRandom(1, most_s=20.0)
+    config = job_config(acting, 3, 2, shares_pools=True, fleet=fleet)
+    older = World(config, num_rows=18, seed=1, dialogues=SLOW, broker=broker).run()
+    assert commands_of(older, Enter) and not commands_of(older, Remind)
+    assert not away_in_a_round(older)["entered for turns"]
+    plain = config.to_plain()
+    assert "leaves_pool" not in plain["acting"]
+    assert replay_of(older, plain) is None
+    now = replay_of(older, {**plain, "acting": {**plain["acting"], "leaves_pool": True}})
+    assert now is not None and "Remind" in now
+
+
+def replay_of(world: World, job: dict[str, Any]) -> str | None:
+    """Where another job's answers to the world's events differ from its own."""
+    session = Session(started_at="", time_s=0.0, step=0, job=job)
+    return replay(decode(encode(entry)) for entry in (session, *world.log)).difference
 
 
 def test_the_worlds_reach_every_corner() -> None:

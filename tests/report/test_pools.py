@@ -23,7 +23,7 @@ from rollpacker.report.metrics import step_metrics
 from rollpacker.report.phase_book import PhaseBook
 from rollpacker.report.step_history import StepHistory
 from rollpacker.report.summary import summarize_entries
-from rollpacker.report.time_book import CAUSES, POOL_CAUSES
+from rollpacker.report.time_book import CAUSES, POOL_CAUSES, TimeBook
 from rollpacker.report.timeline import draw_timeline
 from rollpacker.report.trace import write_trace
 from tests.report.fake_run import write
@@ -196,21 +196,32 @@ def test_the_log_replays(alone: list[Entry]) -> None:
     assert "Leave" in (replay(changed).difference or "")
 
 
-def test_parking_is_a_switch_where_something_waits_for_it() -> None:
+@pytest.mark.parametrize("awaited", ["reward_wait", "environment"])
+def test_parking_is_a_switch_where_something_waits_for_it(awaited: str) -> None:
     book, step = PhaseBook(), StepHistory()
-    book.turn(step, "reward_wait", 10.0)
+    book.turn(step, awaited, 10.0)
     book.span(step, Note(time_s=12.0, name="switch", seconds=2.0, step=1))
-    assert not step.phases, "verdicts are awaited anyway"
+    assert not step.phases, "verdicts, or answers, are awaited anyway"
     book.wait(step, 12.5)
     book.span(step, Note(time_s=14.0, name="switch", seconds=3.0, step=1))
     book.end_wait(step, 20.0, 4.0)
     book.turn(step, "training", 20.0)
     book.turn(step, "sync", 25.0)
     assert [(one.name, one.start_s, one.end_s) for one in step.phases] == [
-        ("reward_wait", 10.0, 12.5),
+        (awaited, 10.0, 12.5),
         ("switch", 12.5, 14.0),
         ("pool_wait", 14.0, 16.0),
         ("switch", 16.0, 20.0),
         ("training", 20.0, 25.0),
     ]
     assert step.waited_s(0.0, 100.0) == 7.5 and step.waited_s(13.0, 15.0) == 2.0
+
+
+@pytest.mark.parametrize(("phase", "switch_s"), [("environment", 0.0), ("training", 2.0)])
+def test_parking_takes_no_time_of_what_is_awaited_anyway(phase: str, switch_s: float) -> None:
+    book = TimeBook(slots=None)
+    begin = Note(time_s=10.0, name="evaluation", seconds=0.0, step=0)
+    book.advance(begin, "controller", 0)
+    book.advance(Note(time_s=15.0, name="switch", seconds=2.0, step=0), phase, 0)
+    seconds = book.seconds(0)
+    assert (seconds[phase], seconds["switch"]) == (5.0 - switch_s, switch_s)
