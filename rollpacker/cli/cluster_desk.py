@@ -26,6 +26,12 @@ CLUSTER_VARIABLE = "ROLLPACKER_CLUSTER"
 FACTS_FILE, LOCK_FILE = "service.json", "service.lock"
 ANSWER_S = 10.0
 _RUNS = "runs"
+_LATER = {
+    "submit": ". What was submitted waits there, and may start once the service answers: rollpacker"
+    " cluster cancel takes it back",
+    **dict.fromkeys(("cancel", "drain"), ". What was asked waits there, and is done once it does"),
+}
+"""A letter stays in the mailbox, whoever has given up waiting for its answer."""
 
 
 class Refused(ValueError):
@@ -153,17 +159,22 @@ class Desk:
         try:
             self._mailbox = open_mailbox(self.facts.mailbox)
         except OSError as error:
-            raise ValueError(f"{self._silent()} ({error})") from error
+            raise ValueError(self._silent(error)) from error
 
-    def _silent(self) -> str:
+    def _silent(self, error: OSError | None = None) -> str:
+        """`error`: why nothing can be asked, where that is known."""
         facts = self.facts
         where = f"process {facts.pid} on {facts.host}"
-        if facts.host == socket.gethostname() and not is_served(self.folder):
+        is_here = facts.host == socket.gethostname()
+        if is_here and error is not None and is_served(self.folder):
+            return f"the service of cluster {facts.name} ({self.folder}) cannot be asked: {error}"
+        if is_here and not is_served(self.folder):
             where += " has ended"
+        why = "" if error is None else f" ({error})"
         return (
             f"the service of cluster {facts.name} ({self.folder}) does not answer: {where}. Start "
             f"it again with rollpacker cluster serve FILE --folder {self.folder}; its jobs are "
-            "still known"
+            f"still known{why}"
         )
 
     def ask(self, kind: str, facts: Mapping[str, Any]) -> Any:
@@ -189,12 +200,12 @@ class Desk:
                         raise Refused(str(letter.facts["why"]))
                     return letter.facts
         except OSError as error:
-            raise ValueError(f"{self._silent()} ({error})") from error
+            raise ValueError(self._silent(error)) from error
         finally:  # nobody else reads it
             with contextlib.suppress(OSError):
                 self._mailbox.forget(self._own, ALL)
                 self._read = 0
-        raise ValueError(self._silent())
+        raise ValueError(self._silent() + _LATER.get(kind, ""))
 
 
 def open_desk(given: str | None) -> Desk:

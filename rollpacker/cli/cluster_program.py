@@ -65,12 +65,22 @@ def facts_of_program(args: argparse.Namespace) -> dict[str, Any]:
     """How it is started, and started again: it goes on from its own checkpoint."""
     path = Path(args.config).resolve()
     return {
-        "command": [sys.executable, str(path), *shlex.split(args.arguments)],
+        "command": [sys.executable, str(path), *_arguments(args.arguments)],
         "resume": [],
         "environ": {},
         "folder": str(Path.cwd()),
         "run": f"{path} {args.arguments}",
     }
+
+
+def _arguments(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ValueError(
+            f"--arguments={text}: a shell could not read this ({error}). Close each quote, and "
+            "write \\ before one that is meant as such"
+        ) from None
 
 
 def _devices(text: str | None) -> tuple[int, int]:

@@ -38,6 +38,7 @@ class Ground:
 def run(args: argparse.Namespace) -> int:
     """Serve. Raises `ValueError` for what the user got wrong, before anything is started."""
     from rollpacker.cli.cluster_desk import take_lock
+    from rollpacker.cli.errors import naming
     from rollpacker.cli.output import print_line
     from rollpacker.cluster.book import NAME
     from rollpacker.cluster.local_disk import check_local
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.folder or f"runs/{spec.name}-cluster").expanduser()
     check_local(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with take_lock(folder):
+    with naming(folder), take_lock(folder):
         ground = _local(folder) if args.local else _on_ray(spec, folder)
         first = f"{spec.name}: {ground.said}; its folder is {folder}. Ctrl-C ends the service"
         try:

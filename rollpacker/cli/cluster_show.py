@@ -106,7 +106,8 @@ def doing(job: Mapping[str, Any]) -> str:
     if job["holds"]:
         return f"{job['holds']} for {since}"
     if job["state"] != "running":
-        return f"waits {since} for {job['waits_for']}" if job["waits_for"] else "-"
+        why = job["why"] if job["state"] == "done" else ""
+        return f"waits {since} for {job['waits_for']}" if job["waits_for"] else why or "-"
     if job["waits_for"]:
         why = f": {job['why']}" if job["why"] else ""
         return f"waits {since} for {job['waits_for']}{why}"

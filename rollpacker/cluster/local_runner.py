@@ -93,13 +93,16 @@ class LocalRunner:
         place = self._place(job, incarnation)
         mark = _mark(place)
         until = time.monotonic() + GONE_S
-        looks, found = 0, _read_ending(place)
+        looks, written = 0, _read_ending(place)
+        found = written
         while looks < _NUM_LOOKS:
-            before, found = found, _family(mark, found)
+            found = _family(mark, found)
             looks = 0 if found else looks + 1
-            if found.keys() - before.keys():
+            if found.keys() - written.keys():
                 # Who ends loses its mark before its devices: another kill may have to go on here.
-                keeper.write(place / ENDING, json.dumps(found))
+                with contextlib.suppress(OSError):  # a full disk lets nobody live
+                    keeper.write(place / ENDING, json.dumps(found))
+                    written = found
             for pid in found:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)

@@ -50,10 +50,12 @@ class FileMailbox:
         self._known: OrderedDict[tuple[str, str, str], int] = OrderedDict()
         """Numbers of letters, by box, sender and key."""
         own = self.folder / f"{_EPOCH}.{uuid.uuid4().hex}"
-        own.write_text(uuid.uuid4().hex)
-        with contextlib.suppress(FileExistsError):
-            os.link(own, self.folder / _EPOCH)
-        own.unlink()
+        try:
+            own.write_text(uuid.uuid4().hex)
+            with contextlib.suppress(FileExistsError):
+                os.link(own, self.folder / _EPOCH)
+        finally:  # also on a full disk
+            own.unlink(missing_ok=True)
 
     @property
     def address(self) -> str:

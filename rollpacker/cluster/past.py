@@ -36,7 +36,7 @@ class State(NamedTuple):
     cluster: core.Cluster
     book: book.Book
     last_s: float
-    """When it happened."""
+    """When it happened, or a little later: time goes on from there."""
 
 
 class Past:

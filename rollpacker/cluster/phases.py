@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import operator
 import os
 import signal
 import sys
@@ -101,7 +102,12 @@ def committed(step: int, *, kind: str = "plain") -> None:
     """The iteration `step` is over, and a program that is started again would go on after it: call
     it when that is saved, after its phases, on every rank. The cluster learns from it how long
     iterations take (`kind` tells kinds apart that differ in length), and moves jobs only here. What
-    comes before a program's first rollout phase belongs to no iteration. Raises `LeaseLost`."""
+    comes before a program's first rollout phase belongs to no iteration. Raises `LeaseLost`, and
+    `ValueError` for a step that is no whole number."""
+    try:
+        step = operator.index(step)
+    except TypeError:
+        raise ValueError(f"committed({step!r}): say which step it was, a whole number") from None
     _opened().committed(step, kind)
 
 

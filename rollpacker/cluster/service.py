@@ -77,7 +77,9 @@ class Service:
         self._commands: list[Command] = []
         self._answers: list[tuple[Letter, str, Callable[[], Facts]]] = []
         self._looked_s = time.monotonic()
-        self._cluster, self._book, self._last_s = self._past.replay()
+        self._cluster, self._book, last_s = self._past.replay()
+        self._zero_s = max(last_s, time.time() - self._began_s) - time.monotonic()
+        """The host's clock is asked once: it may be set meanwhile, by hours and to and fro."""
         self._alive = Alive(self._book, runner)
         self._say_again()  # grants stand, and every job has a whole lease to be heard in
         self._want()
@@ -113,9 +115,8 @@ class Service:
 
     @property
     def _now_s(self) -> float:
-        """Never less than before, whatever the host's clock does."""
-        self._last_s = max(self._last_s, time.time() - self._began_s)
-        return self._last_s
+        """Goes on as seconds do, whatever the host's clock does."""
+        return self._zero_s + time.monotonic()
 
     def _happen(self, event: Event, facts: Facts | None = None) -> None:
         """Raises `ValueError` if the core refuses it: then nothing has happened."""
@@ -146,7 +147,7 @@ class Service:
         """Write what has happened, then obey."""
         changes_nodes = bool(self._written and self._book.hostless)
         if self._written:
-            state = State(self._cluster, self._book, self._last_s)
+            state = State(self._cluster, self._book, self._now_s)
             self._past.write(self._written, self._dealt_with(), state)
             self._written.clear()
         while self._commands:

@@ -13,6 +13,7 @@ from rollpacker.core.coexecution.nodes import Node, Pool
 NUM_NOTES = 50
 LONG_HELD = 10.0
 """A pool that is held so many times the longest phase of the job's profile is worth a word."""
+NO_COMMIT = "no commit was said: a program calls rollpacker.cluster.committed(step) after each"
 
 
 class Status:
@@ -77,6 +78,8 @@ class Status:
     def _why(self, record: Record) -> str:
         """What there is to say of its state."""
         turn, name = record.turn, record.job.name
+        if record.outcome == "done" and record.steps == record.job.steps_before:
+            return NO_COMMIT
         if record.outcome:
             return str(record.told.get("why", ""))
         if not record.is_placed:
@@ -89,10 +92,11 @@ class Status:
             other = self._cluster.kept_for(name)
             starts = "starts" if turn.purpose == START else ""
             return f"it is {other}'s turn" if other else starts
-        if name in self._alive.ever_heard:
+        is_started = self._alive.is_started(record)
+        if is_started and name in self._alive.ever_heard:
             return ""
         pause_s = record.starts_from_s - self._now_s
-        if pause_s > 0 and not self._alive.is_started(record):
+        if pause_s > 0 and not is_started:
             return f"starts again in {pause_s:,.0f} s: {record.told['why']}"
         awaited = self._alive.in_the_way(record)
         return f"starts once {awaited}" if awaited else "starts"

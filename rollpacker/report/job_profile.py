@@ -42,7 +42,7 @@ GIB, GB = 2**30, 1e9
 SHAPING = (
     *("model.path", "model.device", "model.dtype", "model.lora", "model.quantization"),
     *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_response_tokens"),
-    "rollout.dynamic_sampling",
+    *("rollout.dynamic_sampling", "environment"),
     *("rollout.engine.name", "rollout.engines", "train.processes", "train.pipeline.stages"),
 )
 """Keys of a run's config without which another run's phases take another time."""
@@ -231,6 +231,8 @@ def check_device(profile: RunProfile, *, on_gpus: bool) -> None:
 
 
 def _word(value: object) -> str:
+    if isinstance(value, Mapping):  # a whole part of the config, which the other has not
+        return "one"
     return "nothing" if value is None else str(value)
 
 

@@ -4,6 +4,7 @@ what is said, and what is refused with one message."""
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
 import os
@@ -228,6 +229,7 @@ def test_a_program_of_another_framework_is_submitted(served: Command) -> None:
         (("loop.py", "--steps", "3", "--profile", "runs/x"), "give a program --phases"),
         (("lost.py", "--phases", "1,1", "--steps", "3"), "there is no program lost.py"),
         (("loop.py", "--phases", "1,1", "--steps", "0"), "steps"),
+        (("loop.py", "--phases", "1,1", "--steps", "3", "--arguments='x"), "a shell could not"),
     ],
 )
 def test_a_program_that_says_too_little_is_refused(
@@ -418,7 +420,50 @@ def test_a_service_that_has_ended_and_one_that_is_silent(
     assert "does not answer: process 1" in said and "has ended" in said and "--folder" in said
     with take_lock(folder):
         said = command.refused("jobs")
-        assert "does not answer" in said and "has ended" not in said
+        assert "does not answer" in said and "has ended" not in said and "waits there" not in said
+
+
+def test_what_a_silent_service_was_asked_waits_for_it(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_desk, "ANSWER_S", 0.3)
+    desk = cluster_desk.Desk(dead(command.folder / "runs/lab-cluster", "lab"))
+    later = "waits there, and may start once the service answers: rollpacker cluster cancel takes"
+    with pytest.raises(ValueError, match=later):
+        desk.ask("submit", {})
+    with pytest.raises(ValueError, match=r"jobs are still known$"):
+        desk.ask("status", {})
+
+
+def test_a_disk_that_is_full_is_said_of_a_service_that_is_there(
+    served: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster_desk, "open_mailbox", lambda address: Full(Path("full")))
+        assert served("jobs") == 5
+    assert served.err.startswith("rollpacker: the disk is full"), served.err
+    assert "No space left on device: 'mail.db/service.letters'" in served.err
+    assert "does not answer" not in served.err and "tart it again" not in served.err
+
+
+class Full(FileMailbox):
+    """On a disk that is full."""
+
+    def post(self, *letter: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "mail.db/service.letters")
+
+
+def test_serve_on_a_full_disk_says_where(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, text: str) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a file that is open
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write)
+        two = ROOT / "configs/clusters/two-cores.yaml"
+        assert command("serve", two, "--local", "--folder", "here") == 5
+    assert command.err.count("\n") == 1 and "here: " in command.err, command.err
+    assert not list(Path("here").glob("mail/*"))
 
 
 def test_of_two_clusters_one_has_to_be_named(

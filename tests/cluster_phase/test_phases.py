@@ -147,6 +147,12 @@ def test_what_an_iteration_took(seat: Seat) -> None:
     assert second == Iteration(step=2, kind="long", rollout_s=2, between_s=4, train_s=8, after_s=17)
 
 
+@pytest.mark.parametrize("step", ["x", 1.5, None])
+def test_a_step_that_is_no_number_is_refused(seat: Seat, step: object) -> None:
+    with pytest.raises(ValueError, match=r"say which step it was, a whole number"):
+        cluster.committed(step)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("with_seat", [True, False])
 def test_one_phase_at_a_time(with_seat: bool, request: pytest.FixtureRequest) -> None:
     """Also outside of a cluster: a mistake shows on the laptop."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -178,6 +179,24 @@ def test_a_kill_goes_on_where_another_one_ended(runner: LocalRunner, tmp_path: P
     threading.Thread(target=holder.wait).start()
     assert runner.ended("job", 1) == -1
     assert not is_locked(device) and not (place / ENDING).exists()
+
+
+def test_a_full_disk_lets_nobody_live_who_is_killed(
+    runner: LocalRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner.start(order(tmp_path, LASTS))
+    processes = family(tmp_path)
+
+    def write(path: object, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper, "write", write)
+        with pytest.raises(OSError, match="No space left"):  # of its exit code: it is asked again
+            runner.kill("job", 1)
+    assert all(map(is_gone, processes))
+    runner.kill("job", 1)
+    assert code_of(runner) == -9
 
 
 def test_what_was_killed_before_it_began_does_not_begin(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from rollpacker.cluster import book
+from rollpacker.cli.cluster_show import doing
+from rollpacker.cluster import book, service
 from rollpacker.cluster.service import BUSY, Service
 from rollpacker.core.cluster import MAX_LOSSES, Cluster
 from rollpacker.core.coexecution.cheapest_work import CheapestWork
@@ -109,3 +111,59 @@ def test_who_waits_for_a_quota_or_behind_another_is_told_so(tmp_path: Path) -> N
     assert submit(house, "e", slo=9.0, owner="bob")["why"] == (
         "d comes first, which fits nowhere now, and nobody overtakes it"
     )
+
+
+def test_a_pause_is_shown_of_a_job_that_was_heard_before_its_loss(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(book, "PAUSES_S", (600.0,))
+    submit(house, "a")
+    house.ask("a", "rollout")
+    house.leave("a")
+    house.end("a", 1)
+    house.until(lambda: house.job("a")["incarnation"] == 2)
+    told = "starts again in 600 s: its process ended with exit code 1"
+    assert house.job("a")["why"] == told
+
+
+def test_a_job_that_is_done_without_a_commit_is_told_so(house: House) -> None:
+    for name, num_commits in (("a", 0), ("b", 1)):
+        submit(house, name)
+        house.ask(name, "rollout")
+        house.leave(name)
+        for step in range(num_commits):
+            house.commit(name, step + 1)
+        house.end(name, 0)
+        house.until(lambda name=name: house.job(name)["state"] == "done")  # type: ignore[misc]
+    assert "rollpacker.cluster.committed(step)" in doing(house.job("a"))
+    assert doing(house.job("b")) == "-"
+
+
+# -- the host's clock --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_clock_that_is_set_forward_and_back_holds_up_no_pause(
+    house: House, monkeypatch: pytest.MonkeyPatch, restarts: bool
+) -> None:
+    """Also if what happened last was written while it was wrong."""
+    monkeypatch.setattr(book, "PAUSES_S", (10.0,))
+    right = service.time
+    wrong = SimpleNamespace(
+        time=lambda: house.clock.now_s + 86400.0,
+        monotonic=house.clock.monotonic,
+        sleep=house.clock.sleep,
+    )
+    submit(house, "a")
+    house.step()
+    monkeypatch.setattr(service, "time", wrong)
+    if restarts:
+        house.service.close()
+        house.new_service()
+    house.end("a", 1)
+    house.until(lambda: house.job("a")["incarnation"] == 2)
+    monkeypatch.setattr(service, "time", right)
+    if restarts:
+        house.service.close()
+        house.new_service()
+    assert house.passes(lambda: ("a", 2) in house.runner.orders) == pytest.approx(10.0, abs=1.0)

@@ -707,19 +707,19 @@ def test_nonsense_in_a_letter_changes_nothing(house: House) -> None:
 
 
 def test_boxes_that_nobody_reads_are_gone(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forgetting, "FORGET_S", 0.0)
-    submit(house, "a")
-    house.ask("a", "rollout")
-    desks = {path.name for path in boxes(house)} - {"a.letters", "service.letters"}
-    assert len(desks) == 1 and "a.letters" in {path.name for path in boxes(house)}
-    house.end("a", 0)
-    house.until(lambda: "a.letters" not in {path.name for path in boxes(house)})
-    house.step()
-    assert {path.name for path in boxes(house)} == {*desks, "service.letters"}
-    monkeypatch.setattr(forgetting, "ANSWER_S", 0.0)
-    house.step()
-    assert {path.name for path in boxes(house)} == {"service.letters"}
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(forgetting, "FORGET_S", 0.0)
+        submit(house, "a")
+        house.ask("a", "rollout")
+        desks = {path.name for path in boxes(house)} - {"a.letters", "service.letters"}
+        assert len(desks) == 1 and "a.letters" in {path.name for path in boxes(house)}
+        house.end("a", 0)
+        house.until(lambda: "a.letters" not in {path.name for path in boxes(house)})
+        house.step()
+        assert {path.name for path in boxes(house)} == {*desks, "service.letters"}
+        patch.setattr(forgetting, "ANSWER_S", 0.0)
+        house.step()
+        assert {path.name for path in boxes(house)} == {"service.letters"}
     house.desk = lab.Desk(house.folder, meanwhile=house.step)
     submit(house, "a")  # once more
     house.ask("a", "rollout", incarnation=2)

@@ -230,6 +230,7 @@ def test_a_profile_of_another_run_is_refused(tmp_path: Path) -> None:
             "it had rollout.max_response_tokens=",
         ),
         ("rollout.dynamic_sampling.enabled=true", "dynamic_sampling.enabled=False, and this"),
+        ("environment.tools=[tools.py:add]", "environment=nothing, and this one has one, which"),
         ("rollout.samples_per_prompt=2", "Run this one alone for 6 steps, and give its folder"),
     ):
         other = load_config(folder / "config.yaml", [change], RunConfig)
