@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -25,10 +25,8 @@ class Detokenizer:
         self._all: TokenBytes | None = None
         self._plain: TokenBytes | None = None
         if self._backend is not None and _is_byte_level(self._backend):
-            added = self._backend.get_added_tokens_decoder().values()
-            special = frozenset(token.content for token in added if token.special)
             self._all = TokenBytes(self._backend)
-            self._plain = TokenBytes(self._backend, special)
+            self._plain = TokenBytes(self._backend, skips_special=True)
 
     def __call__(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Their text."""
@@ -47,17 +45,23 @@ class TokenBytes(dict[int, bytes]):
     """The bytes of each token that was asked for, as the decoder ByteLevel of tokenizers has
     them."""
 
-    def __init__(self, backend: Any, skipped: Collection[str] = ()) -> None:
-        """`skipped`: tokens, as the vocabulary writes them, that are no text."""
+    def __init__(self, backend: Any, *, skips_special: bool = False) -> None:
+        """`skips_special`: special tokens are no text."""
         super().__init__()
-        self._backend, self._skipped = backend, skipped
+        self._backend, self._skips_special = backend, skips_special
 
     def __missing__(self, token: int) -> bytes:
         written = self._backend.id_to_token(token)
         if written is None:
             return b""  # nobody's, so far
-        found = self[token] = b"" if written in self._skipped else _bytes_of(written)
+        found = self[token] = b"" if self._is_skipped(written) else _bytes_of(written)
         return found
+
+    def _is_skipped(self, written: str) -> bool:
+        if not self._skips_special:
+            return False
+        added = self._backend.get_added_tokens_decoder().values()  # some may be new
+        return any(one.special and one.content == written for one in added)
 
 
 def _bytes_of(written: str) -> bytes:

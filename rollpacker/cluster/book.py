@@ -205,8 +205,8 @@ class Book:
                 record.waited_s += self._awaits_s(record, at_s)
                 record.turn = Turn(turn.ask)
             case Committed():
-                last = record.job.steps_before + record.job.steps
-                if event.last is None and record.steps <= last < int(facts["step"]):
+                last = _last_of(record)
+                if event.numbers_otherwise and record.steps <= last:
                     told = f"has committed step {facts['step']}, and was submitted with {last}"
                     self.note(at_s, f"{name} {told}: its commits are counted as they come")
                 record.steps, record.lost_s = int(facts["step"]), ()
@@ -335,7 +335,13 @@ def committed(at_s: float, record: Record, facts: Facts) -> Committed | None:
         str(facts["kind"]),
         step,
         None if last is None else bool(last),
+        numbers_otherwise=last is None and step > _last_of(record),
     )
+
+
+def _last_of(record: Record) -> int:
+    """The number of the last step that was submitted."""
+    return record.job.steps_before + record.job.steps
 
 
 def times_of(facts: Facts) -> Times:

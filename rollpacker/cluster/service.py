@@ -204,7 +204,14 @@ class Service:
         self._start_due()
         while self._answers:
             letter, kind, answer = self._answers[0]
-            told = {**answer(), "about": letter.key}
+            try:
+                told = {**answer(), "about": letter.key}
+            except OSError:
+                raise
+            except Exception as error:  # of ours; nothing is decided by an answer
+                why = f"{letter.kind} of {letter.sender} is not answered: an error of the service's"
+                kind, told = "refused", {"why": f"{why}, {error!r}", "about": letter.key}
+                self._say(f"{told['why']}. Please report it")
             self._mailbox.post(letter.sender, SERVICE, f"re {letter.key}", kind, told)
             self._forgetting.answered(letter.sender)
             self._answers.pop(0)

@@ -66,7 +66,10 @@ class MainTask:
         with self._lock:
             calls, self._together = self._together, []
         for function, arguments in calls:
-            function(*arguments)
+            try:
+                function(*arguments)
+            except Exception as error:  # the others are called, as if each were posted by itself
+                self.fail(error)
 
     def later(self, deed: Deed) -> None:
         """Do it after all that was asked for before. Thread-safe."""

@@ -52,10 +52,12 @@ class Committed:
     kind: str = "plain"
     """Of its round."""
     step: int = field(default=0, metadata=OMIT_DEFAULT)
-    """The job's number of it. 0, or one beyond its last where `last` is None: it is one more than
-    the one before."""
+    """The job's number of it. 0: nobody says, and it is one more than the one before."""
     last: bool | None = field(default=None, metadata=OMIT_DEFAULT)
     """No iteration comes after it. None: nobody says, and it is the last that was submitted."""
+    numbers_otherwise: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """The job numbers its commits as it likes: this is one more than the one before. (Earlier
+    versions did not say so, and are replayed as they counted.)"""
 
 
 @dataclass(frozen=True, slots=True)

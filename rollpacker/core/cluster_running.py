@@ -58,8 +58,8 @@ class Running:
     def commits(self, event: Committed) -> int:
         """It has committed an iteration. Returns how many are left to do."""
         steps = event.step - self.job.steps_before
-        if not event.step or (event.last is None and steps > self.job.steps):
-            steps = self.steps + 1  # a program numbers its commits as it likes
+        if not event.step or event.numbers_otherwise:
+            steps = self.steps + 1
         self.steps, self.work_s, self.lost_s = steps, self.work_s + event.work_s, ()
         if event.last is None:
             return self.job.steps - steps

@@ -75,9 +75,10 @@ class Workload:
         facts = (scenario.seed, cap, scenario.stages, laws, turns)
         if any(law.trace is not None for law in laws):  # a file may have changed
             return cls(scenario)
-        if cls._latest is None or cls._latest[0] != facts:
-            cls._latest = (facts, cls(scenario))
-        latest, workload = cls._latest[1], cls.__new__(cls)
+        kept = cls._latest
+        if kept is None or kept[0] != facts:
+            kept = cls._latest = (facts, cls(scenario))
+        latest, workload = kept[1], cls.__new__(cls)
         window = scenario.oracle.reorder_window * scenario.rollout.prompts_per_step
         parts, num_samples = latest._parts, scenario.rollout.samples_per_prompt
         workload._set_up(parts, scenario.seed, None, window, num_samples)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollpacker.cluster.mailbox import SERVICE
 from rollpacker.cluster.mailbox_seat import LEASE_S
 from rollpacker.cluster.service import AWAY_S
+from rollpacker.cluster.status import Status
 from rollpacker.core.cluster import Cancelled, Cluster, Command, Event
 from tests.cluster_service.test_service import (
     Clock,
@@ -134,3 +136,21 @@ def test_a_start_that_a_new_service_makes_once_more_can_still_be_silent(
 
     monkeypatch.setattr(house.service, "_start_due", answers_again)
     house.passes(lambda: "kill a 1" in house.runner.log)
+
+
+def test_a_question_that_the_service_fails_at_is_refused_and_the_others_are_answered(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = House(tmp_path, 1, clock)
+    submit(house, "a")
+
+    def failing(self: Status, name: str, began_s: float) -> Any:
+        raise ZeroDivisionError("an error of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Status, "whole", failing)
+        house.mailbox.post(SERVICE, "somebody", "1", "status", {})
+        house.step()
+    (answer,) = house.mailbox.read("somebody", 0, 0.0)
+    assert answer.kind == "refused" and "an error of ours" in answer.facts["why"]
+    assert house.job("a")["state"] == "running"

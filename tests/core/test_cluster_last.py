@@ -36,7 +36,9 @@ def done(steps: int = 10, steps_before: int = 0) -> Watched:
 
 
 def commit(watched: Watched, step: int, last: bool | None = None) -> list[tuple[str, Phase]]:
-    event = Committed(6.0, "a", 130.0, TIMES, step=step, last=last)
+    event = Committed(
+        6.0, "a", 130.0, TIMES, step=step, last=last, numbers_otherwise=last is None and step > 1000
+    )
     return granted(watched.tell(event))
 
 
@@ -68,6 +70,13 @@ def test_who_numbers_its_commits_otherwise_is_done_after_so_many() -> None:
     for step in (1001, 1002):
         assert commit(watched, step) == []
     assert commit(watched, 1003) == [("b", "rollout")]
+
+
+def test_an_earlier_version_that_did_not_say_so_is_replayed_as_it_was() -> None:
+    watched = done(steps=3)
+    event = Committed(6.0, "a", 130.0, TIMES, step=1001)
+    assert "numbers_otherwise" not in to_plain(event)
+    assert granted(watched.tell(event)) == [("b", "rollout")]
 
 
 def test_who_asks_after_all_has_its_turns_again() -> None:

@@ -37,6 +37,27 @@ def test_whose_slo_would_break_is_named() -> None:
     )
 
 
+def varied(name: str, slo: float, steps: int, seconds: tuple[float, ...]) -> ClusterJob:
+    rounds = (RoundTimes(rollout_s=seconds, train_s=(30.0,)),)
+    return ClusterJob(name=name, rounds=rounds, steps=steps, slo=slo)
+
+
+def test_an_slo_that_only_the_longer_run_believes_in_is_not_said_to_be_enough() -> None:
+    """A job of few and varied iterations."""
+    num_told = 0
+    for steps in range(3, 9):
+        long = varied("a", 4.0, 200, (100.0, 150.0, 200.0, 300.0, 400.0))
+        one = cluster(long, varied("b", 1.1, steps, (20.0, 30.0, 50.0)))
+        found = re.search(r"submitted with --slo (\S+) it could", one.awaits("b", 1.0))
+        if found is None:
+            continue
+        num_told += 1
+        one.handle(Cancelled(3.0, "b"))
+        again = varied("b", float(found[1]), steps, (20.0, 30.0, 50.0))
+        assert [type(command) for command in one.handle(Submitted(4.0, again))] == [Start], steps
+    assert num_told
+
+
 @pytest.mark.parametrize("slo", [1.0, 1.3])
 def test_an_slo_that_is_said_to_be_enough_is(slo: float) -> None:
     one = cluster(job("a", slo=4.0), job("b", slo=4.0, rollout_s=60.0), job("c", slo=slo))

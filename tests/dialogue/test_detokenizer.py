@@ -75,6 +75,11 @@ def test_tokens_that_are_added_later_and_such_as_nobody_has() -> None:
         want = tokenizer.decode(tokens, skip_special_tokens=False)
         assert text(tokens, skip_special_tokens=False) == want
         assert "<na\u00efve \u4f60>" in want
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<late>"]})
+    for skips in (False, True):
+        want = tokenizer.decode([5, late + 1, 6], skip_special_tokens=skips)
+        assert text([5, late + 1, 6], skip_special_tokens=skips) == want
+        assert ("<late>" in want) is not skips
 
 
 class Shouting(PreTrainedTokenizerFast):

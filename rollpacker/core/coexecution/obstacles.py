@@ -37,7 +37,7 @@ class _Try:
 
     @property
     def excess(self) -> float:
-        return max(slowdown / limit for slowdown, limit in self.breaks.values())
+        return max(slowdown / max(limit, 1.0) for slowdown, limit in self.breaks.values())
 
 
 def obstacle(
@@ -75,10 +75,19 @@ def _tries(
         assert choice.group is not None
         known = {**state.groups[choice.group].rest, **own}
         for order in orders:
-            forecasts = Outlook(choice.layout, order).confirmed()
-            yield _Try(
-                choice.layout, order, known, broken(choice.layout, forecasts, known, confidence)
-            )
+            breaks = _breaks(choice.layout, order, known, confidence)
+            yield _Try(choice.layout, order, known, breaks)
+
+
+def _breaks(
+    layout: Layout, order: Order, rest: Mapping[str, Rest], confidence: float
+) -> dict[str, tuple[float, float]]:
+    """`broken`, by the short run or by the longer one: placement believes both."""
+    outlook = Outlook(layout, order)
+    found = broken(layout, outlook.forecasts(), rest, confidence)
+    for name, (slowdown, limit) in broken(layout, outlook.confirmed(), rest, confidence).items():
+        found[name] = (max(slowdown, found.get(name, (0.0, limit))[0]), limit)
+    return found
 
 
 def _load(layout: Layout) -> float:
@@ -92,7 +101,7 @@ def _possible(one: _Try, job: ClusterJob, confidence: float) -> float | None:
     rest = {name: known for name, known in one.rest.items() if name != job.name}
     slo, layout = job.slo, one.layout
     for _ in range(_NUM_TRIES):
-        breaks = broken(layout, Outlook(layout, one.order).confirmed(), rest, confidence)
+        breaks = _breaks(layout, one.order, rest, confidence)
         if not breaks:
             return slo
         if breaks.keys() != {job.name}:
