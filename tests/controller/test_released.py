@@ -31,6 +31,8 @@ from tests.controller.fakes import FakeEngine, FakeTrainer, Live, drive, make, r
 LIMIT_S = 30.0
 """After so long a wait that should have ended is given up."""
 LONGEST = 9
+NUM_EARLY = 2
+"""Portions of gradients for which the longest samples of a step wait."""
 
 
 def colocated(steps: int) -> RunConfig:
@@ -55,7 +57,8 @@ class Tail(FakeEngine):
         return (7,) * (LONGEST if noise.prompt.row % 6 == 0 else 1 + noise.prompt.row % 3)
 
     def _go_on(self, live: Live) -> None:
-        if len(live.tokens) < LONGEST - 1 or self._may_end():
+        # Two short of its end: a sample that moves draws a token at once where it arrives.
+        if len(live.tokens) < LONGEST - 2 or self._may_end():
             super()._go_on(live)
 
     @property
@@ -68,12 +71,15 @@ class Replicas(FakeTrainer):
 
     engines: Sequence[Tail] = ()
     num_early = 0
+    """Portions of this step that began on a released device."""
 
     async def accumulate(
         self, samples: Sequence[TrainSample], replicas: Sequence[int] | None = None
     ) -> None:
         if replicas is not None:
-            assert [*replicas] == [1] and self.engines[0].num_live and not self.engines[1].num_live
+            assert [*replicas] == [1] and not self.engines[1].num_live
+            # The long samples may end from the second portion on: later ones may come behind them.
+            assert self.engines[0].num_live or self.num_early >= NUM_EARLY
             self.num_early += 1
         await super().accumulate(samples, replicas)
 
@@ -89,7 +95,7 @@ def test_a_replica_begins_while_the_other_engine_still_generates(tmp_path: Path)
     until = time.monotonic() + LIMIT_S
 
     def may_end() -> bool:
-        return trainer.num_early >= 2 or time.monotonic() > until
+        return trainer.num_early >= NUM_EARLY or time.monotonic() > until
 
     trainer.engines = [Tail(may_end, 0.002), Tail(may_end, 0.02)]
     engines = Engines(trainer.engines, lambda number, incarnation: pytest.fail("none is lost"))
@@ -103,8 +109,8 @@ def test_a_replica_begins_while_the_other_engine_still_generates(tmp_path: Path)
     assert [c.devices for c in commands if isinstance(c, Release)] == [(1,), (1,)]
     assert any(isinstance(c, Move) and c.engine == 0 for c in commands)
     early = [entry for entry in recorder.entries if isinstance(entry, Note) and is_early(entry)]
-    assert len(early) >= 4
-    assert trainer.calls.count("accumulate on [1]") >= 4 and "rescale" in trainer.calls
+    assert len(early) >= 2 * NUM_EARLY
+    assert trainer.calls.count("accumulate on [1]") >= 2 * NUM_EARLY and "rescale" in trainer.calls
     for step, weights in zip(
         [c for c in commands if isinstance(c, TrainOn)], trainer.weights, strict=True
     ):
