@@ -280,9 +280,8 @@ class Fleet:
     ) -> list[Command]:
         """The job's commands as they go to the engines. `on_aborted` is told of samples that nobody
         will answer for, and its commands are added."""
-        if not self.unanswered:
-            if not any(type(command) in _DIRECTED for command in commands):
-                return commands
+        if not (self.unanswered or any(type(command) in _DIRECTED for command in commands)):
+            return commands
         commands = self._assign(commands)
         while self.unanswered:
             commands += self._assign(on_aborted(self.unanswered.popleft()))
