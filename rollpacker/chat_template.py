@@ -66,7 +66,7 @@ class TokenBytes(dict[int, bytes]):
 
 def _bytes_of(written: str) -> bytes:
     """A token with a letter that stands for no byte, as an added one may have, is what it says."""
-    letters = _byte_letters()
+    letters = byte_letters()
     try:
         return bytes([letters[letter] for letter in written])
     except KeyError:
@@ -74,7 +74,7 @@ def _bytes_of(written: str) -> bytes:
 
 
 @cache
-def _byte_letters() -> dict[str, int]:
+def byte_letters() -> dict[str, int]:
     """The byte that each letter stands for, as GPT-2's vocabulary writes bytes: those that can be
     seen in Latin-1 as themselves, the others, in order, from U+0100 on."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -192,6 +192,7 @@ class Session:
             self.stack.callback(policy.inputs.turns.close)
         longest = max(len(row.tokens) for row in policy.train_prompts.rows)
         check_longest_sample(self.config, longest)
+        _warn_of_few_rows(self.config, len(policy.train_prompts.rows))
         return policy
 
     def _check_training(self) -> None:
@@ -376,3 +377,14 @@ def _load(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
         raise RunError(
             f"{error}. The run cannot go on from there (`--overwrite` begins anew)"
         ) from error
+
+
+def _warn_of_few_rows(config: RunConfig, num_rows: int) -> None:
+    """A step takes no prompt of the next epoch where each ends with the queue empty."""
+    tail, asked = config.tail, config.rollout.prompts_per_step
+    if num_rows < asked and (tail.flush_each_epoch or not tail.enabled):
+        logger.warning(
+            "rollout.prompts_per_step=%d is more than the %d prompts of data.train: no step has"
+            " more than these. Lower it, or bring more rows",
+            *(asked, num_rows),
+        )

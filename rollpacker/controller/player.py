@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from rollpacker.core.acting import TurnLimits
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.data.dataset import PromptRow
-from rollpacker.dialogue.trajectory import Dialogue, Segment, Trajectory
+from rollpacker.dialogue.trajectory import Dialogue, Segment, TooLong, Trajectory
 from rollpacker.environments.environment import (
     Answered,
     Begun,
@@ -114,6 +114,12 @@ class Play:
     def prompted(self, prompt: tuple[int, ...], given: tuple[int, ...] = ()) -> None:
         """The next turn has this whole prompt, whatever came before; see `Trajectory.prompted`."""
         self._goes_on(self.trajectory.prompted(prompt, given), len(given))
+
+    def overflowed(self, most: int) -> None:
+        """More is given than the trajectory may have, which is these `most`: it is over, and counts
+        as full. How much it was nobody has counted."""
+        self.num_given = max(most - self.num_tokens, 0)
+        self.num_tokens += self.num_given
 
     def _goes_on(self, trajectory: Trajectory, num_given: int) -> None:
         longer = trajectory.num_context - len(trajectory.prompt) - self.num_tokens
@@ -237,13 +243,13 @@ class Player:
                 play.dialogue = self._with_tools(begun.tools)
             if begun.messages is None or play.num_turns:
                 return begun
-            prompt = self._dialogue_of(play).prompt(begun.messages)
+            prompt = self._dialogue_of(play).prompt(begun.messages, most=self._max_prompt_tokens)
+        except TooLong:
+            return self._too_long_prompt("a prompt of")
         except ValueError as error:
             return Lost(reason=str(error), cause="environment")
         if len(prompt) > self._max_prompt_tokens:
-            most = f"data.max_prompt_tokens={self._max_prompt_tokens}"
-            reason = f"it says a prompt of {len(prompt)} tokens, more than {most}"
-            return Lost(reason=reason, cause="prompt")
+            return self._too_long_prompt(f"a prompt of {len(prompt)} tokens,")
         play.trajectory, play.prompt = Trajectory(prompt), begun.messages
         if self._prompts.setdefault(sample.prompt, prompt) != prompt:
             self._warn_once(
@@ -251,6 +257,10 @@ class Player:
                 " with each other: let `reset` draw by row['seed'] alone"
             )
         return begun
+
+    def _too_long_prompt(self, said: str) -> Lost:
+        most = f"data.max_prompt_tokens={self._max_prompt_tokens}"
+        return Lost(reason=f"it says {said} more than {most}", cause="prompt")
 
     async def act(
         self, play: Play, turn: int, *, anew: bool = False, timeout_s: float | None = None
@@ -275,6 +285,8 @@ class Player:
         if not (answer.done or answer.truncated):
             try:
                 self._answered(play, message, answer.messages)
+            except TooLong:
+                play.overflowed(self.limits.max_trajectory_tokens or 0)
             except ValueError as error:
                 return Lost(reason=str(error), cause="environment")
         play.messages += [message, *answer.messages]
@@ -319,10 +331,12 @@ class Player:
         return None
 
     def _answered(self, play: Play, said: Message, told: Sequence[Message]) -> None:
-        """What the next turn stands behind. Raises `ValueError` if the template refuses it."""
-        dialogue = self._dialogue_of(play)
+        """What the next turn stands behind. Raises `ValueError` if the template refuses it, and
+        `TooLong` if it surely is more than a trajectory may have."""
+        dialogue, most = self._dialogue_of(play), self.limits.max_trajectory_tokens
+        room = None if most is None else most - play.num_tokens
         if not self._takes_rewrites or dialogue.rewritten() is None:
-            play.grown(dialogue.appended(told, play.drawn))
+            play.grown(dialogue.appended(told, play.drawn, most=room))
             return
         begun = play.prompt or play.row.messages
         if begun is None:
@@ -330,10 +344,11 @@ class Player:
                 "the prompt is a text, and a template that rewrites earlier turns needs messages:"
                 " set data.train.chat=true, or let reset say the prompt"
             )
-        prompt = dialogue.prompt([*begun, *play.messages, said, *told])
+        longest = None if most is None else len(play.trajectory.prompt) + most
+        prompt = dialogue.prompt([*begun, *play.messages, said, *told], most=longest)
         given: tuple[int, ...] = ()
         with contextlib.suppress(ValueError):  # it cannot be told apart from what was rewritten
-            given = dialogue.appended(told, play.drawn)
+            given = dialogue.appended(told, play.drawn, most=room)
         play.prompted(prompt, given)
 
     def episode(self, play: Play) -> Episode:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from rollpacker.chat_template import Detokenizer
+from rollpacker.dialogue.token_length import TokenLength, token_length
+from rollpacker.dialogue.trajectory import TooLong
 
 Held = Mapping[str, str]
 """What stands in a rendered text for a marker that somebody's words spell: stand-in -> words."""
@@ -77,6 +80,21 @@ class Encoder:
             for message in plain
         ]
         return changed, {found: text for text, found in words.items()}
+
+    def check_room(self, text: str, held: Held, most: int | None) -> None:
+        """Raises `TooLong` for a text that surely has more than `most` tokens. One that nobody can
+        say it of passes."""
+        if most is None or len(text) <= most or self._token_length is None:
+            return
+        if held:  # a stand-in may be longer than what it stands for
+            stand_ins = re.compile("|".join(map(re.escape, held)))
+            text = stand_ins.sub(lambda found: held[found.group()], text)
+        if self._token_length.fewest(text) > most:
+            raise TooLong
+
+    @cached_property
+    def _token_length(self) -> TokenLength | None:
+        return token_length(self._tokenizer)
 
     def encode(self, text: str, held: Held | None = None, behind: int | None = None) -> list[int]:
         """The tokens of `text`, with what is held in it encoded as letters; `behind` is a token

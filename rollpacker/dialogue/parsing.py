@@ -147,13 +147,15 @@ class TemplateDialogue:
         self._parser = TurnParser(template)
         self._with_tools: dict[str, TemplateDialogue] = {}
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt(self, messages: Sequence[Message], *, most: int | None = None) -> tuple[int, ...]:
         """See `Dialogue`."""
-        return self.template.prompt(messages)
+        return self.template.prompt(messages, most=most)
 
-    def appended(self, messages: Sequence[Message], sampled: Sequence[int]) -> tuple[int, ...]:
+    def appended(
+        self, messages: Sequence[Message], sampled: Sequence[int], *, most: int | None = None
+    ) -> tuple[int, ...]:
         """See `Dialogue`."""
-        return self.template.appended(messages, sampled)
+        return self.template.appended(messages, sampled, most=most)
 
     def message(self, sampled: Sequence[int], turn: int) -> dict[str, Any]:
         """See `Dialogue`."""

@@ -53,7 +53,11 @@ class DialogueTemplate:
         last = self.render([_QUESTION, _ANSWER])
         followed = self.render([_QUESTION, _ANSWER, _QUESTION], to_go_on=True)
         if STAND_IN not in last or STAND_IN not in followed:
-            raise TemplateError("the chat template does not show an assistant's message.")
+            raise TemplateError(
+                "the chat template does not show an assistant's message as it is: it leaves it out,"
+                " or rewrites it (cuts it short, say), so that what the model drew would not be"
+                " what it sees. Use a template that shows it whole."
+            )
         self._last_ending = last.partition(STAND_IN)[2]
         self._encoder = Encoder(tokenizer, [last, followed])
         if self.tools:
@@ -71,20 +75,26 @@ class DialogueTemplate:
         (the next message's own begins it)."""
         return end_of_turn(self.tokenizer, self.kwargs)
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt(self, messages: Sequence[Message], *, most: int | None = None) -> tuple[int, ...]:
         """The tokens up to and with the generation prompt. Of a dialogue with turns of the model in
-        it: the whole prefix, rendered anew, for templates that rewrite what came before."""
+        it: the whole prefix, rendered anew, for templates that rewrite what came before. Raises
+        `TooLong` rather than encode what surely has more than `most` tokens."""
         changed, held = self._encoder.held(messages)
-        return tuple(self._encoder.encode(self.render(changed, to_go_on=True), held))
+        text = self.render(changed, to_go_on=True)
+        self._encoder.check_room(text, held, most)
+        return tuple(self._encoder.encode(text, held))
 
-    def appended(self, messages: Sequence[Message], sampled: Sequence[int]) -> tuple[int, ...]:
+    def appended(
+        self, messages: Sequence[Message], sampled: Sequence[int], *, most: int | None = None
+    ) -> tuple[int, ...]:
         """What is given to the model behind a turn of these `sampled` tokens: what is missing of
         the template's ending of the turn (all of it if the turn was cut off), the new messages
         (tools' results, a user's message; there may be none), the generation prompt. Raises
-        `TemplateError` if the template refuses the messages."""
+        `TemplateError` if the template refuses the messages, and `TooLong` as `prompt` does."""
         changed, held = self._encoder.held(messages)
         end = sampled[-1] if sampled and sampled[-1] in self.end_tokens else None
         text = self._without(end, self.behind_turn(changed))
+        self._encoder.check_room(text, held, most)
         return tuple(self._encoder.encode(text, held, behind=end))
 
     def canonical(self, text: str) -> tuple[int, ...]:

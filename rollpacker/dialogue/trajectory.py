@@ -13,6 +13,10 @@ Message = Mapping[str, Any]
 """As chat templates take it: see `environments.environment`."""
 
 
+class TooLong(Exception):
+    """A text surely has more tokens than there is room for; nobody has encoded it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Adjacent tokens of one origin."""
@@ -148,14 +152,17 @@ class Trajectory:
 class Dialogue(Protocol):
     """What a model's chat template makes of messages, and the messages that it makes of tokens."""
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt(self, messages: Sequence[Message], *, most: int | None = None) -> tuple[int, ...]:
         """The tokens up to and with the generation prompt. Raises `ValueError` if the template
-        refuses the messages."""
+        refuses the messages, and `TooLong` rather than encode what surely has more than `most`
+        tokens."""
         ...
 
-    def appended(self, messages: Sequence[Message], sampled: Sequence[int]) -> tuple[int, ...]:
-        """What is given to the model behind a turn of these `sampled` tokens. Raises `ValueError`
-        if the template refuses the messages."""
+    def appended(
+        self, messages: Sequence[Message], sampled: Sequence[int], *, most: int | None = None
+    ) -> tuple[int, ...]:
+        """What is given to the model behind a turn of these `sampled` tokens. Raises as `prompt`
+        does."""
         ...
 
     def message(self, sampled: Sequence[int], turn: int) -> dict[str, Any]:

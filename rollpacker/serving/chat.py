@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_CHOICES = 128
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""As OpenAI's API has them. A template would render any other one as if it meant something."""
 
 _KNOWN = {
     *("messages", "model", "tools", "n", "stream", "stream_options", "temperature", "top_p"),
@@ -168,6 +170,9 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     """A message as chat templates take it."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise ApiError(f"{where} is no message with a role", param=where)
+    if value["role"] not in ROLES:
+        known = ", ".join(ROLES)
+        raise ApiError(f"{where}.role is {value['role'][:40]!r}, not one of {known}", param=where)
     role = "system" if value["role"] == "developer" else value["role"]
     message: dict[str, Any] = {"role": role, "content": _text(value.get("content"), where)}
     for name in ("name", "tool_call_id", "reasoning_content"):

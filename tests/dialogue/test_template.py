@@ -188,6 +188,7 @@ def test_a_template_that_knows_no_tools(source: str, missing: str) -> None:
     [
         ("{{ raise_exception('never') }}", "refuses the messages: never"),
         ("{{ messages[0].content }}", "does not show an assistant's message"),
+        ("{% for m in messages %}{{ m.content[:3] }}{% endfor %}", "or rewrites it"),
         ("{{ 1 / 0 }}", "refuses the messages"),
     ],
 )

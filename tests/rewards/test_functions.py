@@ -435,3 +435,16 @@ def test_columns_that_no_worker_can_get(tmp_path: Path) -> None:
     verdicts = values(reward(tmp_path, source), [sample(answer=1), sample(answer=lambda: 1)])
     assert verdicts[0] == 1.0
     assert "f cannot be called: its columns cannot be sent to a worker" in str(verdicts[1])
+
+
+def test_what_a_function_raises_steers_no_terminal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = r"""
+        def f(completions):
+            raise ValueError("bad\x1b[2J one")
+    """
+    scored(reward(tmp_path, source), [sample()])
+    told = next(line for line in caplog.messages if "f: no verdict: ValueError" in line)
+    assert r"bad\x1b[2J one" in told and "\x1b" not in told
+    assert "\n" in told and "raise ValueError" in told  # its lines stay lines

@@ -164,6 +164,7 @@ CALLED = ({"role": "assistant", "content": "an answer"}, {"role": "user", "conte
         ({"messages": []}, 400, "messages must be a list"),
         ({"messages": [QUESTION, {"role": "assistant", "content": "x"}]}, 400, "assistant's own"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "no text"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "'wizard', not one of system,"),
         ({"temperature": "warm"}, 400, "temperature must be a number"),
         ({"n": 0}, 400, "n must lie between 1 and 128"),
         ({"tools": [{"type": "function"}]}, 400, "tools must be a list"),

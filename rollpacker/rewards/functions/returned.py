@@ -92,7 +92,8 @@ def error_of(error: BaseException) -> dict[str, str]:
 
 
 def _users_lines(error: BaseException) -> str:
-    """Return what was raised and by which lines of the user's own code, the innermost last."""
+    """Return what was raised and by which lines of the user's own code, the innermost last; it is
+    shown as it is."""
     while isinstance(error.__cause__, BaseException):
         error = error.__cause__
     try:
@@ -105,7 +106,12 @@ def _users_lines(error: BaseException) -> str:
         if not Path(frame.filename).is_relative_to(_PACKAGE)
     ]
     lines = "".join(traceback.format_list(frames[-8:])).rstrip()
-    return f" ({said[:_MAX_LINES]})\n{lines[-_MAX_LINES:]}"
+    return _without_controls(f" ({said[:_MAX_LINES]})\n{lines[-_MAX_LINES:]}")
+
+
+def _without_controls(text: str) -> str:
+    """On its lines, with what a terminal would obey as an escape, as with what workers print."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def shortened(text: str, most: int = 200) -> str:

@@ -36,8 +36,12 @@ ANSWER_WITHIN_S = 0.25
 GIVE_IN_WITHIN_S = {False: 0.1, True: 1.0}
 """A call that was given up may go on for so long before its worker is ended. The key says whether
 the function is async."""
+HELD_S = 0.25
+"""A deadline that is looked at so late finds that this loop itself was held up."""
 MAX_FAILED_STARTS = 3
 """After so many in a row, calls that wait are given up."""
+
+_Then = Callable[[PoolCall, PoolWorker], None]
 
 
 class WorkerPool:
@@ -125,8 +129,24 @@ class WorkerPool:
         worker.calls[call.number] = call
         worker.process.send(CALL, call.number, call.payload)
         call.payload = b""
-        call.timer = self.loop.call_later(call.limit_s, self._overran, call, worker)
+        self._give_until(call.limit_s, self._overran, call, worker)
         self._keep_watching()
+
+    def _give_until(self, within_s: float, then: _Then, call: PoolCall, worker: PoolWorker) -> None:
+        """Have `then` called if the call is not over within so many seconds of this loop's."""
+        due_s = self.loop.time() + within_s
+        call.timer = self.loop.call_at(due_s, self._due, due_s, within_s, then, call, worker)
+
+    def _due(
+        self, due_s: float, within_s: float, then: _Then, call: PoolCall, worker: PoolWorker
+    ) -> None:
+        """A loop that was held up has not read what lies in the pipe, which may be the reply, and
+        the worker may have waited for room there: the call gets back what it was held up for."""
+        held_s = self.loop.time() - due_s
+        if held_s > HELD_S:
+            self._give_until(min(held_s, within_s), then, call, worker)
+        else:
+            then(call, worker)
 
     def _message(self, worker: PoolWorker, kind: int, number: int, content: dict[str, Any]) -> None:
         if kind == ACK:
@@ -160,7 +180,7 @@ class WorkerPool:
             self._lose_stopped(worker)
         elif self._is_async:
             worker.process.send(CANCEL, call.number)
-            call.timer = self.loop.call_later(self._answer_within_s(), self._hangs, call, worker)
+            self._give_until(self._answer_within_s(), self._hangs, call, worker)
         else:
             self._hangs(call, worker)
 

@@ -1,0 +1,103 @@
+"""How many characters of a text one token can cover at most, where a tokenizer's parts say that.
+
+A text of more characters than that times the tokens that fit does not fit, which is so known
+without encoding it: megabytes take seconds, in which an event loop stands still.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from rollpacker.chat_template import byte_letters
+
+_COMPOSED = 4
+"""So many characters become one at most under NFC and NFKC: a letter and three marks."""
+_COMPOSES = {"NFC": _COMPOSED, "NFKC": _COMPOSED, "NFD": 1, "NFKD": 1, "Lowercase": 1}
+_COMPOSES |= {"Prepend": 1, "ByteLevel": 1}
+_KEEPS_ALL = {"ByteLevel", "Digits", "Metaspace"}
+_BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLength:
+    """What a token covers at most."""
+
+    longest: int
+    """Characters of a token."""
+    composes: int
+    """The normalizer composes one character of at most so many, but none of ASCII."""
+
+    def fewest(self, text: str) -> int:
+        """A text has so many tokens at least."""
+        return -(-len(text) // (self.longest * (1 if text.isascii() else self.composes)))
+
+
+def token_length(tokenizer: Any) -> TokenLength | None:
+    """None: nobody can say, as where a normalizer or a token may swallow white space, or one
+    unknown token stands for a whole word. Known are vocabularies of bytes or with one token for
+    each byte (BPE, which is what nearly all chat models have), and those of single characters."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    added = backend.get_added_tokens_decoder().values()
+    normalizer, cut = _parts_of(backend.normalizer), _parts_of(backend.pre_tokenizer)
+    if any(one.lstrip or one.rstrip for one in added) or normalizer is None or cut is None:
+        return None
+    by = [_composes(part) for part in normalizer]
+    if None in by or not all(map(_keeps_all, cut)):
+        return None
+    longest = max((len(one.content) for one in added), default=1)
+    if not _is_by_characters(backend, cut):
+        if not _has_all_bytes(backend, [*normalizer, *cut]):
+            return None
+        longest = max(longest, *map(len, backend.get_vocab()))
+    return TokenLength(longest, math.prod(one or 1 for one in by))
+
+
+def _parts_of(whole: Any) -> list[dict[str, Any]] | None:
+    """Of a normalizer or pre-tokenizer; None for one that is written in Python."""
+    if whole is None:
+        return []
+    try:
+        found = json.loads(whole.__getstate__())
+    except Exception:  # tokenizers' own classes of errors
+        return None
+    if found["type"] != "Sequence":
+        return [found]
+    return list(found.get("normalizers") or found.get("pretokenizers") or [])
+
+
+def _is_by_characters(backend: Any, cut: list[dict[str, Any]]) -> bool:
+    """Each character is a word, and each word a token."""
+    kinds = [(one["type"], one.get("pattern"), one.get("behavior")) for one in cut]
+    alone = [("Split", {"Regex": r"[\s\S]"}, "Isolated")]
+    return type(backend.model).__name__ == "WordLevel" and kinds == alone
+
+
+def _composes(part: dict[str, Any]) -> int | None:
+    """A normalizer composes one character of so many at most. None: more than composing may go."""
+    if part["type"] == "Replace":
+        return 1 if len(part["pattern"].get("String", "")) == 1 and part["content"] else None
+    return _COMPOSES.get(part["type"])
+
+
+def _keeps_all(cut: dict[str, Any]) -> bool:
+    """It drops no character."""
+    if cut["type"] in ("Split", "Punctuation"):
+        return bool(cut["behavior"] != "Removed")
+    return cut["type"] in _KEEPS_ALL
+
+
+def _has_all_bytes(backend: Any, parts: list[dict[str, Any]]) -> bool:
+    """Whether each character is in a token, so that none is dropped and no unknown token stands for
+    many of them."""
+    model = backend.model
+    if type(model).__name__ != "BPE" or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    if any(part["type"] == "ByteLevel" for part in parts):
+        return all(letter in vocabulary for letter in byte_letters())
+    return bool(model.byte_fallback) and all(one in vocabulary for one in _BYTES)
