@@ -280,7 +280,7 @@ class Lab(cluster_chaos.Lab):
 def _trainer_of(pid: int) -> int:
     """The process of its trainer. Raises `LookupError`."""
     parents: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for path in (process / "stat" for process in Path("/proc").glob("[0-9]*")):
         try:
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
         except OSError:

@@ -144,7 +144,7 @@ def adopt() -> None:
 def descendants() -> dict[int, str]:
     """Processes below this one that have not ended, and their commands."""
     parents: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for path in (process / "stat" for process in Path("/proc").glob("[0-9]*")):
         with suppress(OSError):
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
             if state != "Z":

@@ -106,7 +106,7 @@ def _own_cgroups() -> list[Path]:
 def descendants() -> list[int]:
     """Processes below this one, zombies included."""
     parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat in (process / "stat" for process in Path("/proc").glob("[0-9]*")):
         try:
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
         except OSError:

@@ -206,7 +206,8 @@ def _processes() -> _Processes:
     """All of the host. A process has ended when its last thread has, not its first: until then it
     has its files open, and its devices."""
     found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    # Not glob("[0-9]*/stat"): it looks itself, and raises for a process that ends meanwhile.
+    for path in (process / "stat" for process in Path("/proc").glob("[0-9]*")):
         with contextlib.suppress(OSError):
             fields = path.read_text().rpartition(")")[2].split()
             state, parent, num_threads, began = (fields[n] for n in (0, 1, 17, 19))

@@ -67,7 +67,7 @@ class _Bait:
     def marked(self) -> list[int]:
         """Processes on this machine that carry the mark."""
         found = []
-        for comm in Path("/proc").glob("[0-9]*/comm"):
+        for comm in (process / "comm" for process in Path("/proc").glob("[0-9]*")):
             with contextlib.suppress(OSError):
                 if comm.read_text().strip() == self.mark:
                     found.append(int(comm.parent.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -82,7 +83,10 @@ def assert_equal(one: Path, other: Path) -> None:
 def worker_pids(run_pid: int) -> dict[int, int]:
     """By rank, whichever thread of the run has started them."""
     found = {}
-    children = [path.read_text() for path in Path(f"/proc/{run_pid}/task").glob("*/children")]
+    children = list[str]()
+    for thread in Path(f"/proc/{run_pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            children.append((thread / "children").read_text())
     for pid in map(int, " ".join(children).split()):
         if b"rollpacker.trainer.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
             words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

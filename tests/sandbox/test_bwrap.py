@@ -73,7 +73,7 @@ def one(program: str, **options: object) -> RunResult:
 def descendants(pid: int) -> dict[int, str]:
     """Names of all processes below this one, zombies included."""
     parents, names = {}, {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat in (process / "stat" for process in Path("/proc").glob("[0-9]*")):
         with contextlib.suppress(OSError):
             before, _, after = stat.read_text().rpartition(")")
             names[int(stat.parent.name)] = before.partition("(")[2]

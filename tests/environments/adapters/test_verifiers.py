@@ -110,7 +110,7 @@ def test_tools_that_tasks_share_are_started_once_for_all_open_episodes() -> None
 def _children() -> list[str]:
     """Commands of this process's children that serve tools."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for path in (process / "stat" for process in Path("/proc").glob("[0-9]*")):
         try:
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             command = (path.parent / "cmdline").read_text()

@@ -103,7 +103,7 @@ class Bait:
     def marked(self) -> list[int]:
         """Processes of this machine that an attack made."""
         found = []
-        for comm in Path("/proc").glob("[0-9]*/comm"):
+        for comm in (process / "comm" for process in Path("/proc").glob("[0-9]*")):
             with contextlib.suppress(OSError):
                 if comm.read_text().strip() == self.mark:
                     found.append(int(comm.parent.name))
