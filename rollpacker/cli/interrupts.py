@@ -1,4 +1,5 @@
-"""SIGTERM and SIGHUP as a Ctrl-C. Imported before everything else, and so nearly nothing itself."""
+"""SIGTERM and SIGHUP as a Ctrl-C, and a Ctrl-C that is not lost. Imported before everything else,
+and so nearly nothing itself."""
 
 from __future__ import annotations
 
@@ -9,20 +10,26 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import FrameType
 
+_BEFORE = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+"""Nobody else has handled or ignored one that is like this."""
 _process = 0
 """The one that heeds them; a child that it forks does not."""
+_has_come = False
+"""One of them, a Ctrl-C among them."""
 
 
 def heed() -> list[signal.Signals]:
     """Let them interrupt this process, as Ctrl-C does. Returns those that were not ignored, nor
     handled already. In the main thread only."""
-    global _process
+    global _process, _has_come
     _process = os.getpid()
-    further = [
-        number
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) == signal.SIG_DFL
-    ]
+    further = [number for number, before in _BEFORE.items() if signal.getsignal(number) == before]
+    if further:
+        _has_come = False
     for number in further:
         signal.signal(number, _interrupt)
     return further
@@ -30,18 +37,27 @@ def heed() -> list[signal.Signals]:
 
 def leave() -> None:
     """Let them end this process as they ever did."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number, before in _BEFORE.items():
         if signal.getsignal(number) is _interrupt:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, before)
+
+
+def check() -> None:
+    """Raises `KeyboardInterrupt` if one was raised before: whatever was being imported, or
+    finalized, just then may have caught it and gone on."""
+    if _has_come:
+        raise KeyboardInterrupt
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    global _has_come
     if os.getpid() != _process:  # a child that was forked meanwhile: it ends as it ever did
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, _BEFORE[signal.Signals(number)])
         os.kill(os.getpid(), number)
         return
+    _has_come = True
     handler = signal.getsignal(signal.SIGINT)
-    if callable(handler):
+    if callable(handler) and handler is not _interrupt:
         handler(signal.SIGINT, frame)
     else:
         raise KeyboardInterrupt

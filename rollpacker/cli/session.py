@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.cli import interrupts
 from rollpacker.cli.driving import INTERRUPTED, Caller, drive
 from rollpacker.cli.output import print_line, progress
 
@@ -78,6 +79,7 @@ class Session:
         if ranks is not None:
             self.stack.callback(ranks.close)
         self.seat.load_libraries()
+        interrupts.check()  # libraries catch whatever is raised while they are imported
         with self.seat.holding("rollout"):
             policy = self._load_policy(before.get("threads"))
             identity = identity_of(config, policy)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never
 
 from rollpacker.callbacks import Callback, CallbackError
+from rollpacker.cli import interrupts
 from rollpacker.cli.errors import classify, naming
 from rollpacker.cli.output import in_notebook
 from rollpacker.cli.run import Run
@@ -186,6 +187,7 @@ def run_to_end(
             )
             stack.push(session.forget_if_not_begun)
             session.prepare(watch)
+            interrupts.check()
             reason = session.drive()
             stack.pop_all().close()
         run = Run(folder.path, reason=reason, summary=_finish(folder.path, display=display))

@@ -191,10 +191,11 @@ def test_a_second_interrupt_ends_the_cell_and_leaves_the_kernel(
 ) -> None:
     """A reward that takes long keeps the step from ending, so that the second one counts."""
     (folder / "slow.py").write_text(
-        "import time\n"
+        "import pathlib, time\n"
+        f"folder = pathlib.Path({str(folder)!r})\n"
         "def slow(completions, **columns):\n"
-        f"    while {str(folder / 'hold')!r} and __import__('os').path.exists("
-        f"{str(folder / 'hold')!r}):\n"
+        "    while (folder / 'hold').exists():\n"
+        "        (folder / 'held').touch()\n"
         "        time.sleep(0.05)\n"
         "    return [float(len(text)) for text in completions]\n"
     )
@@ -206,6 +207,10 @@ def test_a_second_interrupt_ends_the_cell_and_leaves_the_kernel(
     cell = kernel.begin(f"rollpacker.train({str(folder / 'slow.yaml')!r})")
     wait_for_steps(folder, "twice", 2)
     (folder / "hold").touch()
+    until = time.monotonic() + 120
+    while not (folder / "held").exists():  # the step at hand may have had its rewards before
+        assert time.monotonic() < until, "no step asks for a reward"
+        time.sleep(0.05)
     kernel.interrupt()
     kernel.wait_for(cell, "Finishing this step")  # two signals at once may be one
     began = time.monotonic()

@@ -200,6 +200,42 @@ def test_what_ends_the_imports_says_so(folder: Path, number: signal.Signals) -> 
     assert not (folder / "runs" / "early").exists()
 
 
+_SWALLOWS = """
+import contextlib, os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch" and "name=swallowed" in sys.argv:
+            with contextlib.suppress(BaseException):
+                os.kill(os.getpid(), NUMBER)
+                for _ in range(1000):  # until Python looks
+                    pass
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_an_interrupt_that_a_library_catches_is_not_lost(
+    folder: Path, number: signal.Signals
+) -> None:
+    """The run went on to its end."""
+    (folder / "swallows").mkdir(exist_ok=True)
+    code = _SWALLOWS.replace("NUMBER", str(int(number)))
+    (folder / "swallows" / "sitecustomize.py").write_text(code)
+    words = ["-m", "rollpacker", "train", str(folder / "run.yaml"), "name=swallowed"]
+    ended = subprocess.run(
+        [sys.executable, *words, "train.steps=1"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{folder / 'swallows'}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        preexec_fn=_as_a_terminal_has_them,
+        timeout=200,
+    )
+    line = "rollpacker: interrupted before the first step; the same command starts again"
+    assert (ended.returncode, ended.stderr.splitlines()[-1:]) == (130, [line]), ended.stderr
+    assert not (folder / "runs" / "swallowed").exists()
+
+
 def test_signals_are_heeded_by_the_command_alone() -> None:
     """A program that imports it keeps its own, and other verbs than train end at once."""
     code = (
@@ -207,6 +243,7 @@ def test_signals_are_heeded_by_the_command_alone() -> None:
         "from rollpacker.cli.main import entry, main\n"
         "from rollpacker.cli import interrupts, doctor\n"
         "both = [signal.SIGTERM, signal.SIGHUP]\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
         "assert all(signal.getsignal(n) == signal.SIG_DFL for n in both)\n"
         "doctor.run = lambda args: print(*map(signal.getsignal, both)) or 0\n"
         "sys.argv = ['rollpacker', 'doctor']\n"
