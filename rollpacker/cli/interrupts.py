@@ -8,9 +8,10 @@ import signal
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
-_BEFORE = {
+_BEFORE: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.Handlers] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
