@@ -25,7 +25,7 @@ from rollpacker.cluster.store import Entry, Position, Store, checksum, happened
 from rollpacker.core import cluster as core
 
 EVERY = 10_000
-"""Events, of which some 20,000 are replayed in a second."""
+"""Events, which take a second or two to replay: benchmarks/cluster_replay.py."""
 _NAME = "snapshot"
 logger = logging.getLogger(__name__)
 
