@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import cache
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rollpacker.core.portable import normal_quantiles, total_of
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -26,8 +26,15 @@ def bin_starts(cap: int) -> IntArray:
     """
     if cap < 2:
         raise ValueError(f"the cap must be at least 2 tokens, not {cap}")
-    num_bins = math.ceil(math.log2(cap) * BINS_PER_OCTAVE) + 1
-    starts = np.ceil(2.0 ** (np.arange(num_bins) / BINS_PER_OCTAVE) - 1e-9).astype(np.int64)
+    num_bins = (cap**BINS_PER_OCTAVE - 1).bit_length() + 1
+    # Square roots are rounded alike on all processors, powers are not.
+    half = math.sqrt(2.0)
+    quarter = math.sqrt(half)
+    eighth = math.sqrt(quarter)
+    first_four = np.array([1.0, eighth, quarter, quarter * eighth])
+    parts = np.append(first_four, half * first_four)
+    octaves, place = np.divmod(np.arange(num_bins), BINS_PER_OCTAVE)
+    starts = np.ceil(np.ldexp(parts[place], octaves) - 1e-9).astype(np.int64)
     starts = np.append(np.unique(starts[starts < cap]), cap)
     starts.flags.writeable = False  # everybody gets the same array
     return starts
@@ -53,15 +60,7 @@ def share_between(
     weights: FloatArray, class_means: FloatArray, density: FloatArray, scores: FloatArray
 ) -> float:
     """Variance of the scores between classes over all of it."""
-    mean = density @ scores
-    variance = density @ (scores - mean) ** 2
-    return float(weights @ (class_means - mean) ** 2 / variance) if variance > 0 else 0.0
-
-
-def normal_quantiles(shares: Iterable[float]) -> FloatArray:
-    return np.array([NormalDist().inv_cdf(float(share)) for share in shares])
-
-
-def normal_cdf(values: FloatArray) -> FloatArray:
-    erf = np.vectorize(math.erf, otypes=[np.float64])
-    return np.asarray(0.5 * (1.0 + erf(values / math.sqrt(2.0))), dtype=np.float64)
+    mean = total_of(density * scores)
+    from_mean, between = scores - mean, class_means - mean
+    variance = total_of(density * (from_mean * from_mean))
+    return total_of(weights * (between * between)) / variance if variance > 0 else 0.0

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollpacker.core.lengths.bins import FloatArray, IntArray, bins_of, check_lengths
+from rollpacker.core.portable import to_grid
 
 BLOCK = 128
-"""Prompts per matrix product: so small a product is done by one thread, so the fit does not depend
-on how many threads there are (nor would more of them make it faster)."""
+"""Prompts per matrix product: so small a product is done by one thread, which is the fastest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,8 @@ class LengthCounts:
     """(N, BLOCK, S) stopped responses, of the S bins in which any was stopped."""
     stopped_bins: IntArray
     """(S,) these bins."""
+    most_per_prompt: float
+    """Complete and stopped responses of the prompt that has most of them."""
     beyond: FloatArray
     """(B,) mean share of a bin that lies beyond where samples were stopped in it."""
     longest: int
@@ -49,18 +51,25 @@ class LengthCounts:
 
     @property
     def num_samples(self) -> float:
-        return float(self.ended.sum() + self.stopped.sum())
+        """Complete and stopped responses of all prompts."""
+        return float(self.ended.sum() + self.stopped.sum())  # whole numbers: exact in any order
 
     def log_likelihoods(self, log_density: FloatArray, log_survival: FloatArray) -> FloatArray:
         """(N, C, BLOCK) log probability of what each prompt has shown under each class, from the
-        logs (C, B) of the probabilities that a sample ends in a bin or outlives a stop there."""
-        logs = log_density[:, self.ended_bins] @ self.ended.swapaxes(1, 2)
-        logs += log_survival[:, self.stopped_bins] @ self.stopped.swapaxes(1, 2)
+        logs (C, B) of the probabilities that a sample ends in a bin or outlives a stop there.
+
+        The logs are rounded to a grid on which the products are exact: a matrix product adds in an
+        order that depends on the processor."""
+        ends, stops = log_density[:, self.ended_bins], log_survival[:, self.stopped_bins]
+        both = to_grid(np.hstack([ends, stops]), self.most_per_prompt)
+        logs = both[:, : self.ended_bins.size] @ self.ended.swapaxes(1, 2)
+        logs += both[:, self.ended_bins.size :] @ self.stopped.swapaxes(1, 2)
         return np.asarray(logs, dtype=np.float64)
 
     def totals(self, shares: FloatArray) -> tuple[FloatArray, FloatArray]:
         """(C, B) complete and stopped samples of the prompts, each prompt counted with its `shares`
-        (N, C, BLOCK)."""
+        (N, C, BLOCK), which are rounded to a grid on which all sums are exact."""
+        shares = to_grid(shares, self.num_samples)
         ended = np.zeros((shares.shape[1], self.starts.size))
         stopped = np.zeros_like(ended)
         ended[:, self.ended_bins] = (shares @ self.ended).sum(axis=0)
@@ -81,6 +90,8 @@ class LengthCounts:
         end_bins, stop_bins = bins_of(starts, ends), bins_of(starts, stops)
         widths = np.diff(np.append(starts, cap + 1))
         left = (starts + widths - 1)[stop_bins] - np.maximum(stops, starts[stop_bins])
+        sizes = np.bincount(ends_of, minlength=len(prompts))
+        sizes += np.bincount(stops_of, minlength=len(prompts))
         ended_bins, ends_in = np.unique(end_bins, return_inverse=True)
         stopped_bins, stops_in = np.unique(stop_bins, return_inverse=True)
         return cls(
@@ -90,6 +101,7 @@ class LengthCounts:
             ended_bins=ended_bins,
             stopped=_table(stops_of, stops_in, len(prompts), stopped_bins.size),
             stopped_bins=stopped_bins,
+            most_per_prompt=float(sizes.max()),
             beyond=_bin_means(stop_bins, left / widths[stop_bins], (widths - 1) / (2 * widths)),
             longest=int(ends.max()),
             num_prompts=len(prompts),

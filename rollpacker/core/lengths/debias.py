@@ -19,6 +19,7 @@ from rollpacker.core.lengths.bins import FloatArray
 from rollpacker.core.lengths.weights import density_weights, effective_sample_size, moment_weights
 from rollpacker.core.lengths.window import LengthWindow
 from rollpacker.core.plain import to_plain
+from rollpacker.core.portable import total_of
 
 WEIGHTS = {"density": density_weights, "moments": moment_weights}
 """By the name of the method (`tail_batching.debias`)."""
@@ -85,7 +86,7 @@ class Debias:
         weighted = counts * table
         on_bound = table >= self.max_weight * (1 - 1e-9)
         return metrics | {
-            "length/weighted_mean": float(tokens @ table / weighted.sum()),
+            "length/weighted_mean": total_of(tokens * table) / total_of(weighted),
             "debias/effective_sample_size": effective_sample_size(table, counts),
             "debias/max_weight": float(table[counts > 0].max()),
             "debias/clip_share": float(counts[on_bound].sum() / counts.sum()),

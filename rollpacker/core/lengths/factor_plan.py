@@ -26,11 +26,13 @@ from typing import Any
 import numpy as np
 
 from rollpacker.core.commands import RoundKind
+from rollpacker.core.lengths.bins import FloatArray
 from rollpacker.core.lengths.mean_rounds import Law, MeanRound, PromptRace, mean_round
 from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.lengths.order_plan import GRID as ORDER_GRID
 from rollpacker.core.lengths.order_plan import OrderOnly, play
 from rollpacker.core.plain import absent, from_plain, to_plain
+from rollpacker.core.portable import mean, total, total_of
 from rollpacker.core.tail_batching import times
 
 GRID = (1.0, 1.0625, 1.125, 1.1875, 1.25, 1.375, 1.5)
@@ -252,13 +254,14 @@ def fit_round_time(rounds: Sequence[tuple[int, int, float]]) -> tuple[float, flo
     if not rounds:
         raise ValueError("no round to fit the time of decoding to")
     data = np.array(rounds, dtype=np.float64)
-    scale = data[:, :2].mean(axis=0) / data[:, 2].mean()
+    scale = mean(data[:, :2], 0) / mean(data[:, 2])
     scale = np.where(scale > 0, scale, 1.0)
     # In these units both unknowns are shares of a mean round.
     rows = data[:, :2] / data[:, 2:] / scale
-    normal = rows.T @ rows + PRIOR_ROUNDS * np.eye(2)
-    right = rows.sum(axis=0) + PRIOR_ROUNDS * 0.5
-    shares = np.linalg.solve(normal, right)
+    normal = total(rows[:, :, np.newaxis] * rows[:, np.newaxis], 0) + PRIOR_ROUNDS * np.eye(2)
+    right = total(rows, 0) + PRIOR_ROUNDS * 0.5
+    (a, b), (_, c) = normal.tolist()
+    shares = np.array([c * right[0] - b * right[1], a * right[1] - b * right[0]]) / (a * c - b * b)
     if shares.min() < 0:
         keep = int(shares.argmax())
         shares = np.zeros(2)
@@ -301,18 +304,18 @@ def predict(
         long = whole  # counts for nothing if nothing is deferred
         if long_share:
             long = mean_round(law, races[samples_per_prompt], short.deferred, prompts_per_step)
-        shares = np.array([1 - long_share, long_share])
-        kept = shares @ [short.kept_mean, long.kept_mean]
-        seconds = shares @ [_seconds(short, time), _seconds(long, time)]
-        variance = shares @ [short.longest_sd**2, long.longest_sd**2]
+        short_share = 1 - long_share
+        kept = short_share * short.kept_mean + long_share * long.kept_mean
+        seconds = short_share * _seconds(short, time) + long_share * _seconds(long, time)
+        variance = short_share * short.longest_variance + long_share * long.longest_variance
         choices.append(
             Choice(
                 prompt_factor=pair[0],
                 sample_factor=pair[1],
-                step_s=float(seconds) + time.fixed_s,
+                step_s=seconds + time.fixed_s,
                 step_sd_s=time.per_step_s * math.sqrt(variance),
                 baseline_step_s=baseline_s,
-                length_shift=float(kept) / whole.kept_mean - 1.0,
+                length_shift=kept / whole.kept_mean - 1.0,
             )
         )
     return choices
@@ -348,18 +351,23 @@ def predict_order(
         factor: time.per_step_s * rounds.longest + time.per_token_s * rounds.tokens
         for factor, rounds in played.items()
     }
-    baseline_s = float(seconds[launched[prompts_per_step]].mean()) + time.fixed_s
+    baseline_s = float(mean(seconds[launched[prompts_per_step]])) + time.fixed_s
     return [
         Choice(
             prompt_factor=factor,
             sample_factor=1.0,
-            step_s=float(seconds[factor].mean()) + time.fixed_s,
-            step_sd_s=float(seconds[factor].std()),
+            step_s=float(mean(seconds[factor])) + time.fixed_s,
+            step_sd_s=_standard_deviation(seconds[factor]),
             baseline_step_s=baseline_s,
             length_shift=rounds.trained / rounds.own - 1.0,
         )
         for factor, rounds in played.items()
     ]
+
+
+def _standard_deviation(values: FloatArray) -> float:
+    from_mean = values - mean(values)
+    return math.sqrt(total_of(from_mean * from_mean) / values.size)
 
 
 def _seconds(round_: MeanRound, time: StepTime) -> float:

@@ -26,13 +26,23 @@ import numpy as np
 from rollpacker.core.lengths.bins import (
     FloatArray,
     bin_starts,
-    normal_cdf,
-    normal_quantiles,
     normal_scores,
     share_between,
 )
 from rollpacker.core.lengths.counts import BLOCK, LengthCounts, PromptLengths
 from rollpacker.core.lengths.model import TINY, LengthModel
+from rollpacker.core.portable import (
+    dot,
+    exps,
+    logs,
+    mean,
+    mixed,
+    normal_cdfs,
+    normal_quantiles,
+    to_grid,
+    total,
+    total_of,
+)
 
 PRIOR_SHARE = 0.005
 """The prior of the classes' distributions is worth so many samples per sample seen: enough to keep
@@ -201,25 +211,27 @@ def _explain(data: LengthCounts, parts: Mixture, prior: FloatArray) -> tuple[Flo
     densities = parts.densities()
     log_density = _log(densities)
     log_survival = _log(_survival(densities, data.beyond))
-    logs = data.log_likelihoods(log_density, log_survival)
-    logs += _log(parts.weights.reshape(-1, 1))
-    top = logs.max(axis=1, keepdims=True)
-    shares = np.exp(logs - top)
-    total = shares.sum(axis=1, keepdims=True)
-    shares /= total
+    likely = data.log_likelihoods(log_density, log_survival)
+    likely += _log(parts.weights.reshape(-1, 1))
+    top = likely.max(axis=1)
+    shares = exps(likely - top[:, np.newaxis])
+    whole = shares[:, 0].copy()
+    for number in range(1, shares.shape[1]):
+        whole += shares[:, number]
+    shares /= whole[:, np.newaxis]
     num_in_last = data.num_prompts - (len(shares) - 1) * BLOCK
     shares[-1, :, num_in_last:] = 0.0
-    per_prompt = (top + np.log(total)).ravel()[: data.num_prompts]
-    return shares, float(per_prompt.sum() + _log_prior(parts, prior))
+    per_prompt = (top + logs(whole)).ravel()[: data.num_prompts]
+    return shares, total_of(per_prompt) + _log_prior(parts, prior)
 
 
 def _log_prior(parts: Mixture, prior: FloatArray) -> float:
     """`prior` (M + 1, B): pseudo-samples of the bodies and of the stray responses."""
-    log_prior = (_log(parts.bodies) * prior[:-1]).sum()
-    log_prior += PRIOR_PROMPTS * _log(parts.weights).sum()
+    log_prior = total_of(_log(parts.bodies) * prior[:-1])
+    log_prior += PRIOR_PROMPTS * total_of(_log(parts.weights))
     if len(parts.weights) > 1:
-        log_prior += (_log(parts.stray) * prior[-1]).sum()
-    return float(log_prior)
+        log_prior += total_of(_log(parts.stray) * prior[-1])
+    return log_prior
 
 
 def _improve(data: LengthCounts, shares: FloatArray, parts: Mixture, prior: FloatArray) -> Mixture:
@@ -238,21 +250,22 @@ def _improve(data: LengthCounts, shares: FloatArray, parts: Mixture, prior: Floa
         twins = expected[num_classes:]
         from_stray = twins * (rate * stray / np.maximum(densities[num_classes:], TINY))
         bodies = bodies + twins - from_stray
-        rate = float(from_stray.sum()) / max(float(twins.sum()), TINY)
+        rate = total_of(from_stray) / max(total_of(twins), TINY)
         rate = min(max(rate, MIN_STRAY_RATE), MAX_STRAY_RATE)
-        stray = from_stray.sum(axis=0) + prior[-1]
-        stray = stray / stray.sum()
-    weights = shares.sum(axis=(0, 2)).reshape(parts.weights.shape) + PRIOR_PROMPTS
+        stray = total(from_stray, 0) + prior[-1]
+        stray = stray / total_of(stray)
+    num_prompts = to_grid(shares, data.num_prompts).sum(axis=(0, 2))
+    weights = num_prompts.reshape(parts.weights.shape) + PRIOR_PROMPTS
     return Mixture(
-        weights=weights / weights.sum(),
-        bodies=bodies / bodies.sum(axis=1, keepdims=True),
+        weights=weights / total_of(weights),
+        bodies=bodies / total(bodies)[:, np.newaxis],
         stray=stray,
         stray_rate=rate,
     )
 
 
 def _log(values: FloatArray) -> FloatArray:
-    return np.asarray(np.log(np.maximum(values, TINY)), dtype=np.float64)
+    return logs(np.maximum(values, TINY))
 
 
 def _fit_pooled(data: LengthCounts) -> FloatArray:
@@ -264,17 +277,17 @@ def _fit_pooled(data: LengthCounts) -> FloatArray:
     """
     everyone = np.ones((len(data.ended), 1, BLOCK))
     (ended,), (stopped,) = data.totals(everyone)
-    total = ended + stopped
-    at_risk = np.cumsum(total[::-1])[::-1] - stopped * data.beyond
+    seen = ended + stopped
+    at_risk = np.cumsum(seen[::-1])[::-1] - stopped * data.beyond
     hazard = np.where(ended > 0, ended / np.maximum(at_risk, TINY), 0.0)
     survival = np.concatenate([[1.0], np.cumprod(1.0 - np.clip(hazard, 0.0, 1.0))])
     density = -np.diff(survival)
     longest = int(np.flatnonzero(ended)[-1])
     rest = np.zeros_like(density)
     rest[min(longest + 1, density.size - 1) :] = 1.0
-    density += survival[-1] * rest / rest.sum()
-    density = np.maximum(density, 0.0) + 1e-2 / (density.size * max(total.sum(), 1.0))
-    return np.asarray(density / density.sum(), dtype=np.float64)
+    density += survival[-1] * rest / total_of(rest)
+    density = np.maximum(density, 0.0) + 1e-2 / (density.size * max(total_of(seen), 1.0))
+    return np.asarray(density / total_of(density), dtype=np.float64)
 
 
 def _cold_start(data: LengthCounts, num_classes: int, hard_prompts: bool) -> Mixture:
@@ -296,7 +309,7 @@ def _cold_start(data: LengthCounts, num_classes: int, hard_prompts: bool) -> Mix
     return Mixture(
         weights=np.vstack([weights * (1 - START_HARD_SHARE), weights * START_HARD_SHARE]),
         bodies=best.bodies,
-        stray=stray / stray.sum(),
+        stray=stray / total_of(stray),
         stray_rate=START_STRAY_RATE,
     )
 
@@ -304,12 +317,12 @@ def _cold_start(data: LengthCounts, num_classes: int, hard_prompts: bool) -> Mix
 def _prior(data: LengthCounts, parts: Mixture) -> FloatArray:
     """(M + 1, B) pseudo-samples of every class: what a Gaussian copula with the same correlation
     and marginal has in it; in the last row those of the stray responses."""
-    weights = parts.weights.sum(axis=0)
-    weights = weights / weights.sum()
-    marginal = weights @ parts.bodies
-    marginal = marginal / marginal.sum()
+    weights = total(parts.weights, 0)
+    weights = weights / total_of(weights)
+    marginal = mixed(weights, parts.bodies)
+    marginal = marginal / total_of(marginal)
     scores = normal_scores(marginal)
-    class_means = parts.bodies @ scores
+    class_means = dot(parts.bodies, scores)
     correlation = share_between(weights, class_means, marginal, scores)
     order = np.argsort(class_means, kind="stable")
     classes = np.empty_like(parts.bodies)
@@ -327,10 +340,10 @@ def _copula_classes(marginal: FloatArray, correlation: float, weights: FloatArra
     nodes = normal_quantiles(np.clip(places.ravel(), 1e-9, 1 - 1e-9))
     edges = normal_quantiles(np.clip(np.cumsum(marginal)[:-1], 1e-15, 1 - 1e-15))
     scaled = edges - math.sqrt(correlation) * nodes[:, np.newaxis]
-    below = normal_cdf(scaled / math.sqrt(1 - correlation))
+    below = normal_cdfs(scaled / math.sqrt(1 - correlation))
     ends = np.ones((nodes.size, 1))
     at_nodes = np.diff(np.hstack([0 * ends, below, ends]), axis=1)
-    classes = at_nodes.reshape(weights.size, COPULA_NODES, -1).mean(axis=1)
+    classes = mean(at_nodes.reshape(weights.size, COPULA_NODES, -1), 1)
     classes = np.maximum(classes, 1e-9 * marginal)
-    classes *= marginal / (weights @ classes)  # a few nodes do not add up to it exactly
-    return np.asarray(classes / classes.sum(axis=1, keepdims=True), dtype=np.float64)
+    classes *= marginal / mixed(weights, classes)  # a few nodes do not add up to it exactly
+    return np.asarray(classes / total(classes)[:, np.newaxis], dtype=np.float64)

@@ -3,13 +3,21 @@ clock."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from rollpacker.core.lengths.bins import FloatArray
 from rollpacker.core.lengths.model import LengthModel
+from rollpacker.core.portable import (
+    exps,
+    interpolated,
+    log1ps,
+    logs,
+    mixed,
+    total,
+    total_of,
+)
 
 POINTS_PER_BIN = 4
 """At which the distribution of the end of a round is evaluated."""
@@ -24,21 +32,21 @@ class Law:
     def __init__(self, model: LengthModel, prompts_needed: int, samples_needed: int) -> None:
         self.prompts_needed = prompts_needed
         self.samples_needed = samples_needed
-        self.class_weights: FloatArray = model.class_weights / model.class_weights.sum()
-        densities = model.class_densities / model.class_densities.sum(axis=1, keepdims=True)
-        ends = np.append(model.starts - 1, model.cap)
+        self.class_weights: FloatArray = model.class_weights / total_of(model.class_weights)
+        densities = model.class_densities / total(model.class_densities)[:, np.newaxis]
+        ends = np.append(model.starts - 1, model.cap).astype(np.float64)
         at_ends = np.hstack([np.zeros((len(densities), 1)), np.cumsum(densities, axis=1)])
         inside = np.arange(1, POINTS_PER_BIN + 1) / POINTS_PER_BIN
         points = (ends[:-1, np.newaxis] + np.diff(ends)[:, np.newaxis] * inside).ravel()
         self.points: FloatArray = np.append(0.0, points)
         """(X + 1,)"""
-        rows = [np.interp(self.points, ends, row) for row in at_ends]
+        rows = [interpolated(self.points, ends, row) for row in at_ends]
         self.below: FloatArray = np.minimum(np.array(rows), 1.0)
         """(M, X + 1) share of a class's responses that end by a point."""
 
     def integral(self, values: FloatArray) -> float:
         """Of `values` (X + 1,) over the points."""
-        return float((values[1:] + values[:-1]) @ np.diff(self.points) / 2)
+        return total_of((values[1:] + values[:-1]) * np.diff(self.points)) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +84,7 @@ class MeanRound:
 
     longest: float
     """Position at which the last response finishes."""
-    longest_sd: float
+    longest_variance: float
     num_tokens: float
     kept_mean: float
     """Mean length of the responses trained on."""
@@ -88,24 +96,24 @@ def mean_round(
     law: Law, race: PromptRace, class_weights: FloatArray, num_prompts: int
 ) -> MeanRound:
     """Prompts with classes drawn by `class_weights` (M,) race until P0 are done."""
-    done = class_weights @ race.done
+    done = mixed(class_weights, race.done)
     over, winners, open_to_others = binomial(num_prompts, law.prompts_needed, done)
     going_on = 1.0 - over
     longest = law.integral(going_on)
-    variance = law.integral(2 * law.points * going_on) - longest**2
-    running = law.integral((class_weights @ race.running) * open_to_others)
+    variance = law.integral(2 * law.points * going_on) - longest * longest
+    running = law.integral(mixed(class_weights, race.running) * open_to_others)
     # Inside an interval the classes' shares of what gets done are taken as constant.
     newly_done = np.diff(done)
     wins = np.diff(winners) / num_prompts / np.where(newly_done > 0, newly_done, np.inf)
     won_in = class_weights[:, np.newaxis] * np.diff(race.done, axis=1) * wins
-    deferred = np.maximum(class_weights - won_in.sum(axis=1), 0.0)
+    deferred = np.maximum(class_weights - total(won_in), 0.0)
     is_deferring = num_prompts > law.prompts_needed
     return MeanRound(
         longest=longest + 0.5,
-        longest_sd=math.sqrt(max(variance, 0.0)),
+        longest_variance=max(variance, 0.0),
         num_tokens=num_prompts * (running + 0.5 * race.num_samples),
-        kept_mean=float((won_in * race.kept).sum() / won_in.sum()) / law.samples_needed + 0.5,
-        deferred=deferred / deferred.sum() if is_deferring else np.zeros_like(deferred),
+        kept_mean=total_of(won_in * race.kept) / total_of(won_in) / law.samples_needed + 0.5,
+        deferred=deferred / total_of(deferred) if is_deferring else np.zeros_like(deferred),
     )
 
 
@@ -124,11 +132,11 @@ def binomial(
     unsure = (np.abs(mean - needed) <= doubt) & (chance > 0) & (chance < 1)
     p = chance[unsure]
     successes = np.arange(needed, num + 1)[:, np.newaxis]
-    log_factorial = np.append(0.0, np.cumsum(np.log(np.arange(1, num + 1))))
+    log_factorial = np.append(0.0, np.cumsum(logs(np.arange(1.0, num + 1))))
     ways = log_factorial[num] - log_factorial[successes] - log_factorial[num - successes]
-    shares = np.exp(ways + successes * np.log(p) + (num - successes) * np.log1p(-p))
-    enough[unsure] = shares.sum(axis=0)
-    counted[unsure] = num * p - ((successes - needed) * shares).sum(axis=0)
+    shares = exps(ways + successes * logs(p) + (num - successes) * log1ps(-p))
+    enough[unsure] = total(shares, 0)
+    counted[unsure] = num * p - total((successes - needed) * shares, 0)
     exactly[unsure] = shares[0]
     enough[chance >= 1] = 1.0
     exactly[chance >= 1] = float(num == needed)

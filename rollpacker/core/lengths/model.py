@@ -19,6 +19,7 @@ from rollpacker.core.lengths.bins import (
     share_between,
 )
 from rollpacker.core.plain import from_plain, to_plain
+from rollpacker.core.portable import dot, mixed, total_of
 
 TINY = 1e-300
 """Instead of 0 in a logarithm or below a fraction."""
@@ -57,7 +58,7 @@ class LengthModel:
     @property
     def density(self) -> FloatArray:
         """(B,) share of the policy's own responses in every bin."""
-        return self.class_weights @ self.class_densities
+        return mixed(self.class_weights, self.class_densities)
 
     @property
     def num_parameters(self) -> int:
@@ -69,7 +70,7 @@ class LengthModel:
 
     def mean(self) -> float:
         """The policy's own mean length in tokens."""
-        return float(self.density @ self.centres)
+        return total_of(self.density * self.centres)
 
     def quantile(self, q: float) -> float:
         """Length in tokens that a share `q` of the policy's own responses does not exceed."""
@@ -80,7 +81,7 @@ class LengthModel:
     def unseen(self) -> float:
         """Own mass beyond the bin of the longest complete response. Only stopped samples tell that
         it exists; nothing tells where it lies."""
-        return float(self.density[int(self.bins([self.longest])[0]) + 1 :].sum())
+        return total_of(self.density[int(self.bins([self.longest])[0]) + 1 :])
 
     def bins(self, lengths: ArrayLike) -> IntArray:
         """Bin of each length. Raises `ValueError` for a length below 0 or above the cap; an empty
@@ -103,7 +104,7 @@ class LengthModel:
         if not counts.sum():
             raise ValueError("no lengths to compare with the policy's own")
         first = int(self.bins([self.quantile(q)])[0])
-        own = self.density[first:].sum()
+        own = total_of(self.density[first:])
         return float(counts[first:].sum() / counts.sum() / own)
 
     def within_prompt_correlation(self) -> float:
@@ -111,7 +112,7 @@ class LengthModel:
         standard normal quantile of a length's rank): the `rho` of a Gaussian copula, between 0
         and 1."""
         scores = normal_scores(self.density)
-        class_means = self.class_densities @ scores
+        class_means = dot(self.class_densities, scores)
         return share_between(self.class_weights, class_means, self.density, scores)
 
     def sample(self, rng: np.random.Generator, num_prompts: int, num_samples: int) -> IntArray:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from rollpacker.core.lengths.bins import FloatArray, IntArray
 from rollpacker.core.lengths.model import LengthModel
+from rollpacker.core.portable import interpolated, log1p, log1ps, total, total_of
 from rollpacker.core.tail_batching import TailBatchingConfig, times
 
 WARM_ROUNDS = 8
@@ -125,9 +126,9 @@ class _Play:
         self._needed, self._samples = prompts_per_step, samples_per_prompt
         self._mismatch = mismatch
         self._fresh, self._anew = (Generator(Philox([seed, stream])) for stream in (1, 2))
-        weights = model.class_weights / model.class_weights.sum()
+        weights = model.class_weights / total_of(model.class_weights)
         self._weights = np.cumsum(weights)[:-1]
-        densities = model.class_densities / model.class_densities.sum(axis=1, keepdims=True)
+        densities = model.class_densities / total(model.class_densities)[:, np.newaxis]
         self._below = np.cumsum(densities, axis=1)
         """(M, B) share of a class's responses that end by the end of a bin."""
         self._ends = np.append(model.starts - 1, model.cap).astype(np.float64)
@@ -189,7 +190,8 @@ class _Play:
         if not (self._mismatch and self._order.verifies and before.any()):
             return extra
         luck = self._anew.random(before.shape)
-        first = (np.log1p(-luck) / np.log1p(-min(self._mismatch, 1 - 1e-12))).astype(np.int64)
+        per_token = log1p(-min(self._mismatch, 1 - 1e-12))
+        first = (log1ps(-luck) / per_token).astype(np.int64)
         rows, places = np.nonzero(first < before)
         if not rows.size:
             return extra
@@ -240,12 +242,11 @@ class _Play:
 
     def _beyond(self, classes: IntArray, kept: IntArray) -> IntArray:
         """Lengths of responses of which so many tokens are kept."""
-        shares = np.array(
-            [
-                np.interp(tokens, self._ends[1:], self._below[m], left=0.0)
-                for m, tokens in zip(classes, kept, strict=True)
-            ]
-        )
+        shares = np.empty(kept.shape)
+        for m in np.unique(classes):
+            own = classes == m
+            known = interpolated(kept[own], self._ends[1:], self._below[m], below=0.0)
+            shares[own] = known
         lengths = self._lengths_at(classes, shares + (1 - shares) * self._anew.random(kept.shape))
         return np.maximum(lengths, kept + 1)
 
@@ -256,5 +257,5 @@ class _Play:
         for m in np.unique(classes):
             own = classes == m
             shares = np.append(0.0, self._below[m])
-            found[own] = np.ceil(np.interp(ranks[own], shares, self._ends)).astype(np.int64)
+            found[own] = np.ceil(interpolated(ranks[own], shares, self._ends)).astype(np.int64)
         return np.maximum(found, 1)

@@ -6,6 +6,7 @@ import numpy as np
 
 from rollpacker.core.lengths.bins import FloatArray
 from rollpacker.core.lengths.model import LengthModel
+from rollpacker.core.portable import interpolated, total_of
 
 MIN_EFFECTIVE = 0.71
 """Moment weights keep at least this effective sample size: a little above the 0.7 that
@@ -19,10 +20,11 @@ def effective_sample_size(weights: FloatArray, counts: FloatArray | None = None)
     precision would need, 0 to 1. `counts` says how many samples have each weight (None: one)."""
     weights = np.asarray(weights, dtype=np.float64)
     counts = np.ones_like(weights) if counts is None else counts
-    squares = counts.sum() * (counts @ weights**2)
+    squares = total_of(counts) * total_of(counts * (weights * weights))
     if not squares > 0:
         raise ValueError("no sample has a weight")
-    return float((counts @ weights) ** 2 / squares)
+    sum_of_weights = total_of(counts * weights)
+    return sum_of_weights * sum_of_weights / squares
 
 
 def density_weights(
@@ -36,9 +38,8 @@ def density_weights(
     """
     share = _shares(counts, max_weight)
     seen = share > 0
-    ratio = np.interp(
-        np.arange(share.size), np.flatnonzero(seen), model.density[seen] / share[seen]
-    )
+    bins = np.arange(share.size, dtype=np.float64)
+    ratio = interpolated(bins, bins[seen], model.density[seen] / share[seen])
     return _to_mean_one(ratio, share, max_weight)
 
 
@@ -83,19 +84,20 @@ def _shares(counts: FloatArray, max_weight: float) -> FloatArray:
     if not max_weight >= 1:
         raise ValueError(f"max_weight must be at least 1, not {max_weight}")
     counts = np.asarray(counts, dtype=np.float64)
-    if not counts.sum() > 0:
+    num = total_of(counts)
+    if not num > 0:
         raise ValueError("no trained samples to weigh")
-    return np.asarray(counts / counts.sum(), dtype=np.float64)
+    return np.asarray(counts / num, dtype=np.float64)
 
 
 def _to_mean_one(weights: FloatArray, share: FloatArray, max_weight: float) -> FloatArray:
     """Scaled to the mean 1, those that would rise above `max_weight` being held there."""
     for _ in range(50):
-        mean = float(share @ weights)
+        mean = total_of(share * weights)
         if not mean > 0:
             return np.ones_like(weights)
         weights = np.minimum(weights / mean, max_weight)
-        if abs(share @ weights - 1) < 1e-12:
+        if abs(total_of(share * weights) - 1) < 1e-12:
             break
     return weights
 
@@ -109,13 +111,14 @@ def _to_mean_length(
 ) -> FloatArray:
     """The weights that meet the mean weight 1 and the mean length with the least change, in squares
     over the samples; repeated because of the bounds."""
-    centred = lengths - share @ lengths
-    variance = share @ centred**2
+    centred = lengths - total_of(share * lengths)
+    variance = total_of(share * (centred * centred))
     if not variance > 0:
         return _to_mean_one(weights, share, max_weight)
     for _ in range(30):
-        missing = own_mean - share @ (weights * lengths)
-        weights = weights + (1 - share @ weights) + missing / variance * centred
+        missing = own_mean - total_of(share * (weights * lengths))
+        lost = 1 - total_of(share * weights)
+        weights = weights + lost + missing / variance * centred
         weights = _to_mean_one(np.clip(weights, MIN_WEIGHT, max_weight), share, max_weight)
         if abs(missing) < 1e-6 * own_mean:
             break
