@@ -12,7 +12,8 @@ from rollpacker.core.pipeline_plan import Caps, ready_choosers
 from rollpacker.core.pipeline_time import run
 from rollpacker.core.pipeline_work import Link, Load, StageCost, Work, constant
 
-BUDGETS_PER_DOUBLING = 3
+BUDGET_FACTOR = 1.2599210498948732
+"""The third root of 2: three budgets are tried per doubling."""
 MOST_MICRO_BATCHES = 16
 """Per stage, of a budget that is tried: then filling and draining cost less than a tenth."""
 
@@ -181,7 +182,7 @@ def plan_budget(
                     makespan_s=found[0],
                     bubble_share=found[1],
                 )
-        budget /= 2 ** (1 / BUDGETS_PER_DOUBLING)
+        budget /= BUDGET_FACTOR
     return best
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from rollpacker.core.pipeline import KINDS, Kind
 from rollpacker.core.pipeline_links import LinkKind
 from rollpacker.core.pipeline_work import Link, Load, OpCost, fit_op_cost
+from rollpacker.core.portable import exp, logs
 
 Floats = NDArray[np.float64]
 
@@ -205,7 +206,7 @@ class _StageWatch:
         if len(now) and len(self._usual):
             rise = float(np.median(now) - np.median(self._usual))
             chance = _spread(self._usual) * _error(len(now), len(self._usual))
-            factor = math.exp(rise)
+            factor = exp(rise)
             level = (factor - 1) / (self._config.stage_factor - 1)
             beyond = rise > self._config.num_sds * chance
             changed = self.mark.observe(level, beyond_chance=beyond)
@@ -225,7 +226,7 @@ class _StageWatch:
             for load, seconds in ops[kind]
             if seconds > 0 and (expected := cost(load)) > 0
         ]
-        return np.log(np.array(ratios, dtype=np.float64))
+        return logs(np.array(ratios, dtype=np.float64))
 
 
 Messages = Sequence[tuple[int, float]]
@@ -286,7 +287,7 @@ class LinkWatch:
             excess_s = math.fsum(excess for excess, _ in ways)
             factor = total_s / (total_s - excess_s) if total_s > excess_s else math.inf
             level = max(level, excess_s / (self._config.link_share * max(whole_s, 1e-9)))
-            chance_s = math.hypot(*(chance for _, chance in ways))
+            chance_s = math.sqrt(math.fsum(chance * chance for _, chance in ways))
             beyond = beyond or excess_s > self._config.num_sds * chance_s
         changed = self.mark.observe(level, beyond_chance=beyond)
         healthy = self._healthy.setdefault(over, _Healthy(self._config))

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from rollpacker.core.pipeline import KINDS, Kind
+from rollpacker.core.portable import FloatArray, total
 
 Direction = Literal["down", "up"]
 """Hidden states go down, to the next stage; gradients come up."""
@@ -201,7 +202,7 @@ def fit_op_cost(loads: Sequence[Load], seconds: Sequence[float]) -> OpCost:
     scaled, aim = columns / scale * weights[:, None], np.asarray(seconds) * weights
     used = _independent(scaled)
     while True:
-        found, *_ = np.linalg.lstsq(scaled[:, used], aim, rcond=None)
+        found = _least_squares(scaled[:, used], aim)
         if len(used) == 1 or (found >= 0).all():
             break
         # Dropping the most negative part and solving again ends, and is exact where the truth has
@@ -217,15 +218,58 @@ def fit_op_cost(loads: Sequence[Load], seconds: Sequence[float]) -> OpCost:
     )
 
 
-def _independent(columns: np.ndarray) -> list[int]:
+def _least_squares(columns: FloatArray, aim: FloatArray) -> FloatArray:
+    """(K,) multiples of the columns (N, K) whose sum comes closest to `aim` (N,). The columns must
+    be independent, as `_independent` has it."""
+    units, sizes = _unit_columns(columns)
+    found = _solved(_inner_products(units), total(units * aim[:, np.newaxis], 0).tolist())
+    if found is None:  # a single column of zeros
+        return np.zeros(len(sizes))
+    return np.array(found) / sizes
+
+
+def _unit_columns(columns: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """The columns, each divided by its length, and their lengths (1 for a column of zeros)."""
+    sizes = np.sqrt(total(columns * columns, 0))
+    sizes = np.where(sizes > 0, sizes, 1.0)
+    return columns / sizes, sizes
+
+
+def _inner_products(columns: FloatArray) -> FloatArray:
+    """(K, K) `columns.T @ columns`, added row by row."""
+    return total(columns[:, :, np.newaxis] * columns[:, np.newaxis], 0)
+
+
+def _solved(matrix: FloatArray, right: Sequence[float]) -> list[float] | None:
+    """The solution of a small symmetric system of equations; None unless the matrix is positive
+    definite."""
+    rows = [[*row, last] for row, last in zip(matrix.tolist(), right, strict=True)]
+    for number, row in enumerate(rows):
+        if not row[number] > 0:
+            return None
+        for later in rows[number + 1 :]:
+            factor = later[number] / row[number]
+            later[:] = [value - factor * above for value, above in zip(later, row, strict=True)]
+    found = [0.0] * len(rows)
+    for number in reversed(range(len(rows))):
+        row, rest = rows[number], rows[number][-1]
+        for place in range(number + 1, len(rows)):
+            rest -= row[place] * found[place]
+        found[number] = rest / row[number]
+    return found
+
+
+def _independent(columns: FloatArray) -> list[int]:
     """Numbers of columns of which none is nearly a sum of multiples of the others."""
     used: list[int] = []
     for number in (1, 0, 2, 3):  # tokens first: they alone explain most
         trial = columns[:, sorted([*used, number])]
-        sizes = np.linalg.norm(trial, axis=0)
-        if len(trial) < trial.shape[1] or sizes.min() == 0:
+        if len(trial) < trial.shape[1]:
             continue
-        if np.linalg.svd(trial / sizes, compute_uv=False)[-1] > _TOLD_APART:
+        # The least singular value is above a bound if this difference is positive definite.
+        units, _ = _unit_columns(trial)
+        products = _inner_products(units) - _TOLD_APART * _TOLD_APART * np.eye(len(units[0]))
+        if _solved(products, [0.0] * len(products)) is not None:
             used = sorted([*used, number])
     return used
 

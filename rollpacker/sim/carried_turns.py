@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from rollpacker.bus import Routes
 from rollpacker.core.commands import Defer
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.portable import power
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.responses import Responses, Verified
 from rollpacker.sim.workload import Workload
@@ -67,7 +68,7 @@ class CarriedTurns:
         drawn = self._drawn(noise, tokens) if tokens else 0
         if not drawn:
             return 0
-        rate = 1 - (1 - self._mismatch) ** (version - drawn_by)
+        rate = 1 - power(1 - self._mismatch, version - drawn_by)
         again = SampleId(noise.prompt, noise.index, sample.attempt)
         kept = self._workload.first_mismatch(again, drawn, rate)
         self.verified.num_tokens += min(kept + 1, drawn)

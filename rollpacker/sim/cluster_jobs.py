@@ -8,14 +8,15 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
 from rollpacker.core.coexecution.waiting import check_quota
+from rollpacker.core.portable import exp, log1p, normal_quantile
 from rollpacker.did_you_mean import did_you_mean
 from rollpacker.sim.cluster_profiles import Profile, profile_of_run, profile_of_scenario
 from rollpacker.sim.cluster_spec import ClusterSpec, JobsSpec, PoolSpec
+from rollpacker.sim.draws import normal_ratio
 from rollpacker.sim.hardware import read_tables
 
 _TABLES = read_tables("cluster_jobs.yaml")
@@ -56,7 +57,7 @@ def drawn(spec: JobsSpec, seed: int) -> list[Arrival]:
     moments = random.Random(f"arrivals/{seed}")
     times = sorted(moments.uniform(0, spec.hours * 3600) for _ in range(spec.count))
     lives = [
-        random.Random(f"life/{seed}/{n}").lognormvariate(0, LIFE_SIGMA) for n in range(spec.count)
+        exp(LIFE_SIGMA * normal_ratio(random.Random(f"life/{seed}/{n}"))) for n in range(spec.count)
     ]
     lives_h = _scaled(lives, spec.mean_hours)
     return [
@@ -105,11 +106,8 @@ def iteration_factors(variation: float) -> list[float]:
     """Equally likely lengths of an iteration, log-normal, of mean 1 and this deviation."""
     if variation == 0:
         return [1.0]
-    sigma = math.sqrt(math.log1p(variation**2))
-    normal = NormalDist()
-    raw = [
-        math.exp(sigma * normal.inv_cdf((n + 0.5) / NUM_QUANTILES)) for n in range(NUM_QUANTILES)
-    ]
+    sigma = math.sqrt(log1p(variation * variation))
+    raw = [exp(sigma * normal_quantile((n + 0.5) / NUM_QUANTILES)) for n in range(NUM_QUANTILES)]
     mean = math.fsum(raw) / len(raw)
     return [one / mean for one in raw]
 

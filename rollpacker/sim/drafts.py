@@ -40,7 +40,11 @@ class Drafts:
     def tokens_per_step(self, num_running: int) -> float:
         """Tokens that each of so many sequences gains in a step, on average."""
         depth = min(self.max_depth, self.max_positions // num_running)
-        return sum(self.acceptance**place for place in range(depth + 1))
+        tokens = chance = 1.0
+        for _ in range(depth):
+            chance *= self.acceptance
+            tokens += chance
+        return tokens
 
     def speedup(self, num_running: int) -> float:
         """Of decoding, with so many sequences; where drafts would slow it down there are none."""

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+from rollpacker.core.portable import power
 from rollpacker.sim.drafts import Drafts
 from rollpacker.sim.hardware import GpuSpec, ModelShape
 
@@ -242,14 +243,14 @@ class DatasheetModel:
         if self.train_fixed_given_s is not None:
             return self.train_fixed_given_s
         c = self.calibration
-        return float(c.train_fixed_scale_s * (self.model.params / 1e9) ** c.train_fixed_exponent)
+        return c.train_fixed_scale_s * power(self.model.params / 1e9, c.train_fixed_exponent)
 
     @property
     def sync_s(self) -> float:
         if self.sync_given_s is not None:
             return self.sync_given_s
         c = self.calibration
-        return float(c.sync_scale_s * (self.model.params / 1e9) ** c.sync_exponent)
+        return c.sync_scale_s * power(self.model.params / 1e9, c.sync_exponent)
 
     @property
     def commit_s(self) -> float:

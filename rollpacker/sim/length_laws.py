@@ -5,19 +5,25 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from statistics import NormalDist
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollpacker.core.portable import (
+    exps,
+    interpolated,
+    logs,
+    normal_cdf,
+    normal_cdfs,
+    normal_quantile,
+)
 from rollpacker.sim.length_trace import read_trace
 from rollpacker.sim.workload_spec import LengthLaw
 
-FloatArray = NDArray[np.floating[Any]]
+FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-NORMAL = NormalDist()
 CHUNK = 16
 """Responses of a prompt drawn at once."""
 
@@ -76,10 +82,10 @@ class _TableLengths:
         if not self._own:
             length = int(self._table[min(max(_place(u), 0), self._table.size - 1)])
             return float(length > tokens), lambda luck: max(length, tokens + 1)
-        chance = 0.5 * math.erfc((least_z - self._shared * u) / self._own / math.sqrt(2))
+        chance = normal_cdf((self._shared * u - least_z) / self._own)
 
         def longer(luck: float) -> int:
-            e = -NORMAL.inv_cdf(min(max((1 - luck) * chance, 1e-300), 1 - 1e-16))
+            e = -normal_quantile(min(max((1 - luck) * chance, 1e-300), 1 - 1e-16))
             place = _place(self._shared * u + self._own * e)
             return int(self._table[min(max(place, first), self._table.size - 1)])
 
@@ -149,8 +155,8 @@ def _place(score: float) -> int:
 def _quantile_table(quantiles: Mapping[float, int]) -> IntArray:
     """Tokens at each of `_SCORES`: log-linear between quantiles, down to one token at 0."""
     at = sorted(quantiles)
-    logs = np.log([quantiles[q] for q in at])
-    tokens = np.exp(np.interp(_phi(_SCORES), [0.0, *at], [0.0, *logs]))
+    known = np.append(0.0, logs(np.array([float(quantiles[q]) for q in at])))
+    tokens = exps(interpolated(_phi(_SCORES), np.array([0.0, *at]), known))
     table: IntArray = np.rint(tokens).astype(np.int64)
     return table
 
@@ -164,10 +170,9 @@ def _empirical_table(lengths: Sequence[int]) -> IntArray:
 
 @functools.cache
 def _phi_table() -> FloatArray:
-    return np.array([0.5 * math.erfc(-score / math.sqrt(2)) for score in _SCORES])
+    return normal_cdfs(_SCORES)
 
 
 def _phi(scores: FloatArray) -> FloatArray:
     """The normal distribution function, to 3e-8."""
-    values: FloatArray = np.interp(scores, _SCORES, _phi_table(), left=0.0, right=1.0)
-    return values
+    return interpolated(scores, _SCORES, _phi_table(), below=0.0, above=1.0)

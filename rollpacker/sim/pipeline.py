@@ -26,6 +26,7 @@ from rollpacker.core.pipeline_order import check_orders
 from rollpacker.core.pipeline_plan import plan_order, ready_choosers
 from rollpacker.core.pipeline_time import Sends, Timeline, replay, run
 from rollpacker.core.pipeline_work import Link, Load, StageCost, Work
+from rollpacker.sim.draws import NormalPairs
 from rollpacker.sim.pipeline_spec import DrawnDelays, PipelineSpec
 
 NUM_FORWARD_SWEEPS = 2
@@ -41,6 +42,7 @@ class DelayAt:
         links = range(num_links) if drawn.links is None else drawn.links
         self._drawn = drawn
         self._draws = {link: random.Random(f"delays/{seed}/{link}") for link in links}
+        self._scores = {link: NormalPairs(draw) for link, draw in self._draws.items()}
         self._until_s: dict[int, list[float]] = {link: [] for link in links}
         self._delays_s: dict[int, list[float]] = {link: [] for link in links}
 
@@ -52,7 +54,8 @@ class DelayAt:
         draw = self._draws[link]
         while not until_s or until_s[-1] <= now_s:
             until_s.append((until_s[-1] if until_s else 0.0) + draw.uniform(*drawn.hold_s))
-            delays_s.append(max(0.0, draw.gauss(drawn.mean_s, drawn.sd_s)))
+            delay_s = drawn.mean_s + drawn.sd_s * self._scores[link].draw()
+            delays_s.append(max(0.0, delay_s))
         return delays_s[bisect.bisect_right(until_s, now_s)]
 
 

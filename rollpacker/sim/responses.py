@@ -23,6 +23,7 @@ from typing import NamedTuple
 from rollpacker.bus import Routes
 from rollpacker.core.commands import Defer, Launch
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.portable import power
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.workload import Workload
 
@@ -204,7 +205,7 @@ class Responses:
 
     def _verify(self, key: int, num_tokens: int, num_updates: int) -> None:
         """Draw these tokens again under weights that are so many updates newer."""
-        rate = 1 - (1 - self._mismatch) ** num_updates
+        rate = 1 - power(1 - self._mismatch, num_updates)
         noise = self.noises[key]
         noise = SampleId(noise.prompt, noise.index, self.samples[key].attempt)
         kept = self._workload.first_mismatch(noise, num_tokens, rate)

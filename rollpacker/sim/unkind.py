@@ -28,6 +28,7 @@ from rollpacker.core.events import (
     SampleScored,
 )
 from rollpacker.core.ids import SampleId
+from rollpacker.core.portable import log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,7 @@ class Unkind:
         """How long this incarnation of this engine lives, in seconds."""
         mean = self.config.engine_life_s
         share = self._share("life", f"{engine}.{incarnation}")
-        return -mean * math.log1p(-share) if mean else math.inf
+        return -mean * log(1.0 - share) if mean else math.inf
 
     def _answer(self, event: Acted, retry: int) -> Acted:
         sample, turn = event.sample, event.turn

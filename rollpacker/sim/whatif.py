@@ -25,6 +25,7 @@ from rollpacker.core.job_config import JobConfig
 from rollpacker.core.lengths.counts import PromptLengths
 from rollpacker.core.lengths.fit import choose_length_model
 from rollpacker.core.lengths.model import LengthModel
+from rollpacker.core.portable import dot, exps, logs, total
 from rollpacker.core.records import LogError, Record
 from rollpacker.core.reward_schedule import RewardKindConfig
 from rollpacker.report.accounting import Accounting
@@ -284,17 +285,17 @@ def _again(
     densities = model.class_densities
     # A stopped response ends beyond the bin in which it was stopped, or in the half of it ahead.
     survival = np.cumsum(densities[:, ::-1], axis=1)[:, ::-1] - densities / 2
-    log_density, log_survival = np.log(densities + tiny), np.log(survival + tiny)
+    log_density, log_survival = logs(densities + tiny), logs(survival + tiny)
     cumulative = np.cumsum(densities, axis=1)
     cumulative /= cumulative[:, -1:]
     edges = np.append(model.starts, model.cap + 1)
     again = []
     for prompt in prompts:
-        log_odds = np.log(model.class_weights + tiny)
-        log_odds = log_odds + log_density[:, model.bins(prompt.finished)].sum(axis=1)
-        log_odds += log_survival[:, model.bins(prompt.stopped)].sum(axis=1)
-        odds = np.exp(log_odds - log_odds.max())
-        chosen = rng.choice(odds.size, p=odds / odds.sum())
+        log_odds = logs(model.class_weights + tiny)
+        log_odds = log_odds + dot(log_density, model.counts(prompt.finished))
+        log_odds += dot(log_survival, model.counts(prompt.stopped))
+        odds = exps(log_odds - log_odds.max())
+        chosen = rng.choice(odds.size, p=odds / total(odds))
         bins = np.searchsorted(cumulative[chosen], rng.random(NUM_AGAIN), side="right")
         inside = rng.random(NUM_AGAIN) * (edges[bins + 1] - edges[bins])
         again.append((edges[bins] + inside.astype(np.int64)).tolist())

@@ -27,6 +27,7 @@ from typing import ClassVar
 import numpy as np
 
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.portable import exps, interpolated, log, log1p, logs, on_circle, total_of
 from rollpacker.sim.length_laws import CHUNK, FloatArray, IntArray, Lengths, PoolLengths, lengths_of
 from rollpacker.sim.scenario import Scenario
 from rollpacker.sim.trajectories import Trajectories
@@ -243,7 +244,7 @@ class Workload:
         luck = _uniforms(1, *self._key(_MISMATCH_STREAM, sample))[0]
         if rate >= 1:
             return 0
-        return min(num_tokens, int(math.log1p(-luck) / math.log1p(-rate)))
+        return min(num_tokens, int(log(1.0 - luck) / log1p(-rate)))
 
     def redrawn(self, sample: SampleId, turn: int, above: int) -> int:
         """Length of a response of which the first `above` tokens stand and the rest is drawn anew,
@@ -352,8 +353,8 @@ def _seconds_at(law: Mapping[float, float], ranks: FloatArray) -> FloatArray:
     at = sorted(law)
     if len(at) == 1:
         return np.full(ranks.shape, law[at[0]])
-    seconds: FloatArray = np.exp(np.interp(ranks, at, np.log([law[q] for q in at])))
-    return seconds
+    known = logs(np.array([float(law[q]) for q in at]))
+    return exps(interpolated(ranks, np.array(at), known))
 
 
 def _policy(parts: Sequence[_Part]) -> tuple[float, float]:
@@ -370,7 +371,7 @@ def _policy(parts: Sequence[_Part]) -> tuple[float, float]:
     order = np.argsort(values, kind="stable")
     reached = np.cumsum(probabilities[order])
     p95 = values[order][np.searchsorted(reached, 0.95 * reached[-1])]
-    return float(values @ probabilities / reached[-1]), float(p95)
+    return total_of(values * probabilities) / float(reached[-1]), float(p95)
 
 
 def _pattern(shares: Sequence[float]) -> IntArray:
@@ -409,10 +410,10 @@ def _uniforms(count: int, seed: int, *key: int) -> FloatArray:
 def _normals(count: int, seed: int, *key: int) -> FloatArray:
     """Standard normal scores, two from each pair of uniforms (Box and Muller)."""
     assert count % 2 == 0
-    radius, angle = _uniforms(count, seed, *key).reshape(2, -1)
-    radius = np.sqrt(-2 * np.log1p(-radius))
-    angle *= 2 * np.pi
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+    radius, turns = _uniforms(count, seed, *key).reshape(2, -1)
+    radius = np.sqrt(-2 * logs(1 - radius))
+    cosine, sine = on_circle(turns)
+    return np.concatenate([radius * cosine, radius * sine])
 
 
 @functools.lru_cache(MAX_BLOCKS)

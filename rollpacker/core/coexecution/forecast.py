@@ -19,13 +19,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean
+from statistics import fmean
 
 from rollpacker.core.coexecution.group import Holds
 from rollpacker.core.coexecution.job import ClusterJob
 from rollpacker.core.coexecution.layout import Layout
 from rollpacker.core.coexecution.timeline import GroupTimeline
 from rollpacker.core.coexecution.turns import Order
+from rollpacker.core.portable import normal_quantile
 
 STRETCH = 4
 NUM_STRETCHES = 7
@@ -59,7 +60,7 @@ class Forecast:
 
 @functools.cache
 def _z(confidence: float) -> float:
-    return NormalDist().inv_cdf(confidence)
+    return normal_quantile(confidence)
 
 
 class Outlook:

@@ -213,10 +213,20 @@ def test_a_tied_bfloat16_weight_is_updated_by_both_stages_gradients():
     assert torch.equal(mirror, parts[0]["model.embed_tokens.weight"])
     found = {name: value for part in parts for name, value in part.items()}
     assert found.keys() == whole.keys()
-    for name, value in whole.items():
-        if name.startswith("exp_avg."):
-            bound = (2**-7 if "embed" in name else 1e-5) * value.abs().max().item()
-            torch.testing.assert_close(found[name], value, rtol=0, atol=bound, msg=name)
+    moments = [name for name in whole if name.startswith("exp_avg.")]
+    (embedding,) = (name for name in moments if "embed" in name)
+    bound = 2**-7 * whole[embedding].abs().max().item()
+    torch.testing.assert_close(found[embedding], whole[embedding], rtol=0, atol=bound)
+    # All gradients are clipped by one factor, and the tied weight's share of the norm differs by
+    # its bfloat16 rounding (how much depends on the processor's kernels); nothing else differs.
+    norm = math.hypot(*(whole[name].norm().item() for name in moments))
+    off = (found[embedding] - whole[embedding]).norm().item() / norm
+    name = moments[-1]
+    factor = (found[name].norm() / whole[name].norm()).item()
+    assert abs(factor - 1) <= 1.01 * off + 1e-6
+    for name in moments:
+        if name != embedding:
+            torch.testing.assert_close(found[name], factor * whole[name], rtol=2e-6, atol=1e-9)
 
 
 def test_parts_of_other_stages_are_freed_and_names_stay():
