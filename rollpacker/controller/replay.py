@@ -19,8 +19,8 @@ from rollpacker.core.pooled_job import make_job, restore_job
 from rollpacker.core.records import Entry, LogError, Record, Session
 
 WEIGHT_TOLERANCE = 1e-6
-"""Loss weights come from a numerical fit, and the last digits of that are the processor's: a log
-can be replayed on another machine than its run's."""
+"""Loss weights come from a numerical fit. It gives the same digits on every processor now, and did
+not when older logs were recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -304,8 +304,7 @@ def normal_quantiles(shares: FloatArray) -> FloatArray:
 def total(values: FloatArray, axis: int = -1) -> FloatArray:
     """Sum along one axis, from its first element to its last. (A running sum has no choice of
     order, and `np.sum` has.)"""
-    sums: FloatArray = np.cumsum(values, axis=axis, dtype=np.float64).take(-1, axis=axis)
-    return sums
+    return np.asarray(np.cumsum(values, axis=axis, dtype=np.float64).take(-1, axis=axis))
 
 
 def total_of(values: FloatArray) -> float:
@@ -315,7 +314,7 @@ def total_of(values: FloatArray) -> float:
 
 def mean(values: FloatArray, axis: int = -1) -> FloatArray:
     """Mean along one axis."""
-    return total(values, axis) / values.shape[axis]
+    return np.asarray(total(values, axis) / values.shape[axis])
 
 
 def mixed(weights: FloatArray, rows: FloatArray) -> FloatArray:
@@ -362,4 +361,4 @@ def interpolated(
         found = np.where(x < known_x[0], below, found)
     if above is not None:
         found = np.where(x > known_x[-1], above, found)
-    return found
+    return np.asarray(found, dtype=np.float64)

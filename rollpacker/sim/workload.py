@@ -403,8 +403,7 @@ def _uniforms(count: int, seed: int, *key: int) -> FloatArray:
     """In [0, 1), from a generator whose bits numpy promises for good."""
     entropy = (int(seed < 0), abs(seed), *key)
     bits = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(count)
-    values: FloatArray = (bits >> np.uint64(11)) * 2.0**-53
-    return values
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _normals(count: int, seed: int, *key: int) -> FloatArray:
