@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollpacker.imports import MissingPackageError, missing
+from rollpacker.processes.loopback import GLOO, INTERFACE
 from rollpacker.rollout.attention import UnsupportedModelError, other_layers
 from rollpacker.rollout.engine import EngineConfig
 from rollpacker.rollout.vllm_adapters import adapter_arguments
@@ -51,7 +52,7 @@ _ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
+    GLOO: INTERFACE,
     # vLLM would choose its second model runner on a GPU, which refuses our logits processor.
     RUNNER_VARIABLE: "0",
 }
@@ -179,6 +180,13 @@ def _open(
             engine = LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
         except ValueError as error:
             raise UnsupportedModelError(_why_it_does_not_start(error, config)) from error
+    _watch_runners(engine, draws, tensor_parallel)
+    return engine
+
+
+def _watch_runners(engine: LLMEngine, draws: Draws, tensor_parallel: int) -> None:
+    """Raises `UnsupportedModelError`, with the engine shut down, if it has a model runner that
+    cannot be watched."""
     refusals = engine.collective_rpc(
         "watch" if tensor_parallel > 1 else lambda worker: watch(worker.model_runner, draws)
     )
@@ -186,7 +194,6 @@ def _open(
         if refusal is not None:
             engine.engine_core.shutdown()
             raise UnsupportedModelError(refusal)
-    return engine
 
 
 def _why_it_does_not_start(error: ValueError, config: EngineConfig) -> str:

@@ -19,7 +19,6 @@ import torch
 from rollpacker.rollout.extend import DRAW_LOGITS
 from rollpacker.rollout.vllm_draws import NUMBER, Anew, Draw, Draws, Settings
 
-
 RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 """vLLM's class of model runners that this code is written for. Its runner for CPUs derives from
 it; its second runner, of `vllm.v1.worker.gpu`, does not."""
