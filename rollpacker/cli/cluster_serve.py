@@ -172,8 +172,9 @@ def _of_several_nodes(spec: ClusterSpec) -> str:
 
 def _tell(line: str) -> None:
     from rollpacker.cli.output import print_line
+    from rollpacker.report.writing import printable
 
-    print_line(f"{time.strftime('%H:%M:%S')}  {line}")
+    print_line(f"{time.strftime('%H:%M:%S')}  {printable(line)}")
 
 
 def _local(folder: Path) -> Ground:

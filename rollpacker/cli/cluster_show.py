@@ -156,6 +156,8 @@ def jobs_table(status: Status) -> list[str]:
 
 def job_lines(job: Mapping[str, Any]) -> list[str]:
     """All that is known of one job."""
+    from rollpacker.report.writing import printable
+
     shown = {
         "job": job["job"],
         "state": job["state"],
@@ -175,7 +177,7 @@ def job_lines(job: Mapping[str, Any]) -> list[str]:
         "command": " ".join(job["command"]),
     }
     lines = columns([[f"{name}:", value] for name, value in shown.items() if value])
-    return [*lines, *(f"  | {line}" for line in job["last_lines"])]
+    return [*lines, *(f"  | {printable(line)}" for line in job["last_lines"])]
 
 
 def told_cancelled(job: Mapping[str, Any], *, now: bool) -> str:
@@ -202,6 +204,8 @@ def _screen(status: Status, height: int) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
+    from rollpacker.report.writing import printable
+
     jobs = sorted(status["jobs"], key=lambda job: (job["state"] in ENDED, job["group"] or 0))
     lines = columns([HEAD, *map(_row, jobs)]) if jobs else ["no jobs"]
     styles = ["bold", *(_COLOURS.get(job["state"], "") for job in jobs)]
@@ -216,7 +220,8 @@ def _screen(status: Status, height: int) -> RenderableType:
     shown.append(Text())
     for event in status["events"][-NUM_EVENTS:]:
         at = time.strftime("%H:%M:%S", time.localtime(event["at_s"]))
-        shown.append(Text(f"{at}  {event['text']}", style="dim", no_wrap=True, overflow="ellipsis"))
+        line = f"{at}  {printable(event['text'])}"
+        shown.append(Text(line, style="dim", no_wrap=True, overflow="ellipsis"))
     return Group(*shown)
 
 
@@ -225,6 +230,8 @@ def show_top(ask: Callable[[], Status], console: Console) -> None:
     the first time."""
     from rich.live import Live
     from rich.text import Text
+
+    from rollpacker.report.writing import printable
 
     status = ask()
     if not console.is_terminal or console.is_dumb_terminal:
@@ -238,5 +245,5 @@ def show_top(ask: Callable[[], Status], console: Console) -> None:
             try:
                 shown: RenderableType = _screen(ask(), console.height)
             except ValueError as error:  # it may be served again
-                shown = Text(f"{error}. Still asking; Ctrl-C ends this")
+                shown = Text(f"{printable(str(error))}. Still asking; Ctrl-C ends this")
             live.update(shown, refresh=True)

@@ -1,22 +1,21 @@
-"""`rollpacker doctor [CONFIG]`: what this machine can do, a line a finding, each with its cure."""
+"""`rollpacker doctor [CONFIG]`: what this machine can do, a line a finding, each with its cure.
+
+With a config it tries what `train --dry-run` and a run's start try, each part by itself."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollpacker.cli import findings, output, trials
-from rollpacker.cli.cluster_findings import cluster
 from rollpacker.cli.errors import classify
 from rollpacker.cli.findings import Finding
 from rollpacker.imports import MissingPackageError
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
 PATIENCE_S = 30.0
 """A check that takes longer is given up."""
 INPUTS_PATIENCE_S = 600.0
-"""For data and rewards, which may have much to look at."""
-CLUSTER_PATIENCE_S = 180.0
-"""For the hosts of a cluster, each of which starts a process to answer."""
+"""For data, rewards and the hosts of a cluster, which may have much to look at."""
 NAME_WIDTH = 12
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("fail", "bold red")}
+_BLAMED = {"DataError": "data", "EnvironmentSetupError": "environment"}
+"""Errors of a check that looks at several things, and the one that they speak of."""
 
 _HELP = """\
 Look at what this machine can do: software, processors, memory, GPUs, sandbox, engine; with a
@@ -44,7 +43,14 @@ exit codes:
   2    the command is not right
 """
 
-Check = Callable[[], "Finding | list[Finding]"]
+
+class _Check(NamedTuple):
+    name: str
+    look: Callable[[], Finding | list[Finding]]
+    must: bool = True
+    """Training cannot start if the check itself breaks."""
+    patience_s: float | None = None
+    """None: `PATIENCE_S`."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -64,9 +70,15 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Look at everything, and return the exit code: 0 if training can start, else 1."""
     began = time.perf_counter()
+    console = output.console(highlight=False)
+    found: list[Finding] = []
     logging.disable(logging.WARNING)  # what matters of it is in the findings
     try:
-        found = _print_all(_examine(args.config, args.overrides), as_text=not args.json)
+        for check in _checks(args.config, args.overrides):
+            for finding in _outcome(check):
+                found.append(finding)
+                if not args.json:
+                    _print(console, finding)
     finally:
         logging.disable(logging.NOTSET)
     seconds = time.perf_counter() - began
@@ -88,56 +100,43 @@ def _verdict(found: Sequence[Finding], seconds: float) -> str:
     return f"{said}{': ' if counts else ''}{', '.join(counts)}. ({seconds:.1f} s)"
 
 
-# --- what is looked at ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _NamedCheck:
-    name: str
-    check: Check
-    must: bool = True
-    """Training cannot start if the check itself breaks."""
-    patience_s: float | None = None
-    """None: `PATIENCE_S`."""
-    needs: str | None = None
-    """A check without whose success this one says nothing."""
-
-
-def _examine(path: str | None, overrides: Sequence[str]) -> Iterator[_NamedCheck]:
-    """The checks in order. The sandbox's runs beside those that load torch."""
+def _checks(path: str | None, overrides: Sequence[str]) -> list[_Check]:
+    """The checks in order: those of the machine, and those of the config if it can be read."""
     from rollpacker.sandbox.sandbox import SandboxConfig
 
-    yield _NamedCheck("system", findings.system)
-    yield _NamedCheck("python", findings.python)
-    yield _NamedCheck("packages", findings.packages)
     config, problem = _load(path, overrides)
-    if path is not None:
-        yield _NamedCheck("config", lambda: problem or Finding("ok", "config", path))
-    yield _NamedCheck("safety", findings.unsafe_versions)
-    yield _NamedCheck("processors", findings.cpus)
-    yield _NamedCheck("memory", findings.memory)
-    sandbox = config.sandbox if config is not None else SandboxConfig()
+    read = [] if path is None else [problem or Finding("ok", "config", path)]
+    sandbox = SandboxConfig() if config is None else config.sandbox
     needed = config is not None and any(r.function in ("code", "math") for r in config.rewards)
-    later = _Later(lambda: trials.sandbox(sandbox, needed=needed))
-    runs_dir = Path(config.runs_dir if config is not None else "runs")
-    yield _NamedCheck("disk", lambda: findings.disk(runs_dir))
-    yield _NamedCheck("/dev/shm", findings.shared_memory)
-    yield _NamedCheck("limits", findings.open_limits)
-    yield _NamedCheck("torch", findings.torch_build)
-    yield _NamedCheck("gpu", findings.gpus)
-    yield _NamedCheck("bf16", findings.bf16)
-    yield _NamedCheck("engine", trials.engine)
-    yield _NamedCheck("sandbox", later.result, must=needed)
-    if config is not None:
-        yield _NamedCheck("model", lambda: trials.model(config))
-        yield _NamedCheck("run", lambda: trials.run_folder(config))
-        yield _NamedCheck("training", lambda: trials.training(config))
-        yield _NamedCheck("data", lambda: trials.inputs(config), patience_s=INPUTS_PATIENCE_S)
-        if config.runtime == "ray":
-            yield _NamedCheck("cluster", lambda: cluster(config), patience_s=CLUSTER_PATIENCE_S)
-        yield _NamedCheck("memory fit", lambda: trials.fit(config), needs="model")
-        for tracker in config.tracker_configs:
-            yield _NamedCheck(tracker.name, partial(findings.tracker, tracker), must=False)
+    runs_dir = Path("runs" if config is None else config.runs_dir)
+    checks = [
+        _Check("python", findings.python),
+        _Check("packages", findings.packages),
+        _Check("config", lambda: read),
+        _Check("processors", findings.cpus),
+        _Check("memory", findings.memory),
+        _Check("disk", lambda: findings.disk(runs_dir)),
+        _Check("/dev/shm", findings.shared_memory),
+        _Check("limits", findings.open_limits),
+        _Check("torch", findings.torch_build),
+        _Check("gpu", findings.gpus),
+        _Check("engine", trials.engine),
+        _Check("sandbox", lambda: trials.sandbox(sandbox, needed=needed), must=needed),
+    ]
+    if config is None:
+        return checks
+    checks += [
+        _Check("model", lambda: trials.model(config)),
+        _Check("run", lambda: trials.run_folder(config)),
+        _Check("training", lambda: trials.training(config)),
+        _Check("rewards", lambda: trials.inputs(config), patience_s=INPUTS_PATIENCE_S),
+    ]
+    if config.runtime == "ray":
+        look = partial(trials.cluster, config)
+        checks.append(_Check("cluster", look, patience_s=INPUTS_PATIENCE_S))
+    for tracker in config.tracker_configs:
+        checks.append(_Check(tracker.name, partial(trials.tracker, tracker), must=False))
+    return checks
 
 
 def _load(path: str | None, overrides: Sequence[str]) -> tuple[RunConfig | None, Finding | None]:
@@ -156,76 +155,49 @@ class _TooSlow(Exception):
     """A check gave no answer in its time, which says nothing about what it looks at."""
 
 
-class _Later:
-    """A check that runs in a thread of its own."""
+def _looked(check: _Check) -> list[Finding]:
+    """What a check finds. Raises what it raises, and `_TooSlow` where it takes too long."""
+    outcome: list[Finding | list[Finding] | Exception] = []
 
-    def __init__(self, check: Check) -> None:
-        self._check = check
-        self._found: Finding | list[Finding] | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def look() -> None:
         try:
-            self._found = self._check()
-        except Exception as error:  # handed on to who asks for the result
-            self._error = error
+            outcome.append(check.look())
+        except Exception as error:  # handed on to who waits
+            outcome.append(error)
 
-    def result(self, patience_s: float | None = None) -> Finding | list[Finding]:
-        """Raises what the check raised, and `_TooSlow` after `patience_s` (None: `PATIENCE_S`)."""
-        patience_s = PATIENCE_S if patience_s is None else patience_s
-        self._thread.join(patience_s)
-        if self._error is not None:
-            raise self._error
-        if self._found is None:
-            raise _TooSlow(f"no answer within {patience_s:g} s")
-        return self._found
-
-
-def _outcome(one: _NamedCheck) -> list[Finding]:
-    """What a check found; one that breaks is itself a finding."""
-    try:
-        found = _Later(one.check).result(one.patience_s)
-    except ModuleNotFoundError as error:
-        cure = "Run make again, or: pip install --editable ."
-        return [Finding("fail", one.name, f"the package {error.name} is missing", cure)]
-    except MissingPackageError as error:
-        text, _, cure = str(error).partition(": ")
-        return [Finding("fail", one.name, text, cure)]
-    except _TooSlow as error:
-        cure = "The machine may be busy: run it again when it is not."
-        return [Finding("warn", one.name, f"slow: not measured ({error})", cure)]
-    except Exception as error:  # whatever it is, the other checks go on
-        code, told = classify(error)
-        if code != 1:  # the user's to mend, and the message says how
-            cure = "Correct that, and run doctor again."
-            return [Finding("fail" if one.must else "warn", one.name, told, cure)]
-        text = f"{type(error).__name__}: {error}"
-        cure = "Please report this line, and how you got it."
-        return [Finding("fail" if one.must else "warn", one.name, text, cure)]
+    patience_s = PATIENCE_S if check.patience_s is None else check.patience_s
+    thread = threading.Thread(target=look, daemon=True)  # one that hangs is left behind
+    thread.start()
+    thread.join(patience_s)
+    if not outcome:
+        raise _TooSlow(f"no answer within {patience_s:g} s")
+    (found,) = outcome
+    if isinstance(found, Exception):
+        raise found
     return found if isinstance(found, list) else [found]
 
 
-# --- output ---------------------------------------------------------------------------------------
-
-
-def _print_all(checks: Iterator[_NamedCheck], *, as_text: bool) -> list[Finding]:
-    """Look, and say it at once, line by line."""
-    console = output.console(highlight=False)
-    found: list[Finding] = []
-    show = as_text and console.is_terminal
-    with console.status("looking around ...") if show else contextlib.nullcontext() as status:
-        for one in checks:
-            if status is not None:
-                status.update(f"looking at {one.name} ...")
-            if any(f.name == one.needs and f.level == "fail" for f in found):
-                continue
-            for finding in _outcome(one):
-                found.append(finding)
-                if as_text:
-                    _print(console, finding)
-    return found
+def _outcome(check: _Check) -> list[Finding]:
+    """What a check finds; one that breaks is itself a finding."""
+    try:
+        return _looked(check)
+    except _TooSlow as error:
+        cure = "The machine may be busy: run it again when it is not."
+        return [Finding("warn", check.name, f"slow: not measured ({error})", cure)]
+    except ModuleNotFoundError as error:
+        cure = "Run make again, or: pip install --editable ."
+        return [Finding("fail", check.name, f"the package {error.name} is missing", cure)]
+    except MissingPackageError as error:
+        text, _, cure = str(error).partition(": ")
+        return [Finding("fail", check.name, text, cure)]
+    except Exception as error:  # whatever it is, the other checks go on
+        code, text = classify(error)
+        cure = "Correct that, and run doctor again."
+        if code == 1:  # not the user's to mend
+            text = f"{type(error).__name__}: {error}"
+            cure = "Please report this line, and how you got it."
+        name = _BLAMED.get(type(error).__name__, check.name)
+        return [Finding("fail" if check.must else "warn", name, text, cure)]
 
 
 def _print(console: Any, finding: Finding) -> None:

@@ -20,14 +20,9 @@ def print_dry_run(config: RunConfig, *, num_rows: int | None) -> None:
     """Batch arithmetic and memory of one step, who is on which device, and the first prompt;
     functions of the user's own are tried. No model is loaded. `num_rows` of `data.train`; None: not
     known. Raises `ValueError` and `RewardError` for what would refuse the run."""
-    from rollpacker.cli.parts import check_algorithm
-    from rollpacker.rewards.build import check_form
     from rollpacker.trainer.estimate import estimate
-    from rollpacker.trainer.pipeline.check import check_stages
 
-    check_algorithm(config)
-    check_stages(config)
-    check_form(config.rewards)
+    check_parts(config)
     print(f"{config.name}: {config.model.path}")
     print(f"  {config.algorithm.told}")
     config = _print_devices(config)
@@ -46,6 +41,18 @@ def print_dry_run(config: RunConfig, *, num_rows: int | None) -> None:
     sys.stdout.flush()
     for line in _try_rewards(config, rows):
         print(f"  {line}")
+
+
+def check_parts(config: RunConfig) -> None:
+    """Algorithm, pipeline stages and the form of rewards, as `doctor` checks them, too. Raises
+    `ValueError` and `RewardError` for what would refuse the run."""
+    from rollpacker.cli.parts import check_algorithm
+    from rollpacker.rewards.build import check_form
+    from rollpacker.trainer.pipeline.check import check_stages
+
+    check_algorithm(config)
+    check_stages(config)
+    check_form(config.rewards)
 
 
 def _print_devices(config: RunConfig) -> RunConfig:

@@ -10,15 +10,10 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
-
-    from rollpacker.trackers.tracker import TrackerConfig
+from typing import Any, Literal
 
 GIB = 1 << 30
 LOW_MEMORY_GIB = 4
@@ -27,14 +22,6 @@ NO_DISK_GIB = 1
 LOW_SHARED_MIB = 256
 LOW_OPEN_FILES = 1024
 LOW_PROCESSES = 512
-
-UNSAFE_BELOW = (
-    ("torch", "2.10", "torch.load can be made to corrupt memory (CVE-2026-24747)"),
-    ("transformers", "4.48", "loading a model can run code from its files (CVE-2024-11393)"),
-    ("vllm", "0.14", "it runs code from a model's config unasked (CVE-2026-22807)"),
-    ("ray", "2.54", "its dashboard lets any web page stop jobs (CVE-2026-27482)"),
-)
-"""Packages that need not be installed, their first safe version, and why."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
@@ -52,55 +39,41 @@ class Finding:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-def system() -> Finding:
-    kind = f"{platform.system()} {platform.release()} {platform.machine()}"
-    if sys.platform == "linux":
-        return Finding("ok", "system", kind)
-    cure = "Set sandbox.url to a service such as SandboxFusion if you need code or math rewards."
-    return Finding("warn", "system", f"{kind}: the embedded sandbox needs Linux", cure)
-
-
 def python() -> Finding:
-    return Finding("ok", "python", f"{platform.python_version()} ({sys.executable})")
+    kind = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return Finding("ok", "python", f"{platform.python_version()} ({sys.executable}) on {kind}")
 
 
 def packages() -> Finding:
-    """Whether every package that we need is there, in a version that we know."""
+    """Whether every package that we need is there, in a version that we know. The lowest versions
+    in `pyproject.toml` are above the last known hole of each."""
     from importlib.metadata import metadata
 
-    needed = _requirements("")
-    if wrong := _wrong(needed):
+    wrong = {
+        extra: _wrong(extra)
+        for extra in ("", *metadata("rollpacker").get_all("Provides-Extra", ()))
+    }
+    if needed := wrong.pop(""):
         cure = "Run make again, or: pip install --editable ."
-        return Finding("fail", "packages", "; ".join(wrong), cure)
-    text = f"all {len(needed)} there, in versions that fit"
-    extras = metadata("rollpacker").get_all("Provides-Extra") or []
-    without = [name for name in extras if name != "dev" and _wrong(_requirements(name))]
-    if without:
-        text += f"; optional parts that are not: {', '.join(without)}"
-    return Finding("ok", "packages", text)
+        return Finding("fail", "packages", "; ".join(needed), cure)
+    without = [extra for extra, lacks in wrong.items() if lacks and extra != "dev"]
+    rest = f"; optional parts that are not: {', '.join(without)}" if without else ""
+    return Finding("ok", "packages", f"all there, in versions that fit{rest}")
 
 
-def _requirements(extra: str) -> list[Requirement]:
-    """Packages that we need, or that one of our extras adds to these."""
-    from importlib.metadata import requires
+def _wrong(extra: str) -> list[str]:
+    """What is missing, or has another version, of the packages that we need; of an extra those that
+    it adds to these."""
+    from importlib.metadata import PackageNotFoundError, requires, version
 
     from packaging.requirements import Requirement
 
-    found = []
-    for one in (Requirement(line) for line in requires("rollpacker") or ()):
+    wrong = []
+    for one in map(Requirement, requires("rollpacker") or ()):
         added = one.marker is not None and "extra" in str(one.marker)
         applies = one.marker is None or one.marker.evaluate({"extra": extra})
-        if applies and added == bool(extra) and one.name != "rollpacker":
-            found.append(one)
-    return found
-
-
-def _wrong(needed: Sequence[Requirement]) -> list[str]:
-    """What is missing of these, or has another version."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    wrong = []
-    for one in needed:
+        if not applies or added != bool(extra) or one.name == "rollpacker":
+            continue
         try:
             have = version(one.name)
         except PackageNotFoundError:
@@ -109,26 +82,6 @@ def _wrong(needed: Sequence[Requirement]) -> list[str]:
         if not one.specifier.contains(have, prereleases=True):
             wrong.append(f"{one.name} is {have}, needed is {one.specifier}")
     return wrong
-
-
-def unsafe_versions() -> list[Finding]:
-    """Known holes in what is installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    from packaging.version import Version
-
-    found, safe = [], []
-    for name, floor, why in UNSAFE_BELOW:
-        try:
-            have = version(name)
-        except PackageNotFoundError:
-            continue
-        if Version(have) < Version(floor):
-            cure = f"pip install '{name}>={floor}'"
-            found.append(Finding("warn", "safety", f"{name} {have}: {why}", cure))
-        else:
-            safe.append(f"{name} {have}")
-    return found or [Finding("ok", "safety", f"no known hole in {', '.join(safe)}")]
 
 
 def cpus() -> Finding:
@@ -191,14 +144,12 @@ def open_limits() -> Finding:
     """Files and processes that this user may have."""
     import resource
 
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    text = f"{_count(files)} open files, {_count(processes)} processes"
-    cures = []
-    if 0 <= files < LOW_OPEN_FILES:
-        cures.append("ulimit -n 65536")
-    if 0 <= processes < LOW_PROCESSES:
-        cures.append("ulimit -u 4096")
+    limits = (resource.RLIMIT_NOFILE, LOW_OPEN_FILES), (resource.RLIMIT_NPROC, LOW_PROCESSES)
+    have = [(resource.getrlimit(kind)[0], low) for kind, low in limits]
+    files, processes = ("unlimited" if limit < 0 else str(limit) for limit, _ in have)
+    text = f"{files} open files, {processes} processes"
+    commands = zip(have, ("ulimit -n 65536", "ulimit -u 4096"), strict=True)
+    cures = [command for (limit, low), command in commands if 0 <= limit < low]
     if not cures:
         return Finding("ok", "limits", text)
     return Finding("warn", "limits", text, f"Run first: {'; '.join(cures)}")
@@ -210,10 +161,8 @@ def torch_build() -> Finding:
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     if getattr(torch.version, "hip", None):
         build = f"ROCm {torch.version.hip}"
-    threads = torch.get_num_threads()
-    return Finding(
-        "ok", "torch", f"{torch.__version__} ({build}), {threads} threads unless measured otherwise"
-    )
+    threads = f"{torch.get_num_threads()} threads unless measured otherwise"
+    return Finding("ok", "torch", f"{torch.__version__} ({build}), {threads}")
 
 
 def gpus() -> list[Finding]:
@@ -225,55 +174,28 @@ def gpus() -> list[Finding]:
         return [_gpu(number, driver) for number in range(torch.cuda.device_count())]
     if driver is None:
         return [Finding("ok", "gpu", "none; training runs on the processors (small models)")]
-    if torch.version.cuda is None:
-        cure = "Install a CUDA build of torch (pip install torch, without a CPU index)."
-        return [Finding("warn", "gpu", f"driver {driver}, but this torch has no CUDA", cure)]
-    cure = "Check nvidia-smi and CUDA_VISIBLE_DEVICES; the driver may be too old for this torch."
-    text = f"driver {driver}, but torch (CUDA {torch.version.cuda}) sees no device"
-    return [Finding("warn", "gpu", text, cure)]
+    build = (
+        "has no CUDA" if torch.version.cuda is None else f"(CUDA {torch.version.cuda}) sees none"
+    )
+    cure = "Install a CUDA build of torch that this driver can run; check CUDA_VISIBLE_DEVICES."
+    return [Finding("warn", "gpu", f"driver {driver}, but this torch {build}", cure)]
 
 
 def _gpu(number: int, driver: str | None) -> Finding:
     import torch
 
-    properties = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
-    text = f"{properties.name}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    text += f", driver {driver}" if driver else ""
-    if free >= 0.8 * total:
+    text = f"{torch.cuda.get_device_properties(number).name}: "
+    text += f"{free / GIB:.1f} of {total / GIB:.1f} GiB free, driver {driver or 'unknown'}"
+    cures = []
+    if free < 0.8 * total:
+        cures.append("another program uses it (see nvidia-smi, CUDA_VISIBLE_DEVICES)")
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        text += ", without bf16"
+        cures.append("set model.dtype=float32")
+    if not cures:
         return Finding("ok", f"gpu {number}", text)
-    cure = "Another program uses it: see nvidia-smi, or choose one by CUDA_VISIBLE_DEVICES."
-    return Finding("warn", f"gpu {number}", text, cure)
-
-
-def bf16() -> Finding:
-    import torch
-
-    if torch.cuda.is_available():
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return Finding("ok", "bf16", "by the GPU; model.dtype=auto takes it")
-        text = "not by this GPU, which model.dtype=auto would take it on"
-        return Finding("warn", "bf16", text, "Set model.dtype=float32.")
-    flags = _read(Path("/proc/cpuinfo"))
-    has = [name for name in ("avx512_bf16", "amx_bf16") if name in flags]
-    by = f"by the processor ({', '.join(has)})" if has else "not by the processor"
-    return Finding("ok", "bf16", f"{by}; model.dtype=auto takes float32 here")
-
-
-def tracker(config: TrackerConfig) -> Finding:
-    """Whether a tracker can be used; a run goes on without one that cannot."""
-    from rollpacker.trackers.by_name import make_tracker
-    from rollpacker.trackers.sending import TrackerProblem
-
-    made = make_tracker(config)
-    lacking = made.missing()
-    try:
-        if lacking is None:
-            return Finding("ok", config.name, made.check())
-    except TrackerProblem as problem:
-        lacking = str(problem)
-    text, _, cure = lacking.partition(": ")
-    return Finding("warn", config.name, f"{text}; a run goes on without it", cure)
+    return Finding("warn", f"gpu {number}", text, f"{'; '.join(cures)}.")
 
 
 def cgroup_cpus() -> float | None:
@@ -340,7 +262,3 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
-
-
-def _count(limit: int) -> str:
-    return "unlimited" if limit < 0 else str(limit)

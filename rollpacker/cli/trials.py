@@ -5,61 +5,48 @@ Heavy imports stand inside functions.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollpacker.cli import findings
 from rollpacker.cli.findings import GIB, Finding
-from rollpacker.imports import MissingPackageError
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.sandbox.sandbox import Capabilities, SandboxConfig
+    from rollpacker.trackers.tracker import TrackerConfig
 
 
-_READ = "See docs/sandbox.md."
-
-
-def sandbox(config: SandboxConfig, *, needed: bool) -> list[Finding]:
+def sandbox(config: SandboxConfig, *, needed: bool) -> Finding:
     """Whether untrusted programs can be isolated. Missing is a failure only if it is needed."""
     import asyncio
 
-    must = needed and config.allow_unsandboxed_code is None
-    level: Literal["fail", "warn"] = "fail" if must else "warn"
-    remote = config.backend == "http" or (config.backend == "auto" and config.url is not None)
-    found = []
-    if not remote:
-        found = _bubblewrap()
-        if found[-1].level != "ok":
-            return [*found[:-1], dataclasses.replace(found[-1], level=level)]
     from rollpacker.sandbox.sandbox import SandboxUnavailable
 
+    remote = config.backend == "http" or (config.backend == "auto" and config.url is not None)
     try:
         seen = asyncio.run(_self_test(config, "http" if remote else "bwrap"))
     except SandboxUnavailable as error:
-        first, line_break, rest = str(error).partition("\n")
-        text, _, cure = (first, "", rest) if line_break else first.partition(". ")
-        return [
-            *found,
-            Finding(level, "sandbox", text.rstrip("."), " ".join(cure.split()) or _READ),
-        ]
+        must = needed and config.allow_unsandboxed_code is None
+        text, is_long, rest = str(error).partition("\n")
+        if not is_long:
+            text, _, rest = text.partition(". ")
+        cure = " ".join(rest.split()) or "See docs/sandbox.md."
+        return Finding("fail" if must else "warn", "sandbox", text.rstrip("."), cure)
+    details = dataclasses.asdict(seen)
     if seen.failed:
         text = f"not contained: {', '.join(seen.failed)}"
         cure = "Run it once more; if the line stays, please report it."
         if remote:
             cure = "Mend the service's isolation, or use the embedded sandbox (no sandbox.url)."
-        return [*found, Finding("warn", "sandbox", text, cure, dataclasses.asdict(seen))]
+        return Finding("warn", "sandbox", text, cure, details)
     text = (
         f"contains {len(seen.passed)} of {len(seen.passed)} attacks ({', '.join(seen.passed)});"
         f" memory: {seen.memory}; profiles: {', '.join(seen.profiles)}; {seen.seconds:.1f} s"
     )
-    return [*found, Finding("ok", "sandbox", text, details=dataclasses.asdict(seen))]
+    return Finding("ok", "sandbox", text, details=details)
 
 
 async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
@@ -91,54 +78,6 @@ async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
         )
 
 
-def _bubblewrap() -> list[Finding]:
-    if sys.platform != "linux":
-        cure = "Set sandbox.url to a service such as SandboxFusion."
-        return [Finding("warn", "sandbox", "the embedded one needs Linux", cure)]
-    where = shutil.which("bwrap")
-    if where is None:
-        cure = "Install it (make sandbox, or apt-get install bubblewrap), or set sandbox.url."
-        return [Finding("warn", "bubblewrap", "not installed: no code or math rewards", cure)]
-    version = _output(["bwrap", "--version"])[1]
-    found = [Finding("ok", "bubblewrap", f"{version.removeprefix('bubblewrap ')} ({where})")]
-    code, said = _output(["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"])
-    if code == 0:
-        return [*found, Finding("ok", "namespaces", "user namespaces can be made")]
-    return [*found, Finding("warn", "namespaces", f"refused: {said}", _namespaces_cure())]
-
-
-def _namespaces_cure() -> str:
-    """What keeps this user from making namespaces, as far as the kernel says."""
-    for name, bad, cure in (
-        ("user/max_user_namespaces", "0", "sysctl user.max_user_namespaces=15000"),
-        ("kernel/unprivileged_userns_clone", "0", "sysctl kernel.unprivileged_userns_clone=1"),
-        (
-            "kernel/apparmor_restrict_unprivileged_userns",
-            "1",
-            "sysctl kernel.apparmor_restrict_unprivileged_userns=0, or add an AppArmor profile for"
-            " bwrap that allows userns",
-        ),
-    ):
-        with contextlib.suppress(OSError):
-            if Path("/proc/sys", name).read_text().strip() == bad:
-                return f"As root: {cure}; or set sandbox.url."
-    if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists():
-        return (
-            "Start the container with --security-opt seccomp=unconfined --security-opt"
-            " systempaths=unconfined (or a profile that allows user namespaces), or set"
-            " sandbox.url."
-        )
-    return "Allow user namespaces (unshare -Ur true must work for this user), or set sandbox.url."
-
-
-def _output(command: list[str]) -> tuple[int, str]:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return 1, str(error)
-    return done.returncode, (done.stdout or done.stderr).strip()
-
-
 def engine() -> Finding:
     """A few tokens of a tiny random model, by the real engine on the device that runs take."""
     import asyncio
@@ -152,23 +91,17 @@ def engine() -> Finding:
     from rollpacker.rollout.engine import EngineConfig, GenerationRequest, SamplingParams
     from rollpacker.rollout.torch_engine import TorchEngine
 
+    began = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
-    config = AutoConfig.for_model("qwen2", **shape, **heads)
+    shaped = AutoConfig.for_model("qwen2", **shape, **heads)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    tiny = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # no types
-    tiny = tiny.to(device, dtype).eval()
-    install_attention(tiny)
-    requests = [
-        GenerationRequest(
-            sample=SampleId(PromptId("doctor", 0, 0), index, 0),
-            prompt_tokens=(1, 2, 3),
-            sampling=SamplingParams(max_response_tokens=16),
-            forced_length=16,
-        )
-        for index in range(4)
-    ]
+    tiny = AutoModelForCausalLM.from_config(shaped)  # type: ignore[no-untyped-call]  # no types
+    install_attention(tiny.to(device, dtype).eval())
+    prompt, sampling = PromptId("doctor", 0, 0), SamplingParams(max_response_tokens=16)
+    facts: dict[str, Any] = {"prompt_tokens": (1, 2, 3), "sampling": sampling, "forced_length": 16}
+    requests = [GenerationRequest(sample=SampleId(prompt, n, 0), **facts) for n in range(4)]
 
     async def decode() -> list[Any]:
         slots = TorchEngine(model=tiny, tokenizer=None, config=EngineConfig(max_slots=4))
@@ -177,22 +110,21 @@ def engine() -> Finding:
         finally:
             await slots.close()
 
-    began = time.perf_counter()
     responses = asyncio.run(decode())
-    seconds = time.perf_counter() - began
     tokens = sum(len(response.tokens) for response in responses)
     if tokens != 64 or not all(x <= 0 for response in responses for x in response.log_probs):
         cure = "Try model.device=cpu; please report this line if that does not fail."
         return Finding("fail", "engine", f"wrong tokens from a tiny model on {device}", cure)
+    seconds = time.perf_counter() - began
     text = f"decoded {tokens} tokens of a tiny model on {device.type} in {seconds:.2f} s"
     return Finding("ok", "engine", text)
 
 
-def model(config: RunConfig) -> Finding:
-    """The folder is whole, and its tokenizer loads."""
-    from rollpacker.cli.hub import HubError, look_for_hub
+def model(config: RunConfig) -> list[Finding]:
+    """The folder is whole, its tokenizer loads, and a step's memory is there. Raises what a run's
+    start would raise."""
+    from rollpacker.cli.hub import look_for_hub
     from rollpacker.trainer.model import (
-        ModelError,
         check_weights,
         context_tokens,
         load_tokenizer,
@@ -202,20 +134,44 @@ def model(config: RunConfig) -> Finding:
     path = config.model.path
     if config.warmup is not None and not Path(path).expanduser().exists():
         cure = f"rollpacker train makes it first; or now: rollpacker warmup {config.warmup}"
-        return Finding("warn", "model", f"{path} is not there yet", cure)
-    try:
-        look_for_hub(config)
-        tokenizer = load_tokenizer(path)
-    except (ModelError, HubError) as error:
-        cure = "Set model.path to a Hugging Face folder, or a name on the hub (network needed)."
-        return Finding("fail", "model", str(error), cure)
-    try:
-        model_device(config.model.device)
-        check_weights(path)
-    except ModelError as error:
-        return Finding("fail", "model", str(error), "Correct model.path or model.device.")
+        return [Finding("warn", "model", f"{path} is not there yet", cure)]
+    look_for_hub(config)
+    tokenizer = load_tokenizer(path)
+    model_device(config.model.device)
+    check_weights(path)
     text = f"{path}: {len(tokenizer)} tokens, context {context_tokens(path) or 'not stated'}"
-    return Finding("ok", "model", text)
+    return [Finding("ok", "model", text), *fit(config)]
+
+
+def fit(config: RunConfig) -> list[Finding]:
+    """Whether a step's estimated memory is there. Empty if nothing can be estimated."""
+    import torch
+
+    from rollpacker.trainer.estimate import estimate
+
+    known = estimate(config)
+    needed = known.total_bytes
+    if not needed:
+        return []
+    on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
+    there = torch.cuda.mem_get_info()[0] if on_gpu else findings.memory().details["free_bytes"]
+    kind = "the GPU" if on_gpu else "memory"
+    text = f"a step needs about {needed / GIB:.1f} GiB of {kind}, {there / GIB:.1f} are free"
+    largest = None if known.stages is None else known.stages.largest
+    if largest is not None and (needed > there or (on_gpu and largest.size_bytes > there)):
+        text += (
+            f"; of the pipeline's, stage {largest.index} takes the most, about "
+            f"{largest.size_bytes / GIB:.1f} GiB in each process"
+        )
+        cure = "Lower train.pipeline.live_tokens or train.micro_batch_tokens, or add processes."
+        return [Finding("warn", "memory fit", text, cure)]
+    if needed <= there:
+        return [Finding("ok", "memory fit", text)]
+    cure = (
+        "Lower rollout.engine.kv_cache_gib or train.micro_batch_tokens, or set"
+        " model.gradient_checkpointing=true."
+    )
+    return [Finding("warn", "memory fit", text, cure)]
 
 
 def run_folder(config: RunConfig) -> list[Finding]:
@@ -224,41 +180,30 @@ def run_folder(config: RunConfig) -> list[Finding]:
     from rollpacker.controller.run_folder import RunFolder
 
     path = Path(config.runs_dir).expanduser() / config.name
-    if not path.exists():
-        return []
     try:
-        RunFolder(path, resume=False, overwrite=False).close()
+        if path.exists():
+            RunFolder(path, resume=False, overwrite=False).close()
     except RunError as error:
         level: Literal["fail", "warn"] = "warn" if "already holds a run" in str(error) else "fail"
         return [Finding(level, "run", str(error), "Choose one of these.")]
     return []
 
 
-def training(config: RunConfig) -> list[Finding]:
-    """What the algorithm comes to; the schedule is one, adapters fit the model, and the further
-    models that the algorithm asks are there."""
-    from rollpacker.cli.parts import check_algorithm
+def training(config: RunConfig) -> Finding:
+    """What the algorithm comes to, after what `train --dry-run` checks, the schedule, the further
+    models that the algorithm asks, and adapters. Raises what a run's start would raise."""
+    from rollpacker.cli.dry_run import check_parts
     from rollpacker.trainer.model import load_tokenizer
-    from rollpacker.trainer.pipeline.check import check_stages
     from rollpacker.trainer.schedule import check_schedule
 
-    further = {}
+    check_schedule(config.train)
+    check_parts(config)
     if config.algorithm.needs_teacher and config.model.teacher is not None:
-        further["model.teacher"] = config.model.teacher
+        load_tokenizer(config.model.teacher, setting="model.teacher")
     if config.algorithm.needs_critic and config.train.critic.path is not None:
-        further["train.critic.path"] = config.train.critic.path
-    try:
-        check_schedule(config.train)
-        check_algorithm(config)
-        check_stages(config)
-        for setting, path in further.items():
-            load_tokenizer(path, setting=setting)
-        _try_adapter(config)
-    except MissingPackageError:
-        raise
-    except ValueError as error:
-        return [Finding("fail", "training", str(error), "Correct the config.")]
-    return [Finding("ok", "algorithm", config.algorithm.told)]
+        load_tokenizer(config.train.critic.path, setting="train.critic.path")
+    _try_adapter(config)
+    return Finding("ok", "algorithm", config.algorithm.told)
 
 
 def _try_adapter(config: RunConfig) -> None:
@@ -279,71 +224,73 @@ def _try_adapter(config: RunConfig) -> None:
 
 def inputs(config: RunConfig) -> list[Finding]:
     """Data and rewards, as a run takes them up: every row becomes a prompt, every reward looks at
-    the rows and is tried out."""
+    the rows and is tried out. Raises what a run's start would raise."""
     from rollpacker.cli.parts import load_inputs
-    from rollpacker.data.dataset import DataError
-    from rollpacker.environments.environment import EnvironmentSetupError
-    from rollpacker.rewards.reward import RewardError
-    from rollpacker.sandbox.sandbox import SandboxUnavailable
     from rollpacker.trainer.model import ModelError
 
-    told: list[str] = []
     try:
-        loaded = load_inputs(config, tell=told.append)
+        loaded = load_inputs(config)
     except ModelError:
         return [Finding("warn", "data", "not looked at, without a tokenizer", "Mend the model.")]
-    except DataError as error:
-        name = "data.train" if config.data.eval is None else "data"
-        return [Finding("fail", name, str(error), f"Correct {name}.")]
-    except EnvironmentSetupError as error:
-        return [Finding("fail", "environment", str(error), "Correct the environment.")]
-    except MissingPackageError:
-        raise
-    except (RewardError, SandboxUnavailable, ValueError) as error:
-        found = [Finding("ok", "data", line) for line in told[:1]]
-        return [*found, Finding("fail", "rewards", str(error), "Correct the reward.")]
-    found = [
-        Finding(
-            "ok", f"data.{name}", "\n".join((_without_name(prompts.told[0]), *prompts.told[1:]))
-        )
-        for name, prompts in loaded.prompt_sets.items()
-    ]
-    tried = ", ".join(loaded.reward.names)
+    found = []
+    for name, prompts in loaded.prompt_sets.items():
+        first, *more = prompts.told
+        found.append(Finding("ok", f"data.{name}", "\n".join((first.partition(": ")[2], *more))))
     if not loaded.doubts:
+        tried = ", ".join(loaded.reward.names)
         return [*found, Finding("ok", "rewards", f"{tried}: each has looked at the rows")]
     cure = "A run starts all the same; docs/rewards.md (Tried out) says what these mean."
     return [*found, Finding("warn", "rewards", "\n".join(loaded.doubts), cure)]
 
 
-def _without_name(line: str) -> str:
-    return line.partition(": ")[2]
+def tracker(config: TrackerConfig) -> Finding:
+    """Whether a tracker can be used; a run goes on without one that cannot."""
+    from rollpacker.trackers.by_name import make_tracker
+    from rollpacker.trackers.sending import TrackerProblem
+
+    made = make_tracker(config)
+    lacking = made.missing()
+    try:
+        if lacking is None:
+            return Finding("ok", config.name, made.check())
+    except TrackerProblem as problem:
+        lacking = str(problem)
+    text, _, cure = lacking.partition(": ")
+    return Finding("warn", config.name, f"{text}; a run goes on without it", cure)
 
 
-def fit(config: RunConfig) -> list[Finding]:
-    """Whether a step's estimated memory is there."""
-    import torch
+def cluster(config: RunConfig) -> list[Finding]:
+    """Hosts, their versions and memory, and whether what the config asks for fits. Joins the
+    cluster for that, or where there is none starts one of this machine, and leaves it again. Raises
+    `ValueError` if it cannot be joined or a host does not answer."""
+    from rollpacker.cli.hosts import SHM_BYTES, join_cluster, rooms_of
+    from rollpacker.cli.placement import plan_of
+    from rollpacker.remote.facts import differences
 
-    from rollpacker.trainer.estimate import estimate
-
-    known = estimate(config)
-    needed = known.total_bytes
-    if not needed:
-        return []
-    on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
-    there = torch.cuda.mem_get_info()[0] if on_gpu else findings.memory().details["free_bytes"]
-    kind = "the GPU" if on_gpu else "memory"
-    text = f"a step needs about {needed / GIB:.1f} GiB of {kind}, {there / GIB:.1f} are free"
-    cure = (
-        "Lower rollout.engine.kv_cache_gib or train.micro_batch_tokens, or set"
-        " model.gradient_checkpointing=true."
-    )
-    largest = None if known.stages is None else known.stages.largest
-    if largest is not None and (needed > there or (on_gpu and largest.size_bytes > there)):
-        text += (
-            f"; of the pipeline's, stage {largest.index} takes the most, about "
-            f"{largest.size_bytes / GIB:.1f} GiB in each process"
+    joined = join_cluster()
+    try:
+        facts = {address: joined.facts(address) for address in joined.nodes}
+        found = []
+        for address, one in facts.items():
+            text = (
+                f"{address} ({one.name}): {one.num_cores} cores, {len(one.gpu_bytes)} GPUs, "
+                f"{one.memory_bytes / GIB:.0f} GiB, {one.shm_bytes / GIB:.1f} GiB free in /dev/shm"
+            )
+            cure = f"Let /dev/shm there have {SHM_BYTES >> 20} MiB (in a container: --shm-size)."
+            is_low = one.shm_bytes < SHM_BYTES
+            found.append(
+                Finding("fail", "host", text, cure) if is_low else Finding("ok", "host", text)
+            )
+        cure = "Install the same versions on every host."
+        found += [Finding("fail", "versions", one, cure) for one in differences(facts)]
+        text = "ray listens on every interface of a host and refuses who has no token"
+        cure = "Let a firewall keep all but these hosts out."
+        is_one = len(facts) == 1
+        found.append(
+            Finding("ok", "ports", text) if is_one else Finding("warn", "ports", text, cure)
         )
-        cure = "Lower train.pipeline.live_tokens or train.micro_batch_tokens, or add processes."
-    elif needed <= there:
-        return [Finding("ok", "memory fit", text)]
-    return [Finding("warn", "memory fit", text, cure)]
+        plan = plan_of(config, rooms_of(joined, facts))
+        counts = ", ".join(f"{len(plan.of(role))} of {role}" for role in ("rollout", "train"))
+        return [*found, Finding("ok", "placement", f"{counts}: train --dry-run shows where")]
+    finally:
+        joined.close()

@@ -32,6 +32,7 @@ from typing import Any, NoReturn, TypeVar, get_args
 
 from rollpacker.cluster.seat import SEAT_VARIABLE, Iteration, LeaseLost, Seat, open_seat
 from rollpacker.core.ids import PoolName
+from rollpacker.processes.loopback import gloo_on_loopback
 from rollpacker.warn_once import WarnOnce
 
 Answer = TypeVar("Answer")
@@ -130,7 +131,9 @@ class _Ranks:
             self.rank = distributed.get_rank()
             # A group of its own, since turns may be longer than the others' patience; and by way of
             # the host, since nothing may be on the devices.
-            self._group = distributed.new_group(backend="gloo", timeout=timedelta(days=365))
+            all_here = os.environ.get("LOCAL_WORLD_SIZE") == str(distributed.get_world_size())
+            with gloo_on_loopback() if all_here else contextlib.nullcontext():
+                self._group = distributed.new_group(backend="gloo", timeout=timedelta(days=365))
             atexit.register(self._end)
 
     @property

@@ -17,7 +17,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ FORMAT = 3
 """Version of what a checkpoint holds. Format 1 did not vouch for the event log's contents, format 2
 had no carried tokens."""
 _PREFIX = "step_"
+_ASIDE = "replaced-"
+"""Behind the name of a checkpoint that waits to be removed."""
 _LOADED = {".safetensors", ".json", ".bin"}
 """Endings of files that loading a folder takes up by themselves: one that the manifest does not
 list would be loaded beside, or instead of, those that it does."""
@@ -75,14 +78,29 @@ def write_checkpoint(
         raise
     for newer in _complete(root):  # damaged, or the run would have gone on from there
         if _step_of(newer) >= step:
-            newer.rename(root / f"{newer.name}.replaced-{os.getpid()}")
+            newer.rename(root / f"{newer.name}.{_ASIDE}{os.getpid()}")
     folder.rename(final)
     _point_latest(root, final.name)
     if run is not None:
         link_model(run, final)
-    for old in [*_complete(root)[keep_last:], *root.glob("*.replaced-*")]:
-        shutil.rmtree(old)
+    for old in _complete(root)[keep_last:]:
+        # Aside first: what is left of one that cannot be removed whole is no checkpoint any more.
+        with _only_warned(old):
+            old.rename(root / f"{old.name}.{_ASIDE}{os.getpid()}")
+    for unneeded in root.glob(f"{_PREFIX}*.{_ASIDE}*"):
+        with _only_warned(unneeded):
+            shutil.rmtree(unneeded)
     return final
+
+
+@contextmanager
+def _only_warned(path: Path) -> Iterator[None]:
+    """What cannot be removed is a warning, such as a folder on a network disk while somebody reads
+    a file of it. Every save tries again."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s cannot be removed (%s); the next save tries again", path, error)
 
 
 def _fill(folder: Path, step: int, state: Mapping[str, Any], save: Callable[[Path], None]) -> None:
@@ -118,8 +136,12 @@ def newest_checkpoint(root: Path, *, without: str | None = None) -> Checkpoint:
     for folder in _complete(root):
         problem = verify(folder, without=without)
         if problem is None:
-            state = json.loads((folder / "state.json").read_text())
-            written = json.loads((folder / MANIFEST).read_text()).get("format", 1)
+            try:
+                state = json.loads((folder / "state.json").read_text())
+                written = json.loads((folder / MANIFEST).read_text()).get("format", 1)
+            except (OSError, ValueError, RecursionError) as error:
+                problems.append(f"{folder.name}: {_unreadable('state.json', error)}")
+                continue
             if problems:
                 logger.warning("damaged: %s; using %s instead", "; ".join(problems), folder)
             return Checkpoint(folder=folder, step=_step_of(folder), format=written, state=state)
@@ -135,7 +157,7 @@ def newest_state(root: Path) -> Mapping[str, Any] | None:
     """State of the newest checkpoint as it is, unverified: for what only looks. None where there is
     none of this format, or where it cannot be read."""
     for folder in _complete(root)[:1]:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
             state: dict[str, Any] = json.loads((folder / "state.json").read_text())
             if json.loads((folder / MANIFEST).read_text()).get("format") == FORMAT:
                 return state
@@ -143,13 +165,17 @@ def newest_state(root: Path) -> Mapping[str, Any] | None:
 
 
 def verify(folder: Path, *, without: str | None = None) -> str | None:
-    """What is wrong with the checkpoint, or None. What is in its folder `without` is passed
-    over."""
+    """What is wrong with the checkpoint, or None. A file that cannot be read (a bad sector, a lost
+    permission, a link in circles) is wrong, too: an older checkpoint may be sound. What is in its
+    folder `without` is passed over."""
+    name = MANIFEST
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         files = manifest["files"]
         if manifest["step"] != _step_of(folder):
             return "its manifest is of another step"
+        if "state.json" not in files:
+            return "its manifest does not list state.json"
         for name, facts in files.items():
             path = folder / name
             if without is not None and path.parent == folder / without:
@@ -160,17 +186,23 @@ def verify(folder: Path, *, without: str | None = None) -> str | None:
                 return f"{name} has {path.stat().st_size} bytes instead of {facts['size']}"
             if _sha256(path) != facts["sha256"]:
                 return f"{name} has another SHA-256 than the manifest says"
-        if "state.json" not in files:
-            return "its manifest does not list state.json"
         for path in sorted(folder.rglob("*")):
             name = str(path.relative_to(folder))
             if path.suffix in _LOADED and name not in files and name != MANIFEST:
                 return f"{name} is not in its manifest"
     except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({type(error).__name__})"
+        return f"{name} is missing"
+    except OSError as error:
+        return _unreadable(name, error)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _unreadable(MANIFEST, error)
     return None
+
+
+def _unreadable(name: str, error: Exception) -> str:
+    """Say that the file cannot be read, with the system's reason, or the kind of error."""
+    reason = error.strerror if isinstance(error, OSError) else None
+    return f"{name} cannot be read ({reason or type(error).__name__})"
 
 
 def _complete(root: Path) -> list[Path]:
@@ -215,10 +247,8 @@ def link_model(run: Path, checkpoint: Path) -> None:
 
 def _remove_leftovers(root: Path) -> None:
     for leftover in root.glob("*.tmp-*"):
-        if leftover.is_dir():
-            shutil.rmtree(leftover)
-        else:
-            leftover.unlink()
+        with _only_warned(leftover):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 def _sha256(path: Path) -> str:

@@ -26,6 +26,7 @@ from rollpacker.controller.checkpoint import (
     FORMAT,
     MODEL_LINK,
     Checkpoint,
+    fsync,
     has_checkpoint,
     link_model,
     newest_checkpoint,
@@ -184,10 +185,13 @@ class RunFolder:
         return None
 
     def write_identity(self, identity: Mapping[str, Any]) -> None:
-        """Record what the run depends on beyond its config (fingerprints, threads)."""
+        """Record what the run depends on beyond its config (fingerprints, threads). Durable before
+        it takes the place of what was recorded before: without it no resume is possible."""
         temporary = self.path / "identity.json.tmp"
         temporary.write_text(json.dumps(identity, indent=1, sort_keys=True) + "\n")
+        fsync(temporary)
         temporary.replace(self.path / "identity.json")
+        fsync(self.path)
 
     def read_identity(self) -> dict[str, Any]:
         """What `write_identity` recorded. Raises `RunError` if it is not there or not that."""

@@ -128,8 +128,8 @@ def glm_call(body: str, tools: Tools) -> Call | None:
 
 def _with_arguments(name: str, inside: str, pattern: str, tools: Tools) -> Call | None:
     arguments: dict[str, Any] = {}
-    at = 0
-    while inside[at:].strip():
+    at, end = 0, len(inside.rstrip())
+    while at < end:
         found = re.compile(pattern, re.DOTALL).match(inside, at)
         if found is None or found.group(1) in arguments:
             return None
@@ -149,17 +149,22 @@ def _typed(text: str, name: str, schema: Mapping[str, Any]) -> Any:
     return text if value is _NOTHING else value
 
 
+_MISTRAL_CALL = re.compile(
+    r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+(\w++)\s*+)?(?:\[ARGS\])?\s*+(\{.*\})\s*+",
+    re.DOTALL,
+)
+"""A name, perhaps an id, and arguments. What is repeated gives nothing back (`*+`): two runs of
+blanks side by side would otherwise share out what a model writes in quadratic time, in which `re`
+lets no other thread run."""
+
+
 def mistral(text: str, tools: Tools) -> Found:
     """`[TOOL_CALLS]` and a JSON list, or before each call and then `name[ARGS]{...}`."""
     words, *parts = text.split("[TOOL_CALLS]")
     calls: list[Call] = []
     malformed: list[str] = []
     for part in parts:
-        named = re.fullmatch(
-            r"\s*([^\s\[\]{}]+?)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(\{.*\})\s*",
-            part,
-            re.DOTALL,
-        )
+        named = _MISTRAL_CALL.fullmatch(part)
         if named is not None:
             name, identity, arguments = named.groups()
             read = [call_of({"name": name, "arguments": _json(arguments), "id": identity})]
@@ -200,16 +205,18 @@ def bare_json(text: str, tools: Tools) -> Found:
     if not is_meant:
         return Found(text)
     calls = []
-    while body:
+    at = 0
+    while at < len(body):
         try:
-            value, end = _DECODER.raw_decode(body)
+            value, at = _DECODER.raw_decode(body, at)
         except (ValueError, RecursionError):
             return Found("", malformed=[text])
         call = call_of(value)
         if call is None:
             return Found("", malformed=[text])
         calls.append(call)
-        body = body[end:].lstrip("; \n\t")
+        while at < len(body) and body[at] in "; \n\t":
+            at += 1
     return Found("", calls) if calls else Found("", malformed=[text])
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,10 @@ from rollpacker.remote.token import PATH, is_demanded
 LOWEST = (2, 54)
 """Ray's first version with token authentication that needs no dashboard."""
 REACH_S = 5.0
+CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+"""Where `ray start` says which cluster this machine belongs to."""
+_LONGEST = 1000
+"""Bytes of that file that are read; an address has fewer."""
 LOCAL = "local"
 """Instead of an address: a cluster of this machine alone, as ray itself takes it."""
 
@@ -69,7 +74,8 @@ def _init(address: str, log_to_driver: bool) -> None:
 
 
 def find_head() -> str | None:
-    """The head of the cluster that RAY_ADDRESS names, or that this machine belongs to."""
+    """The head of the cluster that RAY_ADDRESS names, or that this machine belongs to. Raises
+    `ValueError` if another user of this machine may have written which one that is."""
     return os.environ.get("RAY_ADDRESS") or _running()
 
 
@@ -91,14 +97,39 @@ def check_version() -> None:
 
 
 def _running() -> str | None:
-    """The cluster that this machine belongs to."""
-    path = Path("/tmp/ray/ray_current_cluster")  # where `ray start` says so
-    with contextlib.suppress(OSError):
-        found = path.read_text().strip()
+    """The cluster that this machine belongs to, or None. Raises `ValueError`; see `find_head`."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        found = _read_own(CURRENT_CLUSTER)
         with contextlib.suppress(ValueError):
             check_answers(found)
             return found
     return None
+
+
+def _read_own(path: Path) -> str:
+    """The text of a short file that this user or root has written.
+
+    Where ray does not run, anybody may make the folder in which it lies, and whoever is named in
+    the file is sent the token. Raises `ValueError` for a file of somebody else, or no file at all,
+    and `FileNotFoundError` or `NotADirectoryError` if there is none.
+    """
+    refusal = ValueError(
+        f"{path} says where ray's head is, and is not a file that this user or root has written "
+        "(the head would be sent the cluster's token): set RAY_ADDRESS to HOST:PORT of the head"
+    )
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:  # a link, or one that this user may not read
+        raise refusal from error
+    try:
+        facts = os.fstat(descriptor)
+        if facts.st_uid not in (os.geteuid(), 0) or not stat.S_ISREG(facts.st_mode):
+            raise refusal
+        return os.read(descriptor, _LONGEST).decode(errors="replace").strip()
+    finally:
+        os.close(descriptor)
 
 
 def check_answers(address: str) -> None:

@@ -21,12 +21,13 @@ import torch
 from transformers import PreTrainedModel
 
 from rollpacker.imports import MissingPackageError, missing
+from rollpacker.processes.loopback import GLOO, INTERFACE
 from rollpacker.rollout.attention import UnsupportedModelError, other_layers
 from rollpacker.rollout.engine import EngineConfig
 from rollpacker.rollout.vllm_adapters import adapter_arguments
 from rollpacker.rollout.vllm_draws import Draws, drawing_with
 from rollpacker.rollout.vllm_parallel import WORKER
-from rollpacker.rollout.vllm_verify import watch
+from rollpacker.rollout.vllm_verify import RUNNER_VARIABLE, watch
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -51,8 +52,12 @@ _ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
+    GLOO: INTERFACE,
+    # vLLM would choose its second model runner on a GPU, which refuses our logits processor.
+    RUNNER_VARIABLE: "0",
 }
+_OF_MEMORY = re.compile(r"memory|KV cache|cache blocks", re.IGNORECASE)
+"""What a `ValueError` of vLLM's says if the memory for keys and values does not suffice."""
 
 
 _the_only_one = threading.Lock()
@@ -72,7 +77,8 @@ def open_vllm(
     are still random.
 
     Raises `MissingPackageError` if there is no vLLM, `UnsupportedModelError` for a model that it
-    cannot run, or not with so little memory, and `ValueError` for versions that nobody tried.
+    cannot run, or not with so little memory, or only with a model runner that we have no code for,
+    and `ValueError` for versions that nobody tried.
     """
     sentence = missing("vllm", extra="vllm", what="rollout.engine.name=vllm")
     if sentence is not None:
@@ -172,15 +178,33 @@ def _open(
         shape.save_pretrained(folder)
         try:
             engine = LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
-        except ValueError as error:  # such as too little memory for a single token
-            raise UnsupportedModelError(
-                f"vLLM does not start with this model and rollout.engine.kv_cache_gib="
-                f"{config.kv_cache_gib}: {' '.join(str(error).split())}"
-            ) from error
-    engine.collective_rpc(
+        except ValueError as error:
+            raise UnsupportedModelError(_why_it_does_not_start(error, config)) from error
+    _watch_runners(engine, draws, tensor_parallel)
+    return engine
+
+
+def _watch_runners(engine: LLMEngine, draws: Draws, tensor_parallel: int) -> None:
+    """Raises `UnsupportedModelError`, with the engine shut down, if it has a model runner that
+    cannot be watched."""
+    refusals = engine.collective_rpc(
         "watch" if tensor_parallel > 1 else lambda worker: watch(worker.model_runner, draws)
     )
-    return engine
+    for refusal in refusals:
+        if refusal is not None:
+            engine.engine_core.shutdown()
+            raise UnsupportedModelError(refusal)
+
+
+def _why_it_does_not_start(error: ValueError, config: EngineConfig) -> str:
+    """Return vLLM's reason in one line. Only a reason that is about memory names our key for it."""
+    reason = " ".join(str(error).split())
+    if not _OF_MEMORY.search(reason):
+        return f"vLLM does not start with this model: {reason}"
+    return (
+        "vLLM does not start with this model and "
+        f"rollout.engine.kv_cache_gib={config.kv_cache_gib}: {reason}"
+    )
 
 
 def _share_of_memory() -> float:

@@ -19,9 +19,23 @@ import torch
 from rollpacker.rollout.extend import DRAW_LOGITS
 from rollpacker.rollout.vllm_draws import NUMBER, Anew, Draw, Draws, Settings
 
+RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+"""vLLM's class of model runners that this code is written for. Its runner for CPUs derives from
+it; its second runner, of `vllm.v1.worker.gpu`, does not."""
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+"""The environment variable that makes vLLM choose `RUNNER` where it is 0."""
 
-def watch(runner: Any, draws: Draws) -> None:
-    """Let this model runner of vLLM's draw what these requests want drawn anew."""
+
+def watch(runner: Any, draws: Draws) -> str | None:
+    """Let this model runner of vLLM's draw what these requests want drawn anew. Returns None, or a
+    sentence that says why it cannot: the runner is of a class that this code is not written for."""
+    classes = [f"{one.__module__}.{one.__qualname__}" for one in type(runner).__mro__]
+    if RUNNER not in classes:
+        return (
+            f"vLLM has started with the model runner {classes[0]}, and RollPacker has code for "
+            f"{RUNNER} alone: {RUNNER_VARIABLE}=0 makes vLLM choose that one, if it is set before "
+            "vLLM is imported"
+        )
     of_prompts = runner._get_prompt_logprobs_dict
 
     def also(hidden_states: torch.Tensor, num_scheduled: Mapping[str, int]) -> Any:
@@ -29,6 +43,7 @@ def watch(runner: Any, draws: Draws) -> None:
         return of_prompts(hidden_states, num_scheduled)
 
     runner._get_prompt_logprobs_dict = also
+    return None
 
 
 def _draw_anew(

@@ -39,9 +39,10 @@ class Extension:
         found = [_draws.by_number[number].anew for number in numbers]
         return [(one.tokens, one.log_probs) for one in found if one is not None]
 
-    def watch(self: Any) -> None:
-        """Once, before there are requests."""
-        watch(self.model_runner, _draws)
+    def watch(self: Any) -> str | None:
+        """Watch this worker's model runner; called once, before there are requests. Returns a
+        sentence if the runner is not one that can be watched, else None."""
+        return watch(self.model_runner, _draws)
 
     def load_shared(self: Any, source: WeightSource) -> None:
         """Take this worker's part of these weights. Raises `StaleWeightsError`."""

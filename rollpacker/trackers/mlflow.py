@@ -12,18 +12,16 @@ import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import urlsplit
 
-from rollpacker.imports import missing
 from rollpacker.trackers.samples_table import SamplesTable
 from rollpacker.trackers.sending import (
-    Opened,
     Opening,
-    Row,
     Status,
     Tracker,
     check_connection,
+    leaves,
 )
 
 MAX_PARAMS = 100
@@ -34,93 +32,72 @@ _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 
 
 class MlflowTracker(Tracker):
-    name: ClassVar[str] = "mlflow"
-    _client: Any = None
+    name = "mlflow"
+    shows_texts = False
     _run_id = ""
     _in_files = False
-    """Of the store, not of the artifacts."""
-
-    def missing(self) -> str | None:
-        return missing("mlflow", extra="mlflow", what="the tracker mlflow")
+    """Whether the store is files."""
 
     def check(self) -> str:
-        import mlflow  # noqa: F401
+        import mlflow
 
-        uri = self._tracking_uri()
-        if uri is None:
+        self.library = mlflow
+        if (uri := self._tracking_uri()) is None:
             return "in trackers/mlflow of the run's folder"
         check_connection(uri, "start it, or unset MLFLOW_TRACKING_URI to use the run's folder")
         return uri
 
-    def open(self, run: Opening) -> Opened:
-        from mlflow import MlflowClient
-
-        options = dict(self.config.options)
-        options.pop("tracking_uri", None)
+    def open(self, run: Opening) -> tuple[str, str]:
         uri = self._tracking_uri() or _own_store(run.folder)
-        self._client = client = MlflowClient(tracking_uri=uri)
+        self.shown = client = self.library.MlflowClient(tracking_uri=uri)
         self._in_files = urlsplit(uri).scheme in ("", "file")
-        held = None
+        self._run_id = run.run_id or self._new_run(run)
         if run.run_id is not None:
-            self._run_id = run.run_id
             client.update_run(run.run_id, status="RUNNING")
-            newest = client.get_run(run.run_id).data._metric_objs  # the public ones have no step
-            held = [(metric.step, metric.key) for metric in newest]
         else:
-            experiment = client.get_experiment_by_name(run.project)
-            experiment_id = (
-                client.create_experiment(run.project)
-                if experiment is None
-                else experiment.experiment_id
-            )
-            made = client.create_run(experiment_id, **{"run_name": run.run_name, **options})
-            self._run_id = made.info.run_id
-            self._log_params(run.config)
-        client.log_dict(self._run_id, dict(run.config), "config.yaml")
-        return Opened(run_id=self._run_id, where=f"run {self._run_id} in {uri}", held=held)
+            named = {_NOT_IN_NAMES.sub("_", n): str(one) for n, one in leaves(run.config, ".")}
+            make = self.library.entities.Param
+            params = [make(name, one[:MAX_PARAM_CHARACTERS]) for name, one in named.items()]
+            for first in range(0, len(params), MAX_PARAMS):
+                client.log_batch(self._run_id, params=params[first : first + MAX_PARAMS])
+        client.log_dict(self._run_id, run.config, "config.yaml")
+        return self._run_id, f"run {self._run_id} in {uri}"
 
-    def known_as(self, name: str) -> str:
-        return metric_name(name, in_files=self._in_files)
+    def _new_run(self, run: Opening) -> str:
+        """Create the run, and its experiment if there is none. Returns the run's id."""
+        options = {n: one for n, one in self.config.options.items() if n != "tracking_uri"}
+        known = self.shown.get_experiment_by_name(run.project)
+        experiment = known.experiment_id if known else self.shown.create_experiment(run.project)
+        made = self.shown.create_run(experiment, **{"run_name": run.run_name, **options})
+        return str(made.info.run_id)
 
-    def send(self, step: int, row: Row) -> None:
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        metrics = [
-            Metric(self.known_as(name), float(value), now, step)
-            for name, value in row.items()
-            if not isinstance(value, str)
-        ]
-        self._client.log_batch(self._run_id, metrics=metrics)
+    def send(self, step: int, row: Mapping[str, Any]) -> None:
+        now, in_files = int(time.time() * 1000), self._in_files
+        named = [(metric_name(name, in_files=in_files), float(one)) for name, one in row.items()]
+        metrics = [self.library.entities.Metric(name, value, now, step) for name, value in named]
+        self.shown.log_batch(self._run_id, metrics=metrics)
 
     def send_samples(self, step: int, table: SamplesTable) -> None:
         """In the form of MLflow's `log_table`, which needs pandas."""
         file = f"samples/step_{step:06d}.json"
         values = {"columns": table.columns, "data": table.rows}
-        self._client.log_text(self._run_id, json.dumps(values), file)
-        run = self._client.get_run(self._run_id)
-        known = json.loads(run.data.tags.get("mlflow.loggedArtifacts", "[]"))
-        tables = [*known, {"path": file, "type": "table"}]
-        self._client.set_tag(self._run_id, "mlflow.loggedArtifacts", json.dumps(tables))
+        self.shown.log_text(self._run_id, json.dumps(values), file)
+        tags = self.shown.get_run(self._run_id).data.tags
+        known = json.loads(tags.get("mlflow.loggedArtifacts", "[]"))
+        tables = json.dumps([*known, {"path": file, "type": "table"}])
+        self.shown.set_tag(self._run_id, "mlflow.loggedArtifacts", tables)
 
     def send_picture(self, step: int, path: Path) -> None:
-        self._client.log_artifact(self._run_id, str(path))
+        self.shown.log_artifact(self._run_id, str(path))
 
     def finish(self, status: Status, step: int, summary: Mapping[str, Any]) -> None:
-        self._client.log_dict(self._run_id, dict(summary), "summary.json")
-        self._client.set_tag(self._run_id, "ended", summary["ended"])
-        self._client.set_terminated(self._run_id, _STATUSES[status])
+        self.shown.log_dict(self._run_id, dict(summary), "summary.json")
+        self.shown.set_tag(self._run_id, "ended", summary["ended"])
+        self.shown.set_terminated(self._run_id, _STATUSES[status])
 
     def _tracking_uri(self) -> str | None:
         uri = self.config.options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
         return str(uri) if uri else None
-
-    def _log_params(self, config: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        params = [Param(name, text[:MAX_PARAM_CHARACTERS]) for name, text in _leaves(config)]
-        for first in range(0, len(params), MAX_PARAMS):
-            self._client.log_batch(self._run_id, params=params[first : first + MAX_PARAMS])
 
 
 def metric_name(name: str, *, in_files: bool = False) -> str:
@@ -139,15 +116,3 @@ def _own_store(folder: Path) -> str:
         return f"sqlite:///{place}/mlflow.db"
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     return place.as_uri()
-
-
-def _leaves(values: Any, name: str = "") -> list[tuple[str, str]]:
-    """`("a.b", "1")` for every single value of a config."""
-    if isinstance(values, Mapping):
-        items = [(str(key), value) for key, value in values.items()]
-    elif isinstance(values, list):
-        items = [(str(index), value) for index, value in enumerate(values)]
-    else:
-        return [(_NOT_IN_NAMES.sub("_", name), str(values))]
-    prefix = f"{name}." if name else ""
-    return [leaf for key, value in items for leaf in _leaves(value, prefix + key)]

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollpacker.processes.host import LINE_FD, Host, Process, ThisHost, inherited_line
 from rollpacker.processes.line import Line, LineEnded, ready
 from rollpacker.processes.listener import HELLO, Listener, connect
+from rollpacker.processes.loopback import LOOPBACK, gloo_at, unless_chosen
 from rollpacker.trainer.rank_store import served_at, store_at, store_of
 from rollpacker.trainer.trainer import RanksLost, TrainerProcessError
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     from rollpacker.weight_buffer import BufferLayout
 
-LOOPBACK = "127.0.0.1"
 START_S = 300.0
 """How long all ranks may take to say hello: they load torch first."""
 END_S = 5.0
@@ -95,7 +95,7 @@ class Torchrun:
         """Listen at the one address where the other ranks reach this process. Raises
         `ValueError`."""
         if self.local_world_size == self.world_size:
-            return Listener("127.0.0.1")
+            return Listener(LOOPBACK)
         host = self.master[0]
         for address in (*_addresses(host), *_own_address()):
             with contextlib.suppress(OSError):  # not one of this machine's: a proxy's, say
@@ -273,11 +273,11 @@ class Ranks:
 
     def connect(self) -> None:
         """Wait until all are there. Raises `TrainerProcessError` if one ends before."""
-        environment: dict[str, str] = {}
+        environment = gloo_at(self._address if self._listener is None else self._listener.host)
         if self._listener is None:
             # Served here, so that no rank has to find a port that is still free when it binds it.
             self._store = store_at(self._address)
-            environment = served_at(self._address, self._store.port)
+            environment |= served_at(self._address, self._store.port)
         found = self._greeted()
         for rank in found:
             with contextlib.suppress(LineEnded):  # the first call says so
@@ -442,7 +442,7 @@ def line_to_run() -> Line:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is served already
         hello = json.dumps((torchrun.rank, os.getpid())).encode()
         line = connect(host, port, bytes.fromhex(token), hello)
-    os.environ.update(json.loads(line.receive().payload))
+    os.environ.update(unless_chosen(json.loads(line.receive().payload)))
     return line
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollpacker.cli import cluster_show
+from rollpacker.cli import cluster_serve, cluster_show
 from rollpacker.cli.cluster_submit import going_on, job_of
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
@@ -105,3 +105,33 @@ def test_top_goes_on_while_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(KeyboardInterrupt):
         cluster_show.show_top(ask, Console(file=shown, force_terminal=True, width=120, height=20))
     assert not answers and "does not answer. Still asking" in shown.getvalue()
+
+
+HOSTILE = "\x1b]52;c;aGk=\x07 \x1b[2J gone \u202e"
+"""A text that would write into the clipboard, clear the screen and turn the direction."""
+
+
+def test_what_a_job_printed_last_steers_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {
+        **{"job": "a", "state": "failed", "why": f"It said: {HOSTILE}", "owner": "ann"},
+        **{"priority": 0, "steps": 1, "of_steps": 2, "slo": 1.5, "group": None, "with": []},
+        **{"rollout_nodes": [], "train_nodes": [], "incarnation": 1, "exit_code": 1},
+        **{"folder": "", "command": [], "last_lines": ["plain", HOSTILE], "holds": None},
+        **{"waits_for": None, "since_s": 1.0},
+    }
+    lines = cluster_show.job_lines(job)
+    assert lines[-2:] == ["  | plain", "  | \\x1b]52;c;aGk=\\x07 \\x1b[2J gone \\u202e"]
+    assert all(line.isprintable() for line in lines)
+
+    event = {"at_s": 0.0, "text": f"a ended: {HOSTILE}"}
+    status = {"name": "lab", "jobs": [job], "pools": [], "price_per_h": 0.0, "events": [event]}
+    shown = io.StringIO()
+    screen = cluster_show._screen(status, 20)
+    Console(file=shown, width=200, color_system=None).print(screen)
+    assert "\\x1b]52" in shown.getvalue()
+    assert all(line.isprintable() for line in shown.getvalue().splitlines())
+
+    told: list[str] = []
+    monkeypatch.setattr("rollpacker.cli.output.print_line", told.append)
+    cluster_serve._tell(HOSTILE)
+    assert told[0].isprintable() and "\\x1b]52" in told[0]

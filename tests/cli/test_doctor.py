@@ -13,11 +13,14 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from rollpacker.cli import doctor, findings, trials
 from rollpacker.cli.findings import GIB, Finding
 from rollpacker.cli.main import main
 from rollpacker.imports import require
+from rollpacker.sandbox.bwrap import why_unavailable
 from rollpacker.sandbox.sandbox import I_ACCEPT, Capabilities, SandboxConfig, SandboxUnavailable
 from rollpacker.trainer.model import new_model, write_character_tokenizer
 
@@ -62,7 +65,6 @@ def good_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
         return SEEN
 
     monkeypatch.setattr(trials, "_self_test", opened)
-    monkeypatch.setattr(trials, "_bubblewrap", lambda: [Finding("ok", "bubblewrap", "0.8.0")])
 
 
 @pytest.fixture(scope="module")
@@ -177,13 +179,13 @@ def test_a_good_config(capsys, config):
     ("override", "name", "words"),
     [
         ("model.path=/nowhere", "model", "/nowhere"),
-        ("data.train.path=/nowhere.jsonl", "data.train", "/nowhere.jsonl"),
-        ("data.train.prompt_column=promt", "data.train", "promt"),
+        ("data.train.path=/nowhere.jsonl", "data", "/nowhere.jsonl"),
+        ("data.train.prompt_column=promt", "data", "promt"),
         ("train.stepz=1", "config", "stepz"),
         ("rewards.0.function=FOLDER/reward.py:g", "rewards", "has no g"),
         ("rewards.0.function=FOLDER/reward.py:wants_more", "rewards", "needs the column gold"),
         ("rewards.0.function=FOLDER/reward.py:misspelt", "rewards", "NameError"),
-        ("data.train.chat=true", "data.train", "no chat template"),
+        ("data.train.chat=true", "data", "no chat template"),
         ('environment={tools: ["nofile.py:f"]}', "environment", "nofile.py"),
         ("runs_dir=/proc/nowhere", "disk", "not writable"),
         ("model.lora={rank: 2, target_modules: [q_porj]}", "training", "q_porj"),
@@ -211,7 +213,7 @@ def test_a_row_that_cannot_be_used_wherever_it_stands(config, capsys):
     with (config.parent / "rows.jsonl").open("a") as file:
         file.write(40 * '{"prompt": "1+1=", "answer": 2, "tests": []}\n' + '{"answer": 2}\n')
     code, found = look(capsys, config)
-    assert code == 1 and "line 44" in found["data.train"].text
+    assert code == 1 and "line 44" in found["data"].text
 
 
 def test_adapters_that_fit_are_nothing_to_tell(config, capsys):
@@ -259,15 +261,19 @@ def test_a_run_that_is_there_already(capsys, config, tmp_path):
 
 
 def test_a_sandbox_is_a_must_only_for_those_who_need_it(capsys, config, monkeypatch):
-    missing = [Finding("warn", "bubblewrap", "not installed", "Install it.")]
-    monkeypatch.setattr(trials, "_bubblewrap", lambda: missing)
+    async def closed(config, backend):
+        raise SandboxUnavailable(why_unavailable("the program bwrap is not installed"))
+
+    monkeypatch.setattr(trials, "_self_test", closed)
     code, found = look(capsys, config)
-    assert code == 0 and found["bubblewrap"].level == "warn"
+    assert code == 0 and found["sandbox"].level == "warn"
+    assert "bwrap is not installed" in found["sandbox"].text
+    assert "docs/sandbox.md" in found["sandbox"].cure
     code, found = look(capsys, config, "rewards=[{function: code}]")
-    assert code == 1 and found["bubblewrap"].level == "fail"
+    assert code == 1 and found["sandbox"].level == "fail"
     accepted = f"sandbox.allow_unsandboxed_code={I_ACCEPT}"
     code, found = look(capsys, config, "rewards=[{function: code}]", accepted)
-    assert code == 0
+    assert code == 0 and found["sandbox"].level == "warn"
 
 
 # --- single checks --------------------------------------------------------------------------------
@@ -281,7 +287,7 @@ def test_a_sandbox_that_cannot_be_opened(message, monkeypatch):
 
     monkeypatch.setattr(trials, "_self_test", closed)
     found = trials.sandbox(SandboxConfig(url="http://127.0.0.1:1"), needed=True)
-    assert found == [Finding("fail", "sandbox", "down", "Start it.")]
+    assert found == Finding("fail", "sandbox", "down", "Start it.")
 
 
 def test_attacks_that_a_sandbox_does_not_contain(monkeypatch):
@@ -291,30 +297,21 @@ def test_attacks_that_a_sandbox_does_not_contain(monkeypatch):
         return dataclasses.replace(SEEN, failed=("disk",))
 
     monkeypatch.setattr(trials, "_self_test", opened)
-    finding = trials.sandbox(SandboxConfig(), needed=False)[-1]
+    finding = trials.sandbox(SandboxConfig(), needed=False)
     assert (finding.level, finding.text) == ("warn", "not contained: disk")
 
 
-@pytest.mark.parametrize(
-    ("installed", "level", "words"),
-    [
-        ({"torch": "2.13.0+cpu"}, "ok", "torch 2.13.0+cpu"),
-        ({"torch": "2.9.1"}, "warn", "CVE-2026-24747"),
-        ({"torch": "2.13.0", "vllm": "0.13.0"}, "warn", "CVE-2026-22807"),
-        ({"ray": "2.53.0"}, "warn", "CVE-2026-27482"),
-        ({"ray": "2.54.0"}, "ok", "ray 2.54.0"),
-    ],
-)
-def test_known_holes_of_what_is_installed(installed, level, words, monkeypatch):
-    def version(name):
-        if name not in installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    (finding,) = findings.unsafe_versions()
-    assert finding.level == level and words in finding.text
-    assert "pip install" in finding.cure or level == "ok"
+def test_no_version_with_a_known_hole_is_allowed():
+    """torch.load could be made to corrupt memory, loading a model run code from its files, vLLM run
+    code from a model's config, and ray's dashboard let any web page stop jobs."""
+    safe_from = {"torch": "2.10", "transformers": "4.48", "vllm": "0.14", "ray": "2.54"}
+    lowest = {}
+    for line in importlib.metadata.requires("rollpacker") or ():
+        one = Requirement(line)
+        if one.name in safe_from:
+            lowest[one.name] = [s.version for s in one.specifier if s.operator == ">="]
+    for name, floor in safe_from.items():
+        assert any(Version(version) >= Version(floor) for version in lowest[name]), name
 
 
 def test_packages_that_are_missing_or_old(monkeypatch):

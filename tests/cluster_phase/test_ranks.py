@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.file_seat import jobs_of, turns, two_at_once
 from rollpacker.cluster import phases
+from rollpacker.processes.loopback import INTERFACE
 
 ROOT = Path(__file__).parents[2]
 BEGIN = """
@@ -20,6 +21,7 @@ import os, pathlib, sys, time, datetime
 import torch.distributed as dist
 import rollpacker.cluster as cluster
 from rollpacker.cluster import phases
+from rollpacker.processes.loopback import INTERFACE
 
 FOLDER, RANK = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
 
@@ -190,3 +192,33 @@ def test_ranks_that_do_not_know_each_other_yet(monkeypatch: pytest.MonkeyPatch) 
         phases.phase("train"),
     ):
         pass
+
+
+@pytest.mark.parametrize("chosen", [None, "eth7"])
+def test_the_group_of_ranks_that_are_all_here_is_on_the_loopback(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    seen: list[str | None] = []
+
+    class Distributed:
+        """What the ranks use of `torch.distributed`."""
+
+        is_available = is_initialized = staticmethod(lambda: True)
+        get_world_size = staticmethod(lambda: 2)
+        get_rank = staticmethod(lambda: 1)
+
+        @staticmethod
+        def new_group(**settings: object) -> object:
+            seen.append(os.environ.get("GLOO_SOCKET_IFNAME"))
+            return object()
+
+    monkeypatch.setitem(sys.modules, "torch.distributed", Distributed)  # type: ignore[arg-type]  # as much of it as is used
+    monkeypatch.setattr("atexit.register", lambda function: None)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
+    for local in ("2", "1"):  # all on this machine, or half of them
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        phases._Ranks()
+    assert seen == [chosen or INTERFACE, chosen]
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen

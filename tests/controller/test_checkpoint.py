@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rollpacker.controller import checkpoint
 from rollpacker.controller.checkpoint import (
     CheckpointError,
     has_checkpoint,
@@ -47,6 +52,16 @@ def test_the_newest_is_found_and_old_ones_go(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step_000003\n"
 
 
+def as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def in_circles(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
@@ -58,6 +73,9 @@ def test_the_newest_is_found_and_old_ones_go(tmp_path: Path) -> None:
         (lambda f: (f / "manifest.json").write_text('{"step": 1, "files": {}}'), "another step"),
         (lambda f: (f / "manifest.json").write_text('{"step": 2, "files": {}}'), "state.json"),
         (lambda f: (f / "state.json").write_text("{}"), "state.json has"),
+        (lambda f: as_folder(f / "manifest.json"), "manifest.json cannot be read (Is a directory)"),
+        (lambda f: in_circles(f / "manifest.json"), "manifest.json cannot be read (Too many level"),
+        (lambda f: (f / "manifest.json").write_text("[" * 100_000), "(RecursionError)"),
     ],
 )
 def test_a_damaged_one_is_passed_over_by_name(
@@ -67,6 +85,95 @@ def test_a_damaged_one_is_passed_over_by_name(
     damage(write(tmp_path, 2))
     assert newest_checkpoint(tmp_path).step == 1
     assert "step_000002" in caplog.text and problem in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_one_that_the_disk_does_not_give_back_is_passed_over_by_name(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+) -> None:
+    write(tmp_path, 1)
+    bad = write(tmp_path, 2) / "model" / "weights"
+    whole = checkpoint._sha256
+
+    def read(path: Path) -> str:
+        if path == bad:
+            raise OSError(number, os.strerror(number), str(path))
+        return whole(path)
+
+    monkeypatch.setattr(checkpoint, "_sha256", read)
+    assert newest_checkpoint(tmp_path).step == 1
+    said = f"step_000002: model/weights cannot be read ({os.strerror(number)})"
+    assert said in caplog.text
+
+
+def test_one_that_cannot_be_removed_is_a_warning_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = shutil.rmtree
+    is_held = True
+
+    def remove(path: Path, **settings: Any) -> None:
+        if is_held and "step_000001" in path.name:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        whole(path, **settings)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    write(tmp_path, 1, keep_last=1)
+    for step in (2, 3):
+        caplog.clear()
+        write(tmp_path, step, keep_last=1)
+        assert "step_000001" in caplog.text and "cannot be removed" in caplog.text
+        assert newest_checkpoint(tmp_path).step == step
+    is_held = False
+    write(tmp_path, 4, keep_last=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000004"]
+
+
+def test_one_that_cannot_be_set_aside_is_a_warning_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == "step_000001":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        return whole(path, target)
+
+    write(tmp_path, 1, keep_last=1)
+    monkeypatch.setattr(Path, "rename", rename)
+    write(tmp_path, 2, keep_last=1)
+    assert "step_000001" in caplog.text and "cannot be removed" in caplog.text
+    assert newest_checkpoint(tmp_path).step == 2
+    monkeypatch.undo()
+    write(tmp_path, 3, keep_last=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000003"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_an_identity_is_durable_before_it_replaces_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "identity.json"
+    synced: list[tuple[str, str | None]] = []
+    whole = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        synced.append((name, path.read_text() if path.exists() else None))
+        whole(descriptor)
+
+    folder = RunFolder(tmp_path, resume=False, overwrite=False)
+    folder.write_identity({"threads": 1})
+    before = path.read_text()
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder.write_identity({"threads": 2})
+    folder.close()
+    # The new text before it has the name, the name afterwards.
+    assert synced == [("identity.json.tmp", before), (tmp_path.name, path.read_text())]
+    assert before != path.read_text()
 
 
 def test_no_good_one_at_all_is_said(tmp_path: Path) -> None:

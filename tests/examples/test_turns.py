@@ -205,12 +205,14 @@ def test_a_few_steps_of_the_game_are_rewarded_for_what_was_found(tmp_path: Path)
 
 def test_the_doctor_knows_that_the_model_is_made_first(tmp_path: Path) -> None:
     from rollpacker.cli.trials import model
+    from rollpacker.trainer.model import ModelError
 
     config = load_config("configs/guess.yaml", [f"model.path={tmp_path}/warm"], RunConfig)
-    found = model(config)
+    (found,) = model(config)
     assert found.level == "warn" and "configs/guess-warmup.yaml" in (found.cure or "")
     (tmp_path / "warm").mkdir()
-    assert model(config).level == "fail"  # something is there, and it is no model
+    with pytest.raises(ModelError):  # something is there, and it is no model
+        model(config)
 
 
 def test_a_warmup_that_is_not_there_is_one_message_and_leaves_nothing(

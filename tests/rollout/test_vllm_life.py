@@ -297,8 +297,9 @@ def test_on_a_gpu_it_takes_of_what_is_free_and_can_sleep_if_it_must(
     told: list[Any] = []
 
     class Opened:
-        def collective_rpc(self, method: Any, *arguments: Any, **more: Any) -> None:
-            """It has no workers that could be told anything."""
+        def collective_rpc(self, method: Any, *arguments: Any, **more: Any) -> list[str | None]:
+            """Return no answers: it has no workers that could be asked."""
+            return []
 
     def opened(arguments: Any) -> Opened:
         told.append(arguments)

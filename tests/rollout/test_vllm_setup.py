@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -201,3 +205,135 @@ def test_the_quickstart_for_vllm_is_the_quickstart() -> None:
         RunConfig,
     )
     assert ours == same
+
+
+# -- what vLLM starts with, told by a stand-in for it -------------------------------
+
+
+class Shutdown:
+    """The engine core of a stand-in, which says whether it was shut down."""
+
+    def __init__(self) -> None:
+        self.is_shut_down = False
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+class StandIn:
+    """An engine of vLLM's whose one worker has this model runner."""
+
+    opened: list[StandIn]
+
+    def __init__(self, runner: object) -> None:
+        self.engine_core = Shutdown()
+        self.worker = ModuleType("worker")
+        self.worker.model_runner = runner  # type: ignore[attr-defined]  # a bag of attributes
+
+    def collective_rpc(self, method: Any) -> list[Any]:
+        return [method(self.worker)]
+
+
+def runner_of(module: str, *bases: type) -> object:
+    """A model runner as vLLM has it in this module."""
+    methods = {"__module__": module, "_get_prompt_logprobs_dict": lambda self, *facts: {}}
+    made: object = type("GPUModelRunner", bases, methods)()
+    return made
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a vLLM in place that starts with a runner, or raises an error; returns a function that
+    does so and returns the list of what `VLLM_USE_V2_MODEL_RUNNER` was, at the import of vLLM's
+    engine and when the engine was made."""
+
+    def put(runner: object = None, error: Exception | None = None) -> list[str | None]:
+        seen: list[str | None] = []
+        StandIn.opened = []
+
+        class LLMEngine:
+            @staticmethod
+            def from_engine_args(arguments: Any) -> StandIn:
+                seen.append(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
+                if error is not None:
+                    raise error
+                StandIn.opened.append(StandIn(runner))
+                return StandIn.opened[-1]
+
+        class Engine(ModuleType):
+            def __getattr__(self, name: str) -> Any:
+                if name != "LLMEngine":
+                    raise AttributeError(name)
+                seen.append(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
+                return LLMEngine
+
+        arguments = ModuleType("vllm.engine.arg_utils")
+        arguments.EngineArgs = lambda **given: given  # type: ignore[attr-defined]  # a stand-in
+        modules = [ModuleType(name) for name in ("vllm", "vllm.engine", "vllm.v1")]
+        modules += [ModuleType("vllm.v1.engine"), arguments, Engine("vllm.v1.engine.llm_engine")]
+        for module in modules:
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(vllm_setup, "drawing_with", lambda draws: object)
+        monkeypatch.setattr(vllm_setup, "missing", lambda *args, **kwargs: None)
+        monkeypatch.setattr(vllm_setup, "check_versions", lambda: None)
+        monkeypatch.setattr(vllm_setup, "_platform_is_cpu", lambda: False)
+        monkeypatch.setattr(vllm_setup, "_share_of_memory", lambda: 0.5)
+        return seen
+
+    return put
+
+
+def opened(**settings: Any) -> Any:
+    engine = EngineConfig(name="vllm", **settings)
+    found = vllm_setup.open_vllm(tiny_model(), engine, vllm_draws.Draws())
+    vllm_setup.close_vllm(found)
+    return found
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_the_first_model_runner_is_asked_for_before_vllm_is_imported(
+    monkeypatch: pytest.MonkeyPatch, stand_in: Any, before: str | None
+) -> None:
+    if before is None:
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", before)
+    seen = stand_in(runner_of("vllm.v1.worker.gpu_model_runner"))
+    opened()
+    assert len(seen) >= 2 and set(seen) == {"0"}
+    assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == before
+
+
+def test_a_runner_that_derives_from_the_known_one_is_taken(stand_in: Any) -> None:
+    known = type(runner_of("vllm.v1.worker.gpu_model_runner"))
+    stand_in(runner_of("vllm.v1.worker.cpu_model_runner", known))
+    assert opened() is StandIn.opened[0]
+
+
+def test_a_runner_that_nobody_wrote_code_for_is_refused_by_name(stand_in: Any) -> None:
+    stand_in(runner_of("vllm.v1.worker.gpu.model_runner"))
+    with pytest.raises(UnsupportedModelError) as refused:
+        opened()
+    assert "vllm.v1.worker.gpu.model_runner.GPUModelRunner" in str(refused.value)
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in str(refused.value)
+    assert StandIn.opened[0].engine_core.is_shut_down
+    stand_in(runner_of("vllm.v1.worker.gpu_model_runner"))
+    opened()  # the process may have another engine
+
+
+@pytest.mark.parametrize(
+    ("reason", "names_memory"),
+    [
+        ("DrawTokens is not a subclass of vllm.v1.LogitsProcessor", False),
+        ("No available memory for the cache blocks.", True),
+        ("1.0 GiB KV cache is needed, which is larger than the available one", True),
+    ],
+)
+def test_only_an_error_about_memory_names_the_key_for_memory(
+    stand_in: Any, reason: str, names_memory: bool
+) -> None:
+    stand_in(error=ValueError(reason))
+    with pytest.raises(UnsupportedModelError) as refused:
+        opened(kv_cache_gib=0.5)
+    assert reason in str(refused.value)
+    assert ("kv_cache_gib=0.5" in str(refused.value)) is names_memory

@@ -4,6 +4,7 @@ call can say."""
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import socket
@@ -14,15 +15,19 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.processes.host import ThisHost
+from rollpacker.processes.line import Line
+from rollpacker.processes.loopback import INTERFACE, gloo_at
 from rollpacker.trainer import launch
 from rollpacker.trainer.calls import codec, error_bytes, error_of
-from rollpacker.trainer.launch import Ranks, Torchrun
+from rollpacker.trainer.launch import Rank, RankPlace, Ranks, Torchrun
 from rollpacker.trainer.model import ModelError
 from rollpacker.trainer.outcome import StepOutcome
 from rollpacker.trainer.setup import LearnerSetup
@@ -128,6 +133,82 @@ def test_a_silent_stranger_does_not_keep_the_start_waiting_under_torchrun(
             stranger.close()
         other.kill()
         other.wait()
+
+
+class OneRankHost(ThisHost):
+    """Starts no process: a thread plays the rank, which greets and keeps what it is told."""
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        self.variables = variables
+        """The environment of the rank, which `line_to_run` changes."""
+        self.is_welcome = threading.Event()
+
+    def start(self, module: str, name: str, **more: Any) -> tuple[Any, Line]:
+        ours, theirs = Line.pair()
+
+        def play() -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(launch, "inherited_line", lambda: Line(theirs))
+                patch.setattr(os, "environ", self.variables)
+                launch.line_to_run()
+            self.is_welcome.set()
+
+        threading.Thread(target=play, daemon=True).start()
+        return OneRank(), ours
+
+
+class OneRank:
+    pid = 0
+
+    def how_ended(self, wait_s: float = 0.0) -> str | None:
+        return None
+
+    def kill(self) -> None:
+        """There is no process."""
+
+    def close(self) -> None:
+        """There is no process."""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found"), [({}, INTERFACE), ({"GLOO_SOCKET_IFNAME": "eth7"}, "eth7")]
+)
+def test_gloo_of_ranks_that_are_all_here_listens_on_the_loopback(
+    chosen: dict[str, str], found: str
+) -> None:
+    host = OneRankHost(dict(chosen))
+    ranks = Ranks(1, [RankPlace(0, host, {})])
+    try:
+        ranks.connect()
+        assert host.is_welcome.wait(START_S)
+    finally:
+        ranks.close()
+    assert host.variables["MASTER_ADDR"] == "127.0.0.1"
+    assert host.variables["GLOO_SOCKET_IFNAME"] == found
+
+
+def test_gloo_of_ranks_under_torchrun_on_one_machine_listens_on_the_loopback(
+    torchrun: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[dict[str, str]] = []
+
+    class Heard(Line):
+        def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
+            if kind == launch.WELCOME:
+                sent.append(json.loads(payload))
+
+    ranks = Ranks(2)
+    heard = [Rank(number=n, pid=0, line=Heard(Line.pair()[1]), child=None) for n in range(2)]
+    monkeypatch.setattr(ranks, "_greeted", lambda: heard)
+    try:
+        ranks.connect()
+    finally:
+        ranks.close()
+    assert sent == [{"GLOO_SOCKET_IFNAME": INTERFACE}] * 2
+
+
+def test_gloo_of_ranks_on_several_machines_is_left_alone() -> None:
+    assert gloo_at("192.0.2.1") == {}
 
 
 def place(address: str) -> Torchrun:
