@@ -1,10 +1,11 @@
 """What a step will launch, train and need in memory, from the config and the model's config.json
 alone.
 
-Behind `--dry-run`: loads neither torch nor any weights (safetensors headers give the exact number
-of parameters). Memory is what training needs at its peak plus the engine's keys and values; the
-formulas stand beside each line. Not in it: torch itself, and what an allocator keeps of freed
-blocks, which is a matter of the order of sizes (`benchmarks/memory_estimate.py` measures how much).
+Behind `--dry-run`: loads no weights (safetensors headers give the exact number of parameters), and
+torch only to run the model's layers without data (`trainer/layer_trace.py`). Memory is what
+training needs at its peak plus the engine's keys and values; the formulas stand beside each line.
+Not in it: torch itself, and what an allocator keeps of freed blocks, which is a matter of the order
+of sizes (`benchmarks/memory_estimate.py` measures how much).
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
         dtype=dtype,
         num_parameters=parameters,
         batch=batch_arithmetic(config),
-        whole=shape is not None,
+        whole=stages is not None or any(part.name == "activations" for part in (*run, *process)),
         memory=tuple(run),
         processes=config.train.processes or 0,
         process_memory=tuple(process),
