@@ -181,10 +181,10 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
     if shape and shape.attention_layers < shape.layers:
         notes.append(
             f"{shape.layers - shape.attention_layers} of {shape.layers} layers are no attention: "
-            "the sizes of their matrices and activations are counted as attention's, which is a "
-            "guess. Without the kernels of flash-linear-attention linear attention keeps two to "
-            "four times as much for its backward pass; model.gradient_checkpointing=true keeps it "
-            "of one layer at a time"
+            "the sizes of their matrices are counted as attention's, which is a guess, and what "
+            "they keep for the backward pass as transformers' own code keeps it: the kernels of "
+            "flash-linear-attention keep less. model.gradient_checkpointing=true keeps it of one "
+            "layer at a time"
         )
     element = 2 if dtype == "bfloat16" else 4
     notes += tail_notes(config) + micro_batch_notes(config)

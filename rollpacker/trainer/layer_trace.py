@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,15 +95,22 @@ def _traced(config: str, settings: TraceSettings) -> LayerTrace:
         live.peak = live.now
         between = between[: count + 1]  # checkpointed layers run once more
         torch.autograd.backward(hidden, torch.empty_like(hidden))
-    # At two entries alike local variables hold alike; at the exit some still hold more.
-    last = -1 if count == 1 else -2
-    saved = (between[last] - between[0]) / max(count - 1, 1) / tokens
+    # Local variables hold as much at the entries of two layers, and more at an exit.
+    period = _period(getattr(decoder.config, "layer_types", None) or [""] * count)
+    whole = (count - 1) // period * period or count
+    saved = (between[whole] - between[0]) / whole / tokens
     return LayerTrace(
         saved=saved,
         ends=after_forward / tokens - count * saved,
         backward_bytes=live.peak - after_forward,
         waiting=waiting,
     )
+
+
+def _period(kinds: Sequence[str]) -> int:
+    """After how many layers their kinds come again in the same order."""
+    count = len(kinds)
+    return next(size for size in range(1, count + 1) if kinds[size:] == kinds[: count - size])
 
 
 def _waiting_bytes(decoder: Any, ids: torch.Tensor) -> int:
