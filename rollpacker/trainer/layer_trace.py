@@ -168,9 +168,9 @@ def _live_bytes() -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    class LiveBytes(TorchDispatchMode):
+    class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]  # torch's
             self.now = self.peak = 0
             self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
