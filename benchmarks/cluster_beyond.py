@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from statistics import fmean
 from typing import Any
 
+from cluster_optimum import OptimumSimulation
 from machine import ROOT, write_result
 
 from rollpacker.core.coexecution.cheapest_work import CheapestWork
@@ -24,7 +25,6 @@ from rollpacker.core.coexecution.placement import Choice, Policy, Rest, State
 from rollpacker.core.coexecution.published import AsPublished
 from rollpacker.sim import cluster
 from rollpacker.sim.cluster_jobs import arrivals
-from rollpacker.sim.cluster_optimum import OptimumSimulation
 from rollpacker.sim.cluster_result import PolicyResult
 from rollpacker.sim.cluster_spec import load_cluster
 

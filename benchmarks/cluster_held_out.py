@@ -18,11 +18,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cluster_optimum import OptimumSimulation
 from machine import RESULTS, ROOT, write_result
 
 from rollpacker.sim.cluster import Simulation, hours_alone
 from rollpacker.sim.cluster_jobs import arrivals
-from rollpacker.sim.cluster_optimum import OptimumSimulation
 from rollpacker.sim.cluster_spec import load_cluster
 
 MIXED = ROOT / "configs/clusters/mixed.yaml"

@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
         "--compare",
         metavar="NAME,...",
         help="these policies on the same jobs: rollpacker, dedicated, colocated, rollmux, random, "
-        "most_idle, optimum",
+        "most_idle",
     )
     simulate.add_argument("--json", action="store_true", help="print JSON and nothing else")
 
@@ -190,16 +190,12 @@ def _simulate_all(
     spec: ClusterSpec, jobs: Sequence[Arrival], names: Sequence[str], *, told: bool
 ) -> dict[str, PolicyResult]:
     """By policy, in the order given."""
-    from rollpacker.sim.cluster import Simulation, hours_alone
-    from rollpacker.sim.cluster_optimum import OptimumSimulation
+    from rollpacker.sim.cluster import Simulation
 
     results: dict[str, PolicyResult] = {}
     for name in names:
         with _progress(name, len(jobs), told=told) as tell:
-            if name == "optimum":
-                results[name] = OptimumSimulation(spec, jobs).run(hours_alone(jobs), tell)
-            else:
-                results[name] = Simulation(spec, jobs, name).run(tell)
+            results[name] = Simulation(spec, jobs, name).run(tell)
     return results
 
 
@@ -217,6 +213,5 @@ def _progress(
 def _print_json(results: Mapping[str, PolicyResult]) -> None:
     import json
 
-    optimum = results.get("optimum")
-    plain = {"policies": {name: one.to_plain(optimum) for name, one in results.items()}}
+    plain = {"policies": {name: one.to_plain() for name, one in results.items()}}
     print(json.dumps(plain, indent=1, allow_nan=False))

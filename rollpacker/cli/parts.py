@@ -339,14 +339,15 @@ def build_trainer(
     """In place, on the engine's own weights; or apart from it: with an adapter, of which the engine
     has a copy, in processes of its own, and where the engines are in processes of theirs. `folder`:
     the run's."""
-    from rollpacker.trainer.pipeline.check import read_order
+    from rollpacker.trainer.model import model_device
+    from rollpacker.trainer.pipeline.check import read_order, with_links_of
     from rollpacker.trainer.process_trainer import ProcessTrainer
     from rollpacker.trainer.setup import LearnerSetup, build_learner
     from rollpacker.trainer.torch_trainer import TorchTrainer
 
     setup = LearnerSetup(
         model=config.model,
-        train=config.train,
+        train=with_links_of(config.train, model_device(config.model.device).type),
         algorithm=config.algorithm,
         temperature=config.rollout.temperature,
         total_steps=config.train.steps,

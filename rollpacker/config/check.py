@@ -17,7 +17,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from rollpacker.config.document import Path_, nearest
+from rollpacker.config.document import Path_, dotted, nearest
+from rollpacker.config.earlier import GONE
 from rollpacker.config.synonyms import (
     TRL,
     Synonym,
@@ -196,6 +197,9 @@ class Checker:
     def _refuse_unknown(self, path: Path_, value: Any, siblings: Mapping[str, Any]) -> None:
         """A key that other frameworks have gets its hint, also inside of a section that only they
         have."""
+        if gone := GONE.get(dotted(path)):
+            self._refuse(path, f"is no known key. {gone}")
+            return
         known = tuple(all_keys(self._root))
         if isinstance(value, Mapping):
             inside = [((*path, *leaf), item) for leaf, item in _leaves_of(value)]

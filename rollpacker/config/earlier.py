@@ -1,9 +1,15 @@
-"""What the saved config of an earlier version means where keys have come since."""
+"""What the config of an earlier version means where keys have come, or gone, since."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+GONE = {
+    "rollout.engine.cuda_graphs": "It is gone, remove it: the embedded engine captures no CUDA"
+    " graphs any more, and rollout.engine.name=vllm is the engine for GPUs",
+}
+"""By the dotted name of a key that earlier versions had: what who still sets it should do."""
 
 
 def as_it_was(tree: Mapping[str, Any]) -> dict[str, Any]:

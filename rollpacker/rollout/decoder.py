@@ -1,8 +1,7 @@
 """The model's side of the embedded engine: prefill, decode steps, and the rows' caches.
 
-Knows no threads and no queue. Two ways to shape a step: dynamic (a CPU: exactly the live rows,
-each width bucket exactly as wide as its longest row) and static (CUDA: rows and width rounded up to
-a few sizes, all inputs in fixed tensors, so that a step can be captured and replayed).
+Knows no threads and no queue. A step computes exactly the live rows, and each width bucket is
+exactly as wide as its longest row.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from rollpacker.rollout.buckets import (
 )
 from rollpacker.rollout.engine import EngineConfig
 from rollpacker.rollout.extend_step import ExtendStep
-from rollpacker.rollout.graphs import StepGraphs
 from rollpacker.rollout.kv_slots import (
     DecodeStep,
     KVSlots,
@@ -37,10 +35,9 @@ from rollpacker.rollout.kv_slots import (
 from rollpacker.rollout.plain_forward import PlainForward, plain_forward
 from rollpacker.rollout.probe import plain_agrees, probe
 from rollpacker.rollout.rows import Pending, RowTable
-from rollpacker.rollout.sampling import draw, noise_size
+from rollpacker.rollout.sampling import draw
 
 MAX_SLOTS = 1024
-STATIC_WIDTH_CHUNK = 256
 PREFILL_TOKENS = {"cpu": 4096}
 PREFILL_TOKENS_ACCELERATOR = 16384
 PREFILL_LOGITS = 1 << 26
@@ -74,40 +71,27 @@ class WidthPlan:
         return wide
 
 
-@dataclass(frozen=True, slots=True)
-class StaticBuffers:
-    """Fixed tensors of a captured step, for all slots: what it draws with and what it gives."""
-
-    noise: torch.Tensor
-    tokens: torch.Tensor
-    log_probs: torch.Tensor
-
-
 class Decoder:
     """Rows of one model, decoded together. Used from one thread, under `torch.inference_mode`."""
 
-    def __init__(
-        self, model: PreTrainedModel, config: EngineConfig, device: torch.device, *, static: bool
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, config: EngineConfig, device: torch.device) -> None:
         install_attention(model)
         self.model = model
         self.num_prefilled_tokens = 0
         self.num_steps = 0
-        self._static = static
-        self.width_buckets = config.width_buckets and not static
+        # What a bucket costs was measured on a CPU.
+        self.width_buckets = config.width_buckets and device.type == "cpu"
         self._max_slots = config.max_slots or MAX_SLOTS
         self._device = device
         shapes, dtype, vocabulary_size = probe(model, device)
         self.slots = KVSlots(shapes, dtype, device, budget_bytes=_kv_budget_bytes(config, device))
-        self.rows = RowTable(device, vocabulary_size, mirrored=static)
+        self.rows = RowTable(device, vocabulary_size)
         largest = max(shape.num_kv_heads * shape.key_dim for shape in shapes)
         self._call_cost = CALL_COST_ELEMENTS / largest
         self._plan: WidthPlan | None = None
         self._kept: KeptPrompt | None = None
-        self._graphs = StepGraphs(device) if static and config.cuda_graphs else None
         self._may_be_plain = config.plain_forward and plain_agrees(model, device)
         self._plain: PlainForward | None = None
-        self._buffers: StaticBuffers | None = None
         self.read_model()
 
     def read_model(self) -> None:
@@ -120,8 +104,6 @@ class Decoder:
         self._plain = plain
         if plain is not None:
             plain.reserve(self.slots.width)
-        if self._graphs is not None:
-            self._graphs.forget()
 
     # -- admission ---------------------------------------------------------------------------------
 
@@ -173,10 +155,8 @@ class Decoder:
         """Free keys and values, and whatever was made of the model's tensors, which are to move.
         Not while there are rows."""
         assert not self.rows.num_rows
-        self._kept = self._plan = self._plain = self._buffers = None
+        self._kept = self._plan = self._plain = None
         self.slots.free()
-        if self._graphs is not None:
-            self._graphs.forget()
 
     def reserve(self, entries: Sequence[Pending], beside: int = 0) -> None:
         """Slots for these rows, as wide as any may become. `beside`: positions of the budget that
@@ -187,35 +167,11 @@ class Decoder:
         wider = width + width // 2
         if keeps and width > self.slots.width and self.slots.fits(2 * num_rows, wider):
             width = wider  # they come again, and are longer then: slots need not move each time
-        if self._static:
-            width = -(-width // STATIC_WIDTH_CHUNK) * STATIC_WIDTH_CHUNK
-            num_slots = self._max_slots
-            # Where rows are to be kept between turns, half of the memory is left to them.
-            while not self.slots.fits((1 + keeps) * num_slots, width) and num_slots > num_rows:
-                num_slots = max(num_rows, num_slots // 2)
-            num_rows = num_slots
-        else:
-            width |= 1  # Rows a power of two apart would compete for the same cache lines.
-        moved = self.slots.reserve(num_rows, width, beside)
-        moved |= self.rows.reserve(self.slots.num_slots)
+        width |= 1  # Rows a power of two apart would compete for the same cache lines.
+        self.slots.reserve(num_rows, width, beside)
+        self.rows.reserve(self.slots.num_slots)
         if self._plain is not None:
-            moved |= self._plain.reserve(self.slots.width)
-        if moved and self._static:
-            self._make_static_buffers()
-
-    def _make_static_buffers(self) -> None:
-        num_slots = self.slots.num_slots
-        self._buffers = StaticBuffers(
-            noise=torch.zeros(
-                (num_slots, noise_size(self.rows.vocabulary_size)),
-                dtype=torch.float64,
-                device=self._device,
-            ),
-            tokens=torch.zeros(num_slots, dtype=torch.int64, device=self._device),
-            log_probs=torch.zeros(num_slots, dtype=torch.float64, device=self._device),
-        )
-        if self._graphs is not None:
-            self._graphs.forget()
+            self._plain.reserve(self.slots.width)
 
     def _join(self, entries: list[Pending], kept: KeptPrompt) -> None:
         """Samples whose prompt was prefilled before copy its keys and values."""
@@ -297,50 +253,16 @@ class Decoder:
 
     def step(self) -> None:
         """One token for every live row."""
-        if self._static:
-            tokens, log_probs = self._static_step()
-        else:
-            tokens, log_probs = self._dynamic_step()
+        if self._plan is None:
+            self._plan = WidthPlan(self._mark_even(self._make_plan()))
+        tokens, log_probs = self._forward(self._plan.next_step(), self.rows.next_noise())
         self.num_steps += 1
         self.rows.record(tokens.cpu().numpy(), log_probs.cpu().numpy())
 
-    def _dynamic_step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        num_rows = self.rows.num_rows
-        if self._plan is None:
-            self._plan = WidthPlan(self._mark_even(self._make_plan()))
-        return self._forward(num_rows, self._plan.next_step(), self.rows.next_noise())
-
-    def _static_step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        num_rows = self.rows.num_rows
-        width = int(self.rows.host_column("position").max()) + 1
-        rows_bucket = _round_rows(num_rows, self.slots.num_slots)
-        width_bucket = min(-(-width // STATIC_WIDTH_CHUNK) * STATIC_WIDTH_CHUNK, self.slots.width)
-        buffers = self._buffers
-        assert buffers is not None
-        buffers.noise.copy_(self.rows.next_noise())
-        tokens = self.rows.device_column("token")
-        positions = self.rows.device_column("position")
-
-        def forward() -> None:
-            buckets = [Bucket(0, rows_bucket, width_bucket)]
-            new_tokens, log_probs = self._forward(rows_bucket, buckets, buffers.noise)
-            buffers.tokens[:rows_bucket].copy_(new_tokens)
-            buffers.log_probs[:rows_bucket].copy_(log_probs)
-            tokens[:rows_bucket].copy_(new_tokens)
-            # Rows beyond the live ones run along; the clamp keeps them inside their slots.
-            positions[:rows_bucket].add_(1).clamp_(max=self.slots.width - 1)
-
-        if self._graphs is None:
-            forward()
-        else:
-            key = (rows_bucket, width_bucket, self.rows.mode)
-            self._graphs.run(key, forward, (tokens, positions))
-        return buffers.tokens[:num_rows], buffers.log_probs[:num_rows]
-
     def _forward(
-        self, num_rows: int, buckets: list[Bucket], noise: torch.Tensor
+        self, buckets: list[Bucket], noise: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        column = self.rows.device_column
+        num_rows, column = self.rows.num_rows, self.rows.device_column
         positions = column("position")[:num_rows]
         tokens = column("token")[:num_rows]
         step = DecodeStep(self.slots, positions, buckets)
@@ -364,10 +286,7 @@ class Decoder:
 
     def extend_logits(self, tokens: np.ndarray, step: ExtendStep, *, last: bool) -> torch.Tensor:
         """Logits [tokens, vocabulary] after each of `tokens`, which lie one row's behind the
-        other's; with `last` [rows, vocabulary], after each row's last alone.
-
-        Never captured: its shapes are seldom the same twice.
-        """
+        other's; with `last` [rows, vocabulary], after each row's last alone."""
         self._plan = None
         fed = torch.from_numpy(tokens).to(self._device)
         wanted = torch.from_numpy(step.last).to(self._device) if last else None
@@ -423,12 +342,6 @@ class Decoder:
             lengths = self.rows.host_column("position")[target].tolist()
             self.slots.move(source, target, lengths)
         self._plan = None
-
-
-def _round_rows(num_rows: int, num_slots: int) -> int:
-    """The next power of two up to 32, the next multiple of 32 from there on, at most all slots."""
-    rounded = 1 << (num_rows - 1).bit_length() if num_rows <= 32 else -(-num_rows // 32) * 32
-    return min(rounded, num_slots)
 
 
 def _kv_budget_bytes(config: EngineConfig, device: torch.device) -> int:

@@ -245,9 +245,8 @@ class EngineConfig:
     """Memory for keys and values. None: 1 GiB on a CPU; on a GPU 60 % of what is free after the
     model, or with vllm what vLLM takes."""
     width_buckets: bool = True
-    """Let rows of different age attend over different cache widths in one step."""
-    cuda_graphs: bool = True
-    """Replay captured decode steps on CUDA. Ignored on a CPU."""
+    """Let rows of different age attend over different cache widths in one step. CPU only: ignored
+    elsewhere."""
     plain_forward: bool = True
     """Run Llama, Mistral, Qwen2 and Qwen3 as plain tensor calls on the model's weights: up to three
     times faster where the model is small and rows are few. False: always through the model's

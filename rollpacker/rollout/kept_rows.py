@@ -28,10 +28,8 @@ class KeptRow:
 class KeptRows:
     """By sample, the one that was kept first before the others. Used from one thread."""
 
-    def __init__(self, slots: KVSlots, *, shrinks: bool) -> None:
-        """`shrinks`: slots that nobody uses may make room."""
+    def __init__(self, slots: KVSlots) -> None:
         self._slots = slots
-        self._shrinks = shrinks
         self._rows: dict[SampleId, KeptRow] = {}
         self.num_tokens = 0
 
@@ -75,7 +73,7 @@ class KeptRows:
     def settle(self, new: Sequence[SampleId], num_rows: int, width: int) -> None:
         """So many rows are left, of so many positions at most. Of the new ones here those stay, the
         first first, for which there is memory."""
-        if self._is_over and self._shrinks and self._is_wasteful(num_rows * width):
+        if self._is_over and self._is_wasteful(num_rows * width):
             self._slots.shrink(num_rows, width)
         for sample in reversed(new):
             if not self._is_over:
@@ -91,9 +89,7 @@ class KeptRows:
     def room(self, num_positions: int) -> int:
         """Tokens for which there is room beside so many positions of rows; see
         `SampleGenerated.room`."""
-        taken = self._allocated
-        if self._shrinks and self._is_wasteful(num_positions):
-            taken = 0
+        taken = 0 if self._is_wasteful(num_positions) else self._allocated
         most = int((1 - HEADROOM) * self._slots.budget_tokens)
         return most - max(taken, num_positions) - self.num_tokens
 

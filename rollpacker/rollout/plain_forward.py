@@ -154,18 +154,17 @@ class PlainForward:
             self._rotary.inv_freq.data_ptr(),
         )
 
-    def reserve(self, width: int) -> bool:
-        """Rotations for positions below `width`. True if their table moved."""
+    def reserve(self, width: int) -> None:
+        """Rotations for positions below `width`."""
         old_width = len(self._rotations)
         if width <= old_width:
-            return False
+            return
         places = torch.arange(max(width, 2 * old_width), device=self._embedding.device)
         with torch.inference_mode():
             cos, sin = (part[0] for part in self._rotary(self._embedding, places[None]))
             half = self._head_dim // 2
             sin = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)
             self._rotations = torch.stack((cos, sin), dim=1)
-        return True
 
     def decode(
         self, tokens: torch.Tensor, positions: torch.Tensor, step: RolloutStep

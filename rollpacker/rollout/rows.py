@@ -2,8 +2,8 @@
 
 Everything per row is a column of a numpy array, so that a step's bookkeeping is a handful of
 vector operations whatever the number of rows. The columns that the model and the sampler read are
-seen as tensors too: on a CPU these share the arrays' memory, with static shapes they are copies on
-the device.
+seen as tensors too: on a CPU these share the arrays' memory, elsewhere each look at one copies it
+to the device.
 """
 
 from __future__ import annotations
@@ -107,15 +107,12 @@ class RowTable:
     which is where the next step writes its key and value. Of tokens carried into the row, num_kept
     [slots] came out the same, or -1 if nobody looked; of the prompt's, num_reused [slots] had their
     keys and values before the row was added; floor and redraw are those of the complement
-    rule (`Carried.floor`). With `mirrored` the device has copies of
-    its columns, which the step itself keeps up to date and `upload` refreshes.
+    rule (`Carried.floor`).
     """
 
-    def __init__(self, device: torch.device, vocabulary_size: int, *, mirrored: bool) -> None:
-        assert mirrored or device.type == "cpu"
+    def __init__(self, device: torch.device, vocabulary_size: int) -> None:
         self.device = device
         self.vocabulary_size = vocabulary_size
-        self.mirrored = mirrored
         self.num_rows = 0
         self.pending: list[Pending] = []
         self.mode = DrawMode()
@@ -123,7 +120,7 @@ class RowTable:
         self._columns: dict[str, np.ndarray] = {
             name: np.zeros(0, dtype) for name, dtype in {**_DEVICE_COLUMNS, **_HOST_COLUMNS}.items()
         }
-        self._device_columns: dict[str, torch.Tensor] = {}
+        self._seen_as_tensors: dict[str, torch.Tensor] = {}
         self._noise = torch.zeros(0)
         self._noise_column = 0
         self._is_uneven = False
@@ -135,10 +132,10 @@ class RowTable:
 
     # -- storage -----------------------------------------------------------------------------------
 
-    def reserve(self, num_slots: int) -> bool:
-        """Make room for so many rows. True if device columns moved."""
+    def reserve(self, num_slots: int) -> None:
+        """Make room for so many rows."""
         if num_slots <= self._num_slots:
-            return False
+            return
         added = num_slots - self._num_slots
         for name, old in self._columns.items():
             self._columns[name] = np.concatenate([old, np.zeros(added, old.dtype)])
@@ -147,29 +144,25 @@ class RowTable:
         self._tokens = np.concatenate([self._tokens, np.zeros((added, width), np.int64)])
         self._log_probs = np.concatenate([self._log_probs, np.zeros((added, width), np.float32)])
         self._num_slots = num_slots
-        self._device_columns = {
-            name: self._on_device(self._columns[name]) for name in _DEVICE_COLUMNS
+        self._seen_as_tensors = {
+            name: torch.from_numpy(self._columns[name]) for name in _DEVICE_COLUMNS
         }
         size = noise_size(self.vocabulary_size)
         steps = max(1, min(NOISE_BLOCK, NOISE_BLOCK_ENTRIES // (num_slots * size)))
         shape = (num_slots, steps, size)
         self._noise = torch.zeros(shape, dtype=torch.float64, device=self.device)
         self._noise_column = steps
-        return True
-
-    def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.to(self.device, copy=True) if self.mirrored else tensor
 
     def device_column(self, name: str) -> torch.Tensor:
-        return self._device_columns[name]
+        """The whole column [slots] as it is now, on the device, to be read only."""
+        return self._seen_as_tensors[name].to(self.device)
 
     def host_column(self, name: str) -> np.ndarray:
-        """The live part of a column; writes reach the device with `upload`."""
+        """The live part of a column, which may be written to."""
         return self._columns[name][: self.num_rows]
 
-    def upload(self) -> None:
-        """Bring mode and the device's copies up to date after rows came, went or moved."""
+    def _set_mode(self) -> None:
+        """Find out what a draw has to heed, after rows came or went."""
         temperature, top_k, top_p = (
             self.host_column(name) for name in ("temperature", "top_k", "top_p")
         )
@@ -178,9 +171,6 @@ class RowTable:
             tempered=bool((temperature != 1).any()),
             truncated=bool((top_k < self.vocabulary_size).any() or (top_p < 1).any()),
         )
-        if self.mirrored:
-            for name, column in self._device_columns.items():
-                column.copy_(torch.from_numpy(self._columns[name]))
 
     # -- noise -------------------------------------------------------------------------------------
 
@@ -250,7 +240,7 @@ class RowTable:
         columns["num_kept"][rows] = -1
         columns["num_reused"][rows] = 0
         columns["store"][rows] = [self._free_stores.pop() for _ in new]
-        self.upload()
+        self._set_mode()
         return self.noise_ahead(rows, 1)[:, 0]
 
     def record(self, tokens: np.ndarray, log_probs: np.ndarray, first: int = 0) -> None:
@@ -270,7 +260,6 @@ class RowTable:
         """Give the rows from `first` on their first tokens, and noise for the next ones."""
         self.record(tokens, log_probs, first)
         self._fill_noise(slice(first, self.num_rows))
-        self.upload()
 
     def append(
         self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray, num_new: np.ndarray
@@ -290,8 +279,6 @@ class RowTable:
         columns["log_prob"][rows] = log_probs[each, last]
         self._noise_column = self._noise.shape[1]
         self._is_uneven = True
-        if self.mirrored:
-            self.upload()
 
     def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
         """Go back to the first `counts` tokens of these rows, by noise of their key from there on.
@@ -309,7 +296,6 @@ class RowTable:
             self._columns["log_prob"][row] = log_prob
             self._columns["position"][row] = len(prompt) + count - 1
         self._fill_noise(rows)
-        self.upload()
 
     def redraw_from(self, row: int, start: int) -> None:
         """From token `start` on the row is drawn with noise of a redraw that it had not yet, once
@@ -371,7 +357,7 @@ class RowTable:
         self.rearrange(movers, holes)
         self.num_rows = remaining
         del self.pending[remaining:]
-        self.upload()
+        self._set_mode()
         return movers.tolist(), holes.tolist()
 
     def rearrange(self, source: np.ndarray, target: np.ndarray) -> None:

@@ -3,12 +3,13 @@
 Its turns (rollout/loop.py): take what was submitted and aborted, admit waiting requests into free
 rows, decode one token for every row, report what ended.
 
-The CUDA path (static shapes, captured steps) shares all of its code with a path that runs and is
-tested on a CPU, except for the capture itself.
+It is made for a CPU. On CUDA it runs the same code, kernel by kernel, and says that vLLM is the
+engine for that.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import replace
 from typing import Any, Literal
@@ -40,6 +41,14 @@ from rollpacker.rollout.loop import (
 )
 from rollpacker.rollout.rows import Pending
 
+logger = logging.getLogger(__name__)
+
+
+SLOW_ON_CUDA = (
+    "the embedded engine decodes on CUDA without captured graphs, which is slow:"
+    " rollout.engine.name=vllm is the engine for GPUs"
+)
+
 
 class TorchEngine(LoopEngine):
     """An `Engine` that samples from `model` as it stands, weights read in place.
@@ -59,22 +68,22 @@ class TorchEngine(LoopEngine):
         tokenizer: PreTrainedTokenizerBase | None,
         config: EngineConfig,
         device: torch.device | str | None = None,
-        static_shapes: bool | None = None,
     ) -> None:
-        """`tokenizer` is needed for stop strings only. `static_shapes` None: on CUDA."""
+        """`tokenizer` is needed for stop strings only. `device` None: that of the model."""
         super().__init__(model)
         self._device = torch.device(device or next(model.parameters()).device)
-        static = self._device.type != "cpu" if static_shapes is None else static_shapes
+        if self._device.type == "cuda":
+            logger.warning(SLOW_ON_CUDA)
         was_training = model.training
         model.train(False)
-        self._decoder = Decoder(model, config, self._device, static=static)
+        self._decoder = Decoder(model, config, self._device)
         model.train(was_training)
         self._endings = Endings(model, tokenizer, self._decoder.rows.vocabulary_size)
         self._extender = Extender(self._decoder, self._endings)
         kind = self._device.type
         can_draft = config.draft_tokens > 0 and kind in STEP_COST
         self._drafter = Drafter(config.draft_tokens, kind) if can_draft else None
-        self._kept = KeptRows(self._decoder.slots, shrinks=not static)
+        self._kept = KeptRows(self._decoder.slots)
         self._max_positions = getattr(
             model.config.get_text_config(), "max_position_embeddings", None
         )

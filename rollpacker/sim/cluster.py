@@ -4,8 +4,6 @@
              -> (verdicts) -> Asked train -> Grant -> Left -> (commit) -> Committed -> ... -> Ended
 
 A job's n-th iteration takes the same under every policy: only waits, switches and nodes differ.
-`optimum` (`cluster_optimum.py`) has no turns. It is no bound: it knows the jobs present alone, and
-round robin alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the shipped policy is compared with. All but `optimum` place jobs as they come."""
+"""What the shipped policy is compared with. All place jobs as they come."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ POLICIES: Mapping[str, str] = {
     "rollmux": "Algorithm 1 as published, for the longest iterations, in round robin",
     "random": "any group with room, or a new one, all alike; SLOs are not looked at",
     "most_idle": "the group with the lowest load; a new one if all are saturated",
-    "optimum": "the cheapest partition of the jobs that are there, made anew at each change, free",
 }
 """Names for `--compare`."""
 NO_TURNS = ("dedicated", "colocated")
@@ -71,7 +70,7 @@ class MostIdle(Stays):
 
 
 def policy(name: str, spec: ClusterSpec) -> Policy:
-    """By its name, but for `optimum`, which places nothing one by one."""
+    """The policy of this name."""
     match name:
         case "rollmux":
             return AsPublished()

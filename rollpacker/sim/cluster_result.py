@@ -46,11 +46,10 @@ class PolicyResult:
     def slowdown_mean(self) -> float:
         return math.fsum(job.slowdown for job in self.jobs) / len(self.jobs)
 
-    def to_plain(self, optimum: PolicyResult | None) -> dict[str, object]:
-        """As `rollpacker cluster simulate --json` prints it; `over_optimum` is null without one."""
+    def to_plain(self) -> dict[str, object]:
+        """As `rollpacker cluster simulate --json` prints it."""
         return {
             "price_per_h": self.price_per_h,
-            "over_optimum": None if optimum is None else self.price_per_h / optimum.price_per_h,
             "slo_kept": self.slo_kept,
             "slowdown_mean": self.slowdown_mean,
             "peak_devices": dict(self.peak_devices),

@@ -1,10 +1,11 @@
 """What a step will launch, train and need in memory, from the config and the model's config.json
 alone.
 
-Behind `--dry-run`: loads neither torch nor any weights (safetensors headers give the exact number
-of parameters). Memory is what training needs at its peak plus the engine's keys and values; the
-formulas stand beside each line. Not in it: torch itself, and what an allocator keeps of freed
-blocks, which is a matter of the order of sizes (`benchmarks/memory_estimate.py` measures how much).
+Behind `--dry-run`: loads no weights (safetensors headers give the exact number of parameters), and
+torch only to run the model's layers without data (`trainer/layer_trace.py`). Memory is what
+training needs at its peak plus the engine's keys and values; the formulas stand beside each line.
+Not in it: torch itself, and what an allocator keeps of freed blocks, which is a matter of the order
+of sizes (`benchmarks/memory_estimate.py` measures how much).
 """
 
 from __future__ import annotations
@@ -180,10 +181,10 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
     if shape and shape.attention_layers < shape.layers:
         notes.append(
             f"{shape.layers - shape.attention_layers} of {shape.layers} layers are no attention: "
-            "the sizes of their matrices and activations are counted as attention's, which is a "
-            "guess. Without the kernels of flash-linear-attention linear attention keeps two to "
-            "four times as much for its backward pass; model.gradient_checkpointing=true keeps it "
-            "of one layer at a time"
+            "the sizes of their matrices are counted as attention's, which is a guess, and what "
+            "they keep for the backward pass as transformers' own code keeps it: the kernels of "
+            "flash-linear-attention keep less. model.gradient_checkpointing=true keeps it of one "
+            "layer at a time"
         )
     element = 2 if dtype == "bfloat16" else 4
     notes += tail_notes(config) + micro_batch_notes(config)
@@ -195,7 +196,7 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
         dtype=dtype,
         num_parameters=parameters,
         batch=batch_arithmetic(config),
-        whole=shape is not None,
+        whole=stages is not None or any(part.name == "activations" for part in (*run, *process)),
         memory=tuple(run),
         processes=config.train.processes or 0,
         process_memory=tuple(process),

@@ -1,7 +1,8 @@
 """What each pipeline stage has, keeps and holds in memory, and how long stages wait for each other.
 
-From the config and `config.json`s alone, like all of the estimate (`trainer/estimate.py`). Layers
-and caps of live tokens are those of the run (`core/pipeline_split.py`, `core/pipeline.py`).
+From the config and `config.json`s alone, like all of the estimate (`trainer/estimate.py`); what a
+layer keeps by `trainer/layer_trace.py`. Layers and caps of live tokens are those of the run
+(`core/pipeline_split.py`, `core/pipeline.py`).
 
 A micro-batch that is live is in one of two states: its forward pass is done, and what autograd
 saved is there; or its I is done, too, and inputs and output gradients of the linear layers wait for
@@ -24,19 +25,13 @@ from rollpacker.trainer.batch_arithmetic import (
     longest_sample,
     most_micro_batch_tokens,
 )
+from rollpacker.trainer.layer_trace import LayerTrace
 from rollpacker.trainer.model_shape import DecoderShape, model_folder, num_parameters, read_shape
 from rollpacker.trainer.training_memory import MemoryPart, TrainingMemory, memory_part
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
 
-PRODUCTS_PER_LAYER = {"hidden": 4, "query": 2, "kv": 2, "ffn": 3}
-"""Elements per token that W needs of a decoder layer's linear layers, for each of these widths:
-inputs (those of query, key and value are one tensor, and so are those of gate and up) and gradients
-of outputs."""
-PRODUCTS_OF_ADAPTERS = {"hidden": 7, "query": 2, "kv": 2, "ffn": 3}
-"""Float32 numbers instead, where adapters compute in that and their layers do not: each has an
-input of its own."""
 MOST_SIMULATED = 256
 """Micro-batches of the sweep that the bubble is predicted for: more have less of it."""
 
@@ -115,6 +110,8 @@ class _Decoder:
     layers: tuple[int, ...]
     """Of each stage."""
     is_trained: bool
+    trace: LayerTrace | None
+    """None for models that are only asked."""
     has_head: bool = True
 
     def in_stage(self, stage: int) -> int:
@@ -137,7 +134,8 @@ class _Decoder:
 
 
 def stages_of(models: TrainingMemory, notes: list[str]) -> Stages | None:
-    """None: the policy's shape or size is not known; its `layers` and the cap are then unchecked.
+    """None: the shape or size of the policy is not known, or what layers keep of it or of a critic;
+    the policy's `layers` and the cap are then unchecked.
 
     Raises `ValueError` for layers or a cap of live tokens that the run would refuse.
     """
@@ -176,7 +174,7 @@ def stages_of(models: TrainingMemory, notes: list[str]) -> Stages | None:
 
 
 def _decoders(models: TrainingMemory, notes: list[str]) -> list[_Decoder]:
-    """The policy first. Empty if its shape or size is not known."""
+    """The policy first. Empty if its shape or size is not known, or what layers keep is not."""
     config, shape, parameters = models.config, models.shape, models.parameters
     if shape is None or parameters is None:
         return []
@@ -195,21 +193,27 @@ def _decoders(models: TrainingMemory, notes: list[str]) -> list[_Decoder]:
             last_work=each * shape.embedding,
         ),
         is_trained=not has_adapter,
+        trace=models.trace(config.model.path, config.model.lora, notes),
     )
     found = [policy]
     if config.algorithm.needs_reference and not has_adapter:
-        found.append(dataclasses.replace(policy, name="reference", is_trained=False))
+        found.append(dataclasses.replace(policy, name="reference", is_trained=False, trace=None))
     if config.algorithm.needs_teacher and config.model.teacher is not None:
         found += _other("teacher", _read(config.model.teacher, notes), policy)
     if config.algorithm.needs_critic:
         path = config.train.critic.path
         known = (shape, parameters) if path is None else _read(path, notes)
-        found += _other("critic", known, policy)
-    return found
+        trace = models.trace(path or config.model.path, None, notes)
+        found += _other("critic", known, policy, trace)
+    graphs = [one for one in found if one.name in ("policy", "critic")]
+    return found if all(one.trace for one in graphs) else []
 
 
 def _other(
-    name: Literal["teacher", "critic"], known: tuple[DecoderShape, int] | None, policy: _Decoder
+    name: Literal["teacher", "critic"],
+    known: tuple[DecoderShape, int] | None,
+    policy: _Decoder,
+    trace: LayerTrace | None = None,
 ) -> list[_Decoder]:
     """A model beside the policy, split as the policy is if it has as many layers."""
     if known is None:
@@ -230,6 +234,7 @@ def _other(
         parameters=parameters - without_head,
         layers=layers,
         is_trained=is_critic,
+        trace=trace,
         has_head=not is_critic,
     )
     return [other]
@@ -325,8 +330,8 @@ class _Stage:
 
     def _activations(self) -> list[MemoryPart]:
         """Of the live tokens: as after F, those whose I may be done as it leaves them."""
-        after_f = sum(self._after_f(decoder) for decoder in self._graphs)
-        after_i = sum(self._after_i(decoder) for decoder in self._graphs)
+        after_f = round(sum(self._after_f(one, trace) for one, trace in self._graphs))
+        after_i = round(sum(one.layers[self._stage] * trace.waiting for one, trace in self._graphs))
         most = max(after_f, after_i)
         live, first = self._live, self._live
         if self._is_last:
@@ -341,33 +346,22 @@ class _Stage:
         return parts
 
     @property
-    def _graphs(self) -> list[_Decoder]:
-        """The models that a sweep differentiates."""
-        return [one for one in self._decoders if one.name in ("policy", "critic")]
+    def _graphs(self) -> list[tuple[_Decoder, LayerTrace]]:
+        """The models that a sweep differentiates, and what their layers keep."""
+        return [(one, one.trace) for one in self._decoders if one.trace is not None]
 
-    def _after_f(self, decoder: _Decoder) -> int:
+    def _after_f(self, decoder: _Decoder, trace: LayerTrace) -> float:
         """Bytes per token between F and I."""
-        layers, hidden = decoder.layers[self._stage], decoder.shape.hidden
-        element, models = self._element, self._own
         # Behind the layers: the last stage's norm and what enters the output layer; or what left.
-        end = (3 * element + models.norm_bytes if self._is_last else element) * hidden
-        if models.config.model.gradient_checkpointing:
-            return layers * element * hidden + end
-        return layers * models.saved_bytes(decoder.shape) + end
-
-    def _after_i(self, decoder: _Decoder) -> int:
-        """Bytes per token between I and W."""
-        counts, element = PRODUCTS_PER_LAYER, self._element
-        if decoder.name == "policy" and self._has_adapter and element < 4:
-            counts, element = PRODUCTS_OF_ADAPTERS, 4
-        return decoder.layers[self._stage] * element * _widths(counts, decoder.shape)
+        end = trace.ends if self._is_last else self._element * decoder.shape.hidden
+        return decoder.layers[self._stage] * trace.saved + end
 
     def _backward(self) -> MemoryPart:
         """The most that one op takes besides while it runs."""
         sweep, element = self._sweep.micro_batch_tokens, self._element
         shape, policy = self._decoders[0].shape, self._decoders[0]
         trained = policy.is_trained
-        choices = {"one layer's gradients": sweep * self._own.one_layer(shape)}
+        choices = {"one layer's gradients": max(one.backward_bytes for _, one in self._graphs)}
         if self._is_last:
             choices["a block of logits, hidden states and the output layer's gradient"] = (
                 self._own.logits(shape, sweep)
@@ -379,7 +373,8 @@ class _Stage:
                 element * sweep * shape.hidden + (element + widened) * shape.embedding
             )
         largest = max(
-            one.shape.hidden * max(one.shape.feed_forward, one.shape.query) for one in self._graphs
+            one.shape.hidden * max(one.shape.feed_forward, one.shape.query)
+            for one, _ in self._graphs
         )
         if element < 4:
             # Those of a micro-batch are widened once all are there.
@@ -399,12 +394,6 @@ class _Stage:
         size = neighbours * self._sweep.micro_batch_tokens * hidden * self._element
         formula = "hidden states or their gradient, one on the way at each border"
         return memory_part("messages", size, formula)
-
-
-def _widths(counts: dict[str, int], shape: DecoderShape) -> int:
-    """So many of each of a decoder layer's widths."""
-    ends = counts["query"] * shape.query + counts["kv"] * shape.key_value
-    return counts["hidden"] * shape.hidden + ends + counts["ffn"] * shape.feed_forward
 
 
 def _flops(

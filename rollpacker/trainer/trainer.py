@@ -140,8 +140,8 @@ class PipelineConfig:
     micro-batches for each stage from this one to the last."""
     links: Literal["host", "direct", "auto"] = "auto"
     """host: between stages by way of host memory and TCP, which survives lost connections and does
-    not hold a stage up. direct: through torch.distributed. auto: direct, and host as long as a link
-    is slow."""
+    not hold a stage up. direct: through torch.distributed, on a CPU only. auto: host on CUDA; on a
+    CPU direct, and host as long as a link is slow."""
     interfaces: tuple[str, ...] = ()
     """Network interfaces of each host over which host links go, such as [eth0, eth1]: the first,
     and another one while it falls silent. Empty: over the address at which processes meet."""

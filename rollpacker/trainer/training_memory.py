@@ -1,8 +1,7 @@
 """What a process that trains holds in memory, part by part.
 
-Exact are weights, gradients, optimizer state and adapters. Activations are counted from what
-autograd saves of a decoder layer with fused attention and a gated MLP, which
-`tests/trainer/test_estimate.py` holds against a real forward pass.
+Exact are weights, gradients, optimizer state and adapters, by formulas. Activations are what the
+model's layers keep when they run without data (`trainer/layer_trace.py`).
 """
 
 from __future__ import annotations
@@ -15,18 +14,17 @@ from rollpacker.trainer.batch_arithmetic import (
     longest_sample,
     most_micro_batch_tokens,
 )
+from rollpacker.trainer.layer_trace import LayerTrace, TraceSettings, trace_layers
 from rollpacker.trainer.model_shape import DecoderShape, model_folder, num_parameters, read_shape
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
+    from rollpacker.trainer.trainer import LoraConfig
 
 GIB = 1 << 30
 LOGIT_BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """`logprobs.BLOCK_ELEMENTS`, which this module cannot import without torch."""
 
-SAVED_PER_LAYER = {"hidden": 6, "query": 2, "kv": 2, "ffn": 4}
-"""Elements per token that backward keeps of a decoder layer with fused attention and a gated MLP,
-for each of these widths."""
 BYTES_OF_8BIT = 1 + 4 / 256
 """A moment of 8 bits: its code, and a float32 scale for every 256."""
 BYTES_OF_4BIT = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -82,8 +80,32 @@ class TrainingMemory:
             parts += self._policy(self.parameters, notes)
             parts += self._other_models(self.parameters, notes)
         if self.shape is not None:
-            parts += self._working_memory(self.shape)
+            parts += self._working_memory(self.shape, notes)
         return parts
+
+    def trace(self, path: str, lora: LoraConfig | None, notes: list[str]) -> LayerTrace | None:
+        """What the layers of a model hold in the largest micro-batch of rows that are as long as
+        they may be. None if that is not known; `notes` then say why."""
+        folder = model_folder(path)
+        if folder is None:
+            return None
+        row = longest_sample(self.config) - 1  # the last token does not go through the model
+        settings = TraceSettings(
+            dtype="bfloat16" if self.element < 4 else "float32",
+            checkpointing=self.config.model.gradient_checkpointing,
+            lora=lora,
+            rows=max(self.micro_batch_tokens // row, 1),
+            row_tokens=row,
+        )
+        return trace_layers(folder, settings, notes)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of the largest micro-batch."""
+        return min(
+            max(most_micro_batch_tokens(self.config), longest_sample(self.config) - 1),
+            batch_arithmetic(self.config).max_trained_tokens,
+        )
 
     def policy_weights(self, name: str, parameters: int) -> MemoryPart:
         """The policy's weights, codes of 4 bits where it is quantized."""
@@ -201,13 +223,15 @@ class TrainingMemory:
         parts = [self.at_rest("critic", count, "parameters without output layer")]
         return parts + self.trained(count, "its parameters", self.kept, prefix="critic ")
 
-    def _working_memory(self, shape: DecoderShape) -> list[MemoryPart]:
+    def _working_memory(self, shape: DecoderShape, notes: list[str]) -> list[MemoryPart]:
         """What a micro-batch takes while its backward pass begins."""
-        tokens = min(
-            max(most_micro_batch_tokens(self.config), longest_sample(self.config) - 1),
-            batch_arithmetic(self.config).max_trained_tokens,
-        )
-        size, formula = self._activations(shape)
+        model, tokens = self.config.model, self.micro_batch_tokens
+        trace = self.trace(model.path, model.lora, notes)
+        if trace is None:
+            return []
+        layer, ends = round(trace.saved), round(trace.ends)
+        size = shape.layers * layer + ends
+        formula = f"(layers x {layer} + {ends}) bytes"
         if self.config.algorithm.needs_critic:
             size, formula = 2 * size, f"{formula}, twice (critic)"
         parts = [memory_part("activations", tokens * size, f"{tokens} tokens x {formula}")]
@@ -224,55 +248,14 @@ class TrainingMemory:
                     f"whole embeddings, output layer and two layers x {self.element} bytes",
                 )
             )
-        logits, layer = self.logits(shape, tokens), tokens * self.one_layer(shape)
+        logits, backward = self.logits(shape, tokens), trace.backward_bytes
         formula = (
             f"a block of logits (at most {self.block_elements:,}), hidden states and the output "
             "layer's gradient"
-            if logits >= layer
+            if logits >= backward
             else "one layer's activations and gradients"
         )
-        return [*parts, memory_part("backward", max(logits, layer), formula)]
-
-    def _activations(self, shape: DecoderShape) -> tuple[int, str]:
-        """Bytes per token that stay until backward comes to them."""
-        last = 3 * self.element + self.norm_bytes
-        if self.config.model.gradient_checkpointing:
-            size = (shape.layers * self.element + last) * shape.hidden
-            return size, f"({self.element} layers + {last}) x hidden bytes"
-        layer = " + ".join(f"{count} {name}" for name, count in self._saved().items())
-        size = shape.layers * self.saved_bytes(shape) + last * shape.hidden
-        return size, f"(layers x ({layer}) + {last} hidden) bytes"
-
-    def saved_bytes(self, shape: DecoderShape) -> int:
-        """Bytes per token that one layer keeps for the backward pass."""
-        saved = self._saved()
-        ends = saved["query"] * shape.query + saved["kv"] * shape.key_value
-        return saved["hidden"] * shape.hidden + ends + saved["ffn"] * shape.feed_forward
-
-    def _saved(self) -> dict[str, int]:
-        """Of these, so many bytes for each of the model's widths."""
-        saved = {name: count * self.element for name, count in SAVED_PER_LAYER.items()}
-        saved["hidden"] += self.norm_bytes
-        if self.config.model.lora is not None:
-            saved["hidden"] -= 2 * self.element  # for the weights of norms, which are frozen
-            if self.element < 4:  # adapters save their inputs in float32, each its own
-                saved["hidden"] += 4 * 5 - 2 * 2
-                saved["query"] += 4
-                saved["ffn"] += 4 - 2
-        return saved
-
-    @property
-    def norm_bytes(self) -> int:
-        """Per token and element of the hidden state, what a layer's norms save in float32
-        besides."""
-        return 4 if self.element < 4 else 0
-
-    def one_layer(self, shape: DecoderShape) -> int:
-        """Bytes per token while backward is in a layer: its gradients, and with checkpointing what
-        it computes again."""
-        gradients = (3 * shape.feed_forward + 2 * shape.hidden) * self.element
-        again = self.saved_bytes(shape) if self.config.model.gradient_checkpointing else 0
-        return gradients + again
+        return [*parts, memory_part("backward", max(logits, backward), formula)]
 
     def logits(self, shape: DecoderShape, tokens: int) -> int:
         """Two float32 copies of a block, a third for the entropy's gradient or where the whole is

@@ -88,8 +88,16 @@ def rank_memory(config: RunConfig, *, on_cuda: bool) -> UnitMemory | None:
     models = _models(config, on_cuda=on_cuda)
     if models.parameters is None or models.shape is None:
         return None
-    stages = stages_of(models, []) if config.train.pipeline.stages > 1 else None
-    of, parts = "", models.parts([]) if stages is None else _mean(stages)
+    of, stages = "", None
+    if config.train.pipeline.stages > 1:
+        stages = stages_of(models, [])
+        if stages is None:
+            return None
+        parts = _mean(stages)
+    else:
+        parts = models.parts([])
+        if not any(part.name == "activations" for part in parts):
+            return None
     if stages is not None and on_cuda:
         of, parts = f"stage {stages.largest.index}", list(stages.largest.parts)
     freed = OF_A_TURN + (OFFLOADED if config.train.offload and on_cuda else ())

@@ -82,7 +82,7 @@ SAMPLINGS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("options", [{}, {"plain_forward": False}, {"static_shapes": True}])
+@pytest.mark.parametrize("options", [{}, {"plain_forward": False}])
 @pytest.mark.parametrize("amount", [0.0, 0.02])
 def test_carried_responses_equal_those_from_scratch(
     sampling: str, options: dict[str, object], amount: float

@@ -128,7 +128,7 @@ SAMPLINGS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("options", [{}, {"plain_forward": False}, {"static_shapes": True}])
+@pytest.mark.parametrize("options", [{}, {"plain_forward": False}])
 def test_what_comes_out_does_not_depend_on_drafts(
     sampling: str, options: dict[str, object]
 ) -> None:

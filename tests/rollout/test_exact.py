@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from rollpacker.rollout.attention import install_attention
 from rollpacker.rollout.engine import GenerationRequest, Response
 from rollpacker.rollout.plain_forward import FAMILIES
+from rollpacker.rollout.torch_engine import SLOW_ON_CUDA
 from tests.rollout.tiny import END, MODELS, generate, group, request, tiny_model
 
 BOTH_PATHS = [
@@ -120,26 +121,14 @@ def test_who_shares_the_batch_does_not_change_the_tokens(options: dict[str, obje
         assert response.log_probs == pytest.approx(wanted[place].log_probs, abs=1e-4)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "gemma2"])
-def test_static_shapes_equal_dynamic_ones(model_type: str) -> None:
-    model = tiny_model(model_type)
-    requests = _mixed_requests()
-    wanted = generate(model, requests, max_slots=6)
-    static = generate(model, requests, max_slots=6, static_shapes=True)
-    assert [response.tokens for response in static] == [response.tokens for response in wanted]
-    for one, other in zip(static, wanted, strict=True):
-        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_captured_steps_equal_eager_ones_on_cuda() -> None:
+def test_plain_and_generic_steps_sample_the_same_on_cuda(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model().to("cuda")
     requests = _mixed_requests()
-    wanted = generate(model, requests, max_slots=6, cuda_graphs=False)
-    captured = generate(model, requests, max_slots=6)
-    assert [response.tokens for response in captured] == [response.tokens for response in wanted]
+    plain = generate(model, requests, max_slots=6)
+    assert SLOW_ON_CUDA in caplog.text
     generic = generate(model, requests, max_slots=6, plain_forward=False)
-    assert [response.tokens for response in generic] == [response.tokens for response in wanted]
+    assert [response.tokens for response in generic] == [response.tokens for response in plain]
 
 
 @pytest.mark.parametrize("model_type", MODELS)

@@ -98,7 +98,6 @@ def check_same(kept: Sequence[EngineOutput], anew: Sequence[EngineOutput]) -> No
     [
         {},
         {"plain_forward": False},
-        {"static_shapes": True, "max_slots": 3},
         {"max_slots": 2},
         {"draft_tokens": 0, "width_buckets": False},
         {"model_type": "mistral"},

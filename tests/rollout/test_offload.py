@@ -25,17 +25,16 @@ def generate(engine: TorchEngine) -> list[Response]:
     return asyncio.run(collect(engine, REQUESTS))
 
 
-def lent(*, static: bool = False, plain: bool = True) -> TorchEngine:
+def lent(*, plain: bool = True) -> TorchEngine:
     config = EngineConfig(plain_forward=plain, draft_tokens=2)
-    engine = TorchEngine(model=tiny_model(), tokenizer=None, config=config, static_shapes=static)
+    engine = TorchEngine(model=tiny_model(), tokenizer=None, config=config)
     engine._host = HostStore("cpu")
     return engine
 
 
-@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("plain", [False, True])
-def test_it_samples_on_as_before(static: bool, plain: bool) -> None:
-    engine = lent(static=static, plain=plain)
+def test_it_samples_on_as_before(plain: bool) -> None:
+    engine = lent(plain=plain)
     before = generate(engine)
     for _ in range(2):
         asyncio.run(engine.offload())

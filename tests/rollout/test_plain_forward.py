@@ -62,18 +62,16 @@ def test_prefill_logits_equal_those_of_the_modules(
 
 
 @pytest.mark.parametrize(("model_type", "overrides"), VARIANTS)
-@pytest.mark.parametrize("static_shapes", [False, True])
 def test_plain_and_generic_engines_sample_the_same(
-    model_type: str, overrides: dict[str, object], static_shapes: bool
+    model_type: str, overrides: dict[str, object]
 ) -> None:
     model = _scatter_weights(tiny_model(model_type, **overrides))
     requests = [
         *(sample for row in range(5) for sample in group(row, 3)),
         *group(8, 3, temperature=0.6, top_p=0.8, max_response_tokens=60),
     ]
-    options = {"max_slots": 6, "static_shapes": static_shapes}
-    generic = generate(model, requests, plain_forward=False, **options)
-    plain = generate(model, requests, **options)
+    generic = generate(model, requests, plain_forward=False, max_slots=6)
+    plain = generate(model, requests, max_slots=6)
     assert [response.tokens for response in plain] == [response.tokens for response in generic]
     for one, other in zip(plain, generic, strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)

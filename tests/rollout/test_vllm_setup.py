@@ -42,7 +42,7 @@ SETTINGS = [
 
 def drawn_by_rows(logits: torch.Tensor, steps: int) -> list[tuple[list[int], list[float]]]:
     """As the embedded engine draws them; by step."""
-    rows = RowTable(torch.device("cpu"), VOCABULARY, mirrored=False)
+    rows = RowTable(torch.device("cpu"), VOCABULARY)
     rows.reserve(len(SETTINGS))
     entries = [
         Pending(GenerationRequest(sample=sample(i), prompt_tokens=(1,), sampling=one), i)

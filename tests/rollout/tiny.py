@@ -107,14 +107,12 @@ def make_engine(
     model: PreTrainedModel,
     *,
     tokenizer: object = None,
-    static_shapes: bool | None = None,
     **config: object,
 ) -> TorchEngine:
     return TorchEngine(
         model=model,
         tokenizer=tokenizer,
         config=EngineConfig(**config),
-        static_shapes=static_shapes,
     )
 
 

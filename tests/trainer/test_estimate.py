@@ -110,7 +110,7 @@ def kept_for_backward(model, rows, layers=()) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_activations_are_within_a_tenth_of_the_measured(folder, dtype, checkpointed):
+def test_activations_are_within_three_percent_of_the_measured(folder, dtype, checkpointed):
     """Of one full micro-batch, all of it response; its logits are one block, which is kept."""
     model = load_model(ModelConfig(path=str(folder), device="cpu", dtype=dtype)).model
     layers = enable_checkpointing(model) if checkpointed else []
@@ -119,18 +119,18 @@ def test_activations_are_within_a_tenth_of_the_measured(folder, dtype, checkpoin
         run_config(folder, dtype=dtype, gradient_checkpointing=checkpointed), has_cuda=False
     )
     logits = 512 * model.config.vocab_size * 4
-    assert part(result, "activations") + logits == pytest.approx(measured, rel=0.1)
+    assert part(result, "activations") + logits == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_under_adapters_are_within_a_tenth_of_the_measured(folder, dtype):
+def test_activations_under_adapters_are_within_three_percent_of_the_measured(folder, dtype):
     pytest.importorskip("peft")
     model = load_model(ModelConfig(path=str(folder), device="cpu", dtype=dtype)).model
     add_adapter(model, LoraConfig(rank=2))
     measured = kept_for_backward(model, [Row((3,), tuple([4] * 128))] * 4)
     result = estimate(run_config(folder, dtype=dtype, lora=LoraConfig(rank=2)), has_cuda=False)
     logits = 512 * model.config.vocab_size * 4
-    assert part(result, "activations") + logits == pytest.approx(measured, rel=0.1)
+    assert part(result, "activations") + logits == pytest.approx(measured, rel=0.03)
     adapters = sum(p.nbytes for p in adapter_parameters(model).values())
     assert part(result, "adapters") == part(result, "gradients") == adapters
     assert part(result, "optimizer") == 2 * adapters
@@ -193,7 +193,7 @@ def test_full_logits_are_not_in_it(folder):
         estimate(run_config(folder, train={"micro_batch_tokens": n}), has_cuda=False)
         for n in (1024, 2048)
     )
-    assert part(large, "activations") == 2 * part(small, "activations")
+    assert part(large, "activations") == pytest.approx(2 * part(small, "activations"), rel=0.01)
     block, full_logits = 2 * 4 * LOGIT_BLOCK_ELEMENTS["cpu"], 2048 * 200_000 * 4
     assert block < part(small, "backward") < part(large, "backward") < full_logits / 4
 

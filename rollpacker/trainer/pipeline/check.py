@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from rollpacker.core.pipeline import ORDERS
 from rollpacker.core.pipeline_order import orders_from_csv
 from rollpacker.core.pipeline_split import check_layers, split_layers
 from rollpacker.trainer.model_shape import model_folder, read_shape
+from rollpacker.trainer.trainer import TrainConfig
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
@@ -23,6 +25,7 @@ def check_stages(config: RunConfig) -> None:
     if pipeline.stages == 1:
         return
     read_order(config)
+    with_links_of(config.train, config.model.device)
     models = {"model.path": config.model.path}
     if config.algorithm.needs_teacher and config.model.teacher is not None:
         models["model.teacher"] = config.model.teacher
@@ -39,6 +42,20 @@ def check_stages(config: RunConfig) -> None:
             split_layers([1.0] * shape.layers, pipeline.stages)
         except ValueError as error:
             raise ValueError(f"{setting} {path}: {error}") from None
+
+
+def with_links_of(train: TrainConfig, device: str) -> TrainConfig:
+    """The trainer's config with the links that a device of this type has: CUDA has host links
+    alone, which `auto` then means. Raises `ValueError` if the config asks for direct ones there."""
+    pipeline = train.pipeline
+    if device != "cuda" or pipeline.stages == 1 or pipeline.links == "host":
+        return train
+    if pipeline.links == "direct":
+        raise ValueError(
+            "train.pipeline.links=direct: direct links carry tensors of a CPU only, and the model "
+            "is on CUDA: set train.pipeline.links=host"
+        )
+    return replace(train, pipeline=replace(pipeline, links="host"))
 
 
 def check_longest_sample(config: RunConfig, longest_prompt: int) -> None:

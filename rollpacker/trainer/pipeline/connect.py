@@ -147,9 +147,9 @@ class Connected:
             self._receivers[kind].add("host", receiver)
 
     def _connect_direct(self) -> None:
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        assert self._device.type == "cpu", "direct links carry tensors of a CPU"
         groups = {
-            (before, after): direct_group((before, after), backend)
+            (before, after): direct_group((before, after))
             for pipeline in self._pipelines
             for one, other in itertools.pairwise(pipeline)
             for before, after in ((one, other), (other, one))
@@ -160,7 +160,6 @@ class Connected:
                 self._border(self.place.index, stage),
                 groups[own, self.ranks[stage]],
                 on_lost=partial(self._lose, "direct"),
-                device=self._device,
             )
             self._senders[kind].add("direct", sender)
         for kind, stage in self._sources().items():
@@ -169,7 +168,6 @@ class Connected:
                 groups[self.ranks[stage], own],
                 on_arrival=self._receivers[kind].arrival_over("direct"),
                 on_lost=partial(self._lose, "direct"),
-                device=self._device,
             )
             self._receivers[kind].add("direct", receiver)
 

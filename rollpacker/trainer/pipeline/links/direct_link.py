@@ -1,7 +1,9 @@
 """Direct links: torch.distributed's `isend` and `irecv`, over a process group for each direction.
 
 A header goes before each tensor, so that shapes may differ. The link is as good as its group: one
-lost connection loses it. Run with gloo; for NCCL it is written, and has not been run.
+lost connection loses it. For tensors of a CPU alone, over gloo. Over NCCL a receiver's wait would
+be queued on the stream that computes, before what its sender waits for: on CUDA all links are
+host links.
 """
 
 from __future__ import annotations
@@ -42,13 +44,12 @@ rollouts between two steps take. A peer that ends is noticed at once."""
 END_S = 5.0
 """How long a receiver that is closed waits for its sender to be closed. gloo cannot be told to stop
 waiting: after this the thread stays until the process or the peer ends."""
-_CPU = torch.device("cpu")
 
 
-def direct_group(ranks: tuple[int, int], backend: str = "gloo") -> dist.ProcessGroup:
+def direct_group(ranks: tuple[int, int]) -> dist.ProcessGroup:
     """Make the group of one direction between two ranks. All ranks of the job make all groups, in
     the same order."""
-    return dist.new_group(list(ranks), timeout=IDLE, backend=backend)  # type: ignore[no-any-return]
+    return dist.new_group(list(ranks), timeout=IDLE, backend="gloo")  # type: ignore[no-any-return]
 
 
 class _Sent(NamedTuple):
@@ -70,13 +71,10 @@ class DirectSender:
         group: dist.ProcessGroup,
         *,
         on_lost: OnLost,
-        device: torch.device = _CPU,
     ) -> None:
-        """`group`: a `direct_group` of this direction alone. `device`: where its backend wants
-        tensors."""
+        """`group`: a `direct_group` of this direction alone."""
         self._border = border
         self._group = group
-        self._device = device
         self._loss = Loss(on_lost)
         self._num_posted = 0
         self._sent: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
@@ -96,7 +94,7 @@ class DirectSender:
         self._post(packed_header(number, tensor, posted_s), [tensor], number, posted_s)
 
     def _post(self, header: bytes, tensors: list[Tensor], number: int, posted_s: float) -> None:
-        head = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device)
+        head = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         all_ = [head, *(one for one in tensors if one.nbytes)]
         try:
             works = [dist.isend(one, self._border.peer, group=self._group) for one in all_]
@@ -148,14 +146,11 @@ class DirectReceiver:
         *,
         on_arrival: OnArrival,
         on_lost: OnLost,
-        device: torch.device = _CPU,
     ) -> None:
-        """`group`: a `direct_group` of this direction alone. `device`: where its backend wants
-        tensors."""
+        """`group`: a `direct_group` of this direction alone."""
         self._border = border
         self._group = group
         self._on_arrival = on_arrival
-        self._device = device
         self._loss = Loss(on_lost)
         self._times: deque[ArrivalTimes] = deque(maxlen=MAX_TIMES)
         self._thread = threading.Thread(target=self._run, name=f"receives from {border.peer}")
@@ -173,11 +168,11 @@ class DirectReceiver:
 
     def _receive(self) -> bool:
         """Take one message. False for the goodbye. Raises `RuntimeError` and `ValueError`."""
-        head = self._next(torch.empty(HEADER.size, dtype=torch.uint8, device=self._device))
-        header = read_header(head.cpu().numpy().tobytes(), 1 << 62)
+        head = self._next(torch.empty(HEADER.size, dtype=torch.uint8))
+        header = read_header(head.numpy().tobytes(), 1 << 62)
         if header.kind == BYE:
             return False
-        tensor = torch.empty(header.shape, dtype=header.dtype, device=self._device)
+        tensor = torch.empty(header.shape, dtype=header.dtype)
         if tensor.nbytes:
             self._next(tensor)
         times = ArrivalTimes(
@@ -195,8 +190,6 @@ class DirectReceiver:
         work = dist.irecv(into, self._border.peer, group=self._group)
         assert work is not None, "this process is not of the group"
         work.wait()
-        if self._device.type == "cuda":  # the wait was only queued
-            torch.cuda.current_stream(self._device).synchronize()
         return into
 
     def times(self) -> list[ArrivalTimes]:

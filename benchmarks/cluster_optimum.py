@@ -1,30 +1,34 @@
-"""The bound that policies are compared with: at every arrival and end, the cheapest feasible
-partition of the jobs that are there, exact, made anew for nothing.
+"""What cluster policies are compared with: at every arrival and end, the cheapest feasible
+partition of the jobs that are present, exact, made anew for nothing.
+
+    python benchmarks/cluster_optimum.py configs/clusters/mixed.yaml jobs.count=30   # its price
+
+It is no bound: it knows the jobs present alone, and round robin alone. Needs scipy.
 
     feasible   a group has at most `max_group` jobs, host memory has room, and its period (closed
                form, mean iterations) is within every member's SLO
     cheapest   by the price of work, summed over groups, as the shipped policy counts it
 
-Groups are columns of a set-partitioning problem: all feasible ones, each with its cheapest pins,
-then branch and bound over "which group has this job", with prices for jobs as the bound (a dual
-solution).
+Groups are columns of a set-partitioning problem: all feasible ones, each with its cheapest pins.
+HiGHS (`scipy.optimize.milp`) chooses among them.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rollpacker.core.coexecution.job import ClusterJob
 from rollpacker.core.coexecution.layout import Layout, Pin
 from rollpacker.core.coexecution.nodes import pairs
-from rollpacker.sim.cluster_jobs import Arrival
+from rollpacker.sim.cluster import hours_alone
+from rollpacker.sim.cluster_jobs import Arrival, arrivals
 from rollpacker.sim.cluster_result import Bill, JobResult, PolicyResult
-from rollpacker.sim.cluster_spec import ClusterSpec
+from rollpacker.sim.cluster_spec import ClusterSpec, load_cluster
 
 EPSILON = 1e-9
-DUAL_ROUNDS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,71 +140,24 @@ def _subsets(items: Sequence[int], most: int) -> Iterable[tuple[int, ...]]:
 
 
 def cheapest_partition(names: Sequence[str], columns: Sequence[Column]) -> list[Column]:
-    """The cheapest choice of columns in which every job is once. Exact."""
-    bits = {name: 1 << n for n, name in enumerate(names)}
-    masks = [(sum(bits[name] for name in one.jobs), one) for one in columns]
-    duals = _duals(names, columns)
-    share = [duals[name] for name in names]
-    by_job: list[list[tuple[float, int, int]]] = [[] for _ in names]
-    """By job: reduced price, mask and number of each column that has it."""
-    for number, (mask, one) in enumerate(masks):
-        reduced = one.price - math.fsum(duals[name] for name in one.jobs)
-        for n in range(len(names)):
-            if mask >> n & 1:
-                by_job[n].append((reduced, mask, number))
-    for listed in by_job:
-        listed.sort()
-    # The job with the fewest groups first.
-    order = sorted(range(len(names)), key=lambda n: len(by_job[n]))
-    best_price, best = math.inf, list[int]()
-    lowest = math.fsum(share)
-    seen: dict[int, float] = {}
+    """The cheapest choice of columns in which every job is once: a set-partitioning problem, solved
+    by HiGHS without a gap."""
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
 
-    def branch(covered: int, above: float, chosen: list[int]) -> None:
-        """`above`: sum of reduced prices so far; the whole costs that and all duals at least."""
-        nonlocal best_price, best
-        if lowest + above >= best_price - EPSILON or seen.get(covered, math.inf) <= above:
-            return
-        seen[covered] = above
-        free = next((n for n in order if not covered >> n & 1), None)
-        if free is None:
-            best_price, best = lowest + above, [*chosen]
-            return
-        for reduced, mask, number in by_job[free]:
-            if lowest + above + reduced >= best_price - EPSILON:
-                break
-            if not covered & mask:
-                chosen.append(number)
-                branch(covered | mask, above + reduced, chosen)
-                chosen.pop()
-
-    branch(0, 0.0, [])
-    assert best
-    return [columns[number] for number in best]
-
-
-def _duals(names: Sequence[str], columns: Sequence[Column]) -> dict[str, float]:
-    """A price for each job such that no column costs less than its jobs: a sum of them is a lower
-    bound of every partition. Each round raises them as far as they go, the next in another order
-    from nine tenths of where they were, and the best sum is kept."""
-    own: dict[str, list[Column]] = {name: [] for name in names}
-    for one in columns:
-        for name in one.jobs:
-            own[name].append(one)
-    duals = {name: min(one.price / len(one.jobs) for one in own[name]) for name in names}
-    best, best_sum = dict(duals), -math.inf
-    for turn in range(DUAL_ROUNDS):
-        listed = list(names) if turn % 2 == 0 else [*reversed(names)]
-        cut = turn // 2 % len(listed)
-        for name in listed[cut:] + listed[:cut]:
-            duals[name] += min(
-                one.price - math.fsum(duals[other] for other in one.jobs) for one in own[name]
-            )
-        total = math.fsum(duals.values())
-        if total > best_sum:
-            best, best_sum = dict(duals), total
-        duals = {name: 0.9 * value for name, value in duals.items()}
-    return best
+    numbers = {name: n for n, name in enumerate(names)}
+    has_job = np.zeros((len(names), len(columns)))
+    for at, column in enumerate(columns):
+        has_job[[numbers[name] for name in column.jobs], at] = 1
+    found = milp(
+        [column.price for column in columns],
+        constraints=LinearConstraint(has_job, 1, 1),
+        integrality=np.ones(len(columns)),
+        bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 0.0},
+    )
+    assert found.status == 0, found.message
+    return [column for column, share in zip(columns, found.x, strict=True) if share > 0.5]
 
 
 # -- in virtual time ---------------------------------------------------------------
@@ -230,7 +187,7 @@ class OptimumSimulation:
         self._partitions: dict[frozenset[str], list[Column]] = {}
         self._now_s = 0.0
 
-    def run(self, hours: float, told: Callable[[int], None] = lambda done: None) -> PolicyResult:
+    def run(self, hours: float) -> PolicyResult:
         """`hours`: what the price is shared out over."""
         results: list[JobResult] = []
         coming = [*reversed(self._arrivals)]
@@ -248,7 +205,6 @@ class OptimumSimulation:
             else:
                 self._pass_until(end_s)
                 results.append(self._result(self._lives.pop(name)))
-                told(len(results))
             self._regroup()
         return self._bill.result(results, hours)
 
@@ -296,3 +252,18 @@ class OptimumSimulation:
         layout = column.layout
         self._bill.change(layout.rollout_pool.name, sign * len(layout.rollout_nodes))
         self._bill.change(layout.train_pool.name, sign * layout.num_train_nodes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", help="the file of a cluster")
+    parser.add_argument("overrides", nargs="*", help="a.b=value")
+    arguments = parser.parse_args()
+    spec = load_cluster(arguments.file, arguments.overrides)
+    jobs = arrivals(spec)
+    found = OptimumSimulation(spec, jobs).run(hours_alone(jobs))
+    print(f"{found.price_per_h:,.2f} per hour, {found.slo_kept:.1%} of the SLOs kept")
+
+
+if __name__ == "__main__":
+    main()
