@@ -31,8 +31,6 @@ from rollpacker.environments.environment import (
 )
 from rollpacker.environments.episode_pool import EpisodePool, GivenUp
 from rollpacker.imports import GIVEN, ImportSpecError, given, is_given
-from rollpacker.processes.host import Host, ThisHost
-from rollpacker.processes.output import OutputQuota
 from rollpacker.rewards.functions.printed import Printed
 from rollpacker.rewards.functions.returned import shortened
 from rollpacker.rewards.functions.worker_calls import (
@@ -44,6 +42,8 @@ from rollpacker.rewards.functions.worker_calls import (
 )
 from rollpacker.rewards.functions.worker_process import LOAD_TIMEOUT_S, WorkerEnded, WorkerProcess
 from rollpacker.sandbox.sandbox import SandboxConfig
+from rollpacker.workers.host import Host, ThisHost
+from rollpacker.workers.output import OutputQuota
 
 logger = logging.getLogger(__name__)
 

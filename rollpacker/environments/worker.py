@@ -27,11 +27,11 @@ from rollpacker.environments.loading import Loaded, load
 from rollpacker.environments.played import Played
 from rollpacker.environments.shapes import WrongReturn
 from rollpacker.environments.tools import ToolUnavailable
-from rollpacker.processes.frames import Message
-from rollpacker.processes.line import Line
 from rollpacker.rewards.functions import worker_program
 from rollpacker.rewards.functions.returned import error_of
 from rollpacker.rewards.functions.worker_program import ACK, Controller, connected
+from rollpacker.workers.frames import Message
+from rollpacker.workers.line import Line
 
 END = 6
 """A message of the controller's: the episode of that number is over. Not answered."""

@@ -7,8 +7,8 @@ import queue
 import threading
 from collections.abc import Callable
 
-from rollpacker.processes.frames import Message
-from rollpacker.processes.line import Line, LineEnded
+from rollpacker.workers.frames import Message
+from rollpacker.workers.line import Line, LineEnded
 
 
 class Pump:

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.processes.codec import Codec, Kind
 from rollpacker.rewards.reward import Cause, Failed, Progress, RewardConfig, RewardInput, Scored
 from rollpacker.sandbox.sandbox import SandboxConfig
+from rollpacker.workers.codec import Codec, Kind
 
 HELLO, SETUP, READY, CHECK, CANCEL, JUDGED, BEAT, LOGGED, REFUSED, FAILED = range(10)
 """Kinds of messages."""

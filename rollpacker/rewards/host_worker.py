@@ -17,9 +17,6 @@ import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from rollpacker.imports import silence_noise
-from rollpacker.processes.frames import Message
-from rollpacker.processes.host import inherited_line
-from rollpacker.processes.line import Line, LineEnded
 from rollpacker.rewards.host_messages import (
     BEAT,
     CANCEL,
@@ -37,6 +34,9 @@ from rollpacker.rewards.host_messages import (
     Status,
     codec,
 )
+from rollpacker.workers.frames import Message
+from rollpacker.workers.host import inherited_line
+from rollpacker.workers.line import Line, LineEnded
 
 if TYPE_CHECKING:
     from rollpacker.rewards.weighted import WeightedReward

@@ -22,9 +22,6 @@ from typing import Any, TypeVar
 
 from rollpacker.core.reward_hosts import RewardHosts
 from rollpacker.imports import is_given
-from rollpacker.processes.frames import Message
-from rollpacker.processes.host import Host, Process
-from rollpacker.processes.line import Line
 from rollpacker.rewards.host_messages import (
     BEAT,
     CANCEL,
@@ -50,6 +47,9 @@ from rollpacker.rewards.reward import (
     Scored,
 )
 from rollpacker.sandbox.sandbox import SandboxConfig
+from rollpacker.workers.frames import Message
+from rollpacker.workers.host import Host, Process
+from rollpacker.workers.line import Line
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from rollpacker.imports import load_function, silence_noise
-from rollpacker.processes.host import inherited_line
-from rollpacker.processes.line import Line, LineEnded
 from rollpacker.rollout.engine import Engine, EngineError, EngineOutput
 from rollpacker.rollout.messages import (
     FAILED,
@@ -44,6 +42,8 @@ from rollpacker.rollout.messages import (
     codec,
     packed,
 )
+from rollpacker.workers.host import inherited_line
+from rollpacker.workers.line import Line, LineEnded
 
 
 class EngineHost:

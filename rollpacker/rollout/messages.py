@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.processes.codec import Codec, Kind
 from rollpacker.rollout.engine import (
     Carried,
     EngineConfig,
@@ -37,6 +36,7 @@ from rollpacker.rollout.engine import (
     SamplingParams,
 )
 from rollpacker.weight_buffer import BufferLayout, Place, WeightSource
+from rollpacker.workers.codec import Codec, Kind
 
 HELLO, SETUP, READY, EXCHANGE, REPORT, REFUSED, FAILED = range(7)
 """Kinds of messages."""

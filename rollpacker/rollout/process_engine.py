@@ -22,8 +22,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.core.ids import SampleId
-from rollpacker.processes.frames import Message
-from rollpacker.processes.host import Host, ThisHost
 from rollpacker.rollout.engine import (
     EngineError,
     EngineOutput,
@@ -52,6 +50,8 @@ from rollpacker.rollout.messages import (
     codec,
 )
 from rollpacker.weight_buffer import StaleWeightsError, WeightSource
+from rollpacker.workers.frames import Message
+from rollpacker.workers.host import Host, ThisHost
 
 if TYPE_CHECKING:
     from torch import Tensor

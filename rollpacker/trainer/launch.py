@@ -24,11 +24,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollpacker.processes.host import LINE_FD, Host, Process, ThisHost, inherited_line
-from rollpacker.processes.line import Line, LineEnded, ready
-from rollpacker.processes.listener import HELLO, Listener, connect
 from rollpacker.trainer.rank_store import served_at, store_at, store_of
 from rollpacker.trainer.trainer import RanksLost, TrainerProcessError
+from rollpacker.workers.host import LINE_FD, Host, Process, ThisHost, inherited_line
+from rollpacker.workers.line import Line, LineEnded, ready
+from rollpacker.workers.listener import HELLO, Listener, connect
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it

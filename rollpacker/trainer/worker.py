@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.imports import silence_noise
-from rollpacker.processes.host import LINE_FD
-from rollpacker.processes.line import Line, LineEnded
 from rollpacker.trainer.calls import METHODS, codec, error_bytes
 from rollpacker.trainer.flops import peak_flops
 from rollpacker.trainer.launch import ERROR, RESULT, line_to_run
@@ -30,6 +28,8 @@ from rollpacker.trainer.pipeline.overseer import Arrangement
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.trainer import ScoreRequest, TrainSample
 from rollpacker.weight_buffer import BufferLayout, WeightBuffer
+from rollpacker.workers.host import LINE_FD
+from rollpacker.workers.line import Line, LineEnded
 
 TIMEOUT_S = 3600.0
 """How long a rank waits for the others in a joint call. The run's own deadlines are shorter, and

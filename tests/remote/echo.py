@@ -4,8 +4,8 @@ import os
 import sys
 import time
 
-from rollpacker.processes.host import inherited_line
-from rollpacker.processes.line import LineEnded
+from rollpacker.workers.host import inherited_line
+from rollpacker.workers.line import LineEnded
 
 line = inherited_line()
 try:

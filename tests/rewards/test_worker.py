@@ -34,9 +34,7 @@ from tests.rewards.plain import (
 
 
 def test_a_worker_is_light() -> None:
-    code = (
-        "import sys, rollpacker.rewards.functions.worker_program, rollpacker.processes.guardian\n"
-    )
+    code = "import sys, rollpacker.rewards.functions.worker_program, rollpacker.workers.guardian\n"
     code += "print(*sorted({'torch', 'numpy', 'asyncio', 'pydantic'} & set(sys.modules)))\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from rollpacker.cli.errors import classify
-from rollpacker.processes.line import Line
 from rollpacker.trainer import launch
 from rollpacker.trainer.calls import error_bytes
 from rollpacker.trainer.learner import Learner
@@ -26,6 +25,7 @@ from rollpacker.trainer.schedule import check_schedule
 from rollpacker.trainer.sharding import Shards, full_tensors, join
 from rollpacker.trainer.torch_trainer import TorchTrainer
 from rollpacker.trainer.trainer import TrainConfig
+from rollpacker.workers.line import Line
 from tests.trainer.ranks import Ranks
 from tests.trainer.test_learner import (
     GRPO,

@@ -18,7 +18,6 @@ from typing import Any
 
 from rollpacker.did_you_mean import did_you_mean
 from rollpacker.imports import GIVEN, ImportSpecError, given, is_given
-from rollpacker.processes.output import OutputQuota
 from rollpacker.rewards.functions.logged import read
 from rollpacker.rewards.functions.patience import Patience
 from rollpacker.rewards.functions.printed import Printed
@@ -29,6 +28,7 @@ from rollpacker.rewards.functions.worker_calls import NoWorker, Overran, WorkerL
 from rollpacker.rewards.functions.worker_pool import WorkerPool
 from rollpacker.rewards.functions.worker_process import LOAD_TIMEOUT_S, WorkerEnded, WorkerProcess
 from rollpacker.rewards.reward import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
+from rollpacker.workers.output import OutputQuota
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import pickle
 import sys
 from importlib import import_module
 
-from rollpacker.processes.host import inherited_line
-from rollpacker.processes.line import LineEnded
+from rollpacker.workers.host import inherited_line
+from rollpacker.workers.line import LineEnded
 
 
 def main() -> None:

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rollpacker.processes.child import END_S, Child
-from rollpacker.processes.host import Host, Process
-from rollpacker.processes.line import HasFileno, Line, LineEnded, ready
-from rollpacker.processes.output import Output, OutputQuota
 from rollpacker.rewards.functions.worker_program import LOAD
+from rollpacker.workers.child import END_S, Child
+from rollpacker.workers.host import Host, Process
+from rollpacker.workers.line import HasFileno, Line, LineEnded, ready
+from rollpacker.workers.output import Output, OutputQuota
 
 LOAD_TIMEOUT_S = 300.0
 """Importing a function and all that it imports may take so long."""

@@ -22,15 +22,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollpacker.imports import ImportSpecError, load_function
-from rollpacker.processes.line import Line, LineEnded
 from rollpacker.rewards.functions.logged import NAMES as LOGGERS
 from rollpacker.rewards.functions.logged import Logged
 from rollpacker.rewards.functions.returned import WrongReturn, error_of, values_of
+from rollpacker.workers.line import Line, LineEnded
 
 if TYPE_CHECKING:
     import asyncio
 
-    from rollpacker.processes.frames import Message
+    from rollpacker.workers.frames import Message
 
 LOAD, CALL, CANCEL, REPLY, ACK = range(1, 6)
 

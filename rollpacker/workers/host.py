@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from rollpacker.processes.child import Child
-from rollpacker.processes.line import Line
+from rollpacker.workers.child import Child
+from rollpacker.workers.line import Line
 
 if TYPE_CHECKING:
     from rollpacker.weight_buffer import BufferLayout, Memory, WeightSource

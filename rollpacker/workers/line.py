@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from rollpacker.processes.frames import MAX_BYTES, Frames, Message, packed
+from rollpacker.workers.frames import MAX_BYTES, Frames, Message, packed
 
 if TYPE_CHECKING:
     import asyncio

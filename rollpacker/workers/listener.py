@@ -13,8 +13,8 @@ import socket
 import time
 from dataclasses import dataclass
 
-from rollpacker.processes.frames import MAX_BYTES
-from rollpacker.processes.line import HasFileno, Line, LineEnded, ready
+from rollpacker.workers.frames import MAX_BYTES
+from rollpacker.workers.line import HasFileno, Line, LineEnded, ready
 
 KNOCK_S = 10.0
 """How long a connection may take to say hello."""
