@@ -37,18 +37,18 @@ class LoopUse:
 
     def end(self) -> None:
         """Do without the loop from now on. The last user ends the thread, and waits for that unless
-        it runs in it. In any thread. Idempotent."""
+        it runs in it. In any thread. Called again, it waits again."""
         global _running
         with _lock:
-            if self._is_ended:
-                return
-            self._is_ended = True
-            self._running.num_users -= 1
+            if not self._is_ended:
+                self._is_ended = True
+                self._running.num_users -= 1
             is_last = self._running.num_users == 0
-            if is_last:
+            if is_last and _running is self._running:
                 _running = None
+                self._running.loop.call_soon_threadsafe(self._running.loop.stop)
         if is_last:
-            self._running.end()
+            self._running.wait()
 
 
 class _Running:
@@ -67,7 +67,7 @@ class _Running:
         finally:
             self.loop.close()
 
-    def end(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
+    def wait(self) -> None:
+        """Wait for the end of the thread, unless it is this one."""
         if threading.current_thread() is not self._thread:
             self._thread.join()

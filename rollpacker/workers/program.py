@@ -42,8 +42,7 @@ class Program:
     """This process, seen from inside."""
 
     def __init__(self, codec: Codec, *, own: type[Exception] | tuple[()] = ()) -> None:
-        """Says hello. Errors of the type `own` are told in their own words; any other is a bug,
-        whose traceback is printed here: it does not survive the way."""
+        """Says hello. `own`: see `text_of`."""
         begin_quietly()
         line = inherited_line()
         assert line is not None, "a host starts it"
@@ -80,10 +79,7 @@ class Program:
 
     def text_of(self, error: BaseException) -> str:
         """What the owner is told of an error."""
-        if isinstance(error, self._own):
-            return str(error)
-        traceback.print_exception(error)
-        return repr(error)
+        return text_of(error, self._own)
 
     def end_with(self, kind: int, text: str) -> NoReturn:
         """End, and say why."""
@@ -91,3 +87,12 @@ class Program:
             self.line.send(kind, payload=self._codec.encode(text))
         sys.stderr.flush()
         os._exit(1)
+
+
+def text_of(error: BaseException, own: type[Exception] | tuple[()]) -> str:
+    """What an owner is told of an error: the words of one of the type `own`. Any other is a bug,
+    whose traceback is printed here, since it does not survive the way."""
+    if isinstance(error, own):
+        return str(error)
+    traceback.print_exception(error)
+    return repr(error)

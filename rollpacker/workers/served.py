@@ -187,7 +187,7 @@ class Served:
             self._stop_timer()
             self._owner.on_ready(said)
         elif kind in (REFUSED, FAILED):
-            self.lose(said=said, is_refused=kind == REFUSED)
+            self.lose(said=str(said), is_refused=kind == REFUSED)
         else:
             self._owner.on_message(kind, number, said)
 
