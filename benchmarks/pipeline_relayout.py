@@ -43,8 +43,8 @@ if __name__ == "__main__":
 from benchmarks.machine import write_result
 from benchmarks.resume import write_model
 from rollpacker.workers.child import Child
-from rollpacker.workers.host import LINE_FD, ThisHost
-from rollpacker.workers.line import Line
+from rollpacker.workers.host import ThisHost
+from rollpacker.workers.line import LINE_FD, Line
 from tests.cluster.netns import why_impossible
 
 ARMS = ("stage", "network")

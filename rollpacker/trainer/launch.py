@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollpacker.trainer.rank_store import served_at, store_at, store_of
 from rollpacker.trainer.trainer import RanksLost, TrainerProcessError
-from rollpacker.workers.host import LINE_FD, Host, Process, ThisHost, inherited_line
-from rollpacker.workers.line import Line, LineEnded, ready
+from rollpacker.workers.host import Host, Process, ThisHost
+from rollpacker.workers.line import LINE_FD, Line, LineEnded, inherited_line, ready
 from rollpacker.workers.listener import HELLO, Listener, connect
 
 if TYPE_CHECKING:

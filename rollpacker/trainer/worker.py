@@ -28,8 +28,7 @@ from rollpacker.trainer.pipeline.overseer import Arrangement
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.trainer import ScoreRequest, TrainSample
 from rollpacker.weight_buffer import BufferLayout, WeightBuffer
-from rollpacker.workers.host import LINE_FD
-from rollpacker.workers.line import Line, LineEnded
+from rollpacker.workers.line import LINE_FD, Line, LineEnded
 
 TIMEOUT_S = 3600.0
 """How long a rank waits for the others in a joint call. The run's own deadlines are shorter, and

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import asyncio
 
 _CHUNK = 1 << 16
+LINE_FD = "ROLLPACKER_LINE"
+"""Descriptor of a child's side of its line, in its environment."""
 
 
 class LineEnded(Exception):
@@ -173,6 +175,12 @@ class Line:
         """Close this side. Idempotent."""
         self.detach()
         self._connection.close()
+
+
+def inherited_line() -> Line | None:
+    """The line of a process that a `Host` has started; None in any other."""
+    fd = os.environ.pop(LINE_FD, None)  # what this one starts has lines of its own
+    return None if fd is None else Line.inherited(int(fd))
 
 
 class HasFileno(Protocol):

@@ -15,16 +15,17 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import queue
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rollpacker.imports import silence_noise
-from rollpacker.workers.host import inherited_line
 from rollpacker.workers.kinds import FAILED, HELLO, REFUSED
-from rollpacker.workers.line import Line, LineEnded
+from rollpacker.workers.line import Line, LineEnded, inherited_line
 
 if TYPE_CHECKING:
     from rollpacker.workers.served import Codec
@@ -36,6 +37,27 @@ def begin_quietly() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     silence_noise()
+
+
+def answer_calls(line: Line, answer: Callable[[bytes], tuple[int, bytes]]) -> NoReturn:
+    """Answer call after call in this thread: `answer` returns kind and content of the reply.
+    Another thread reads the line, so that the process ends with it, whatever it is computing."""
+    calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def listen() -> None:
+        try:
+            while True:
+                calls.put(line.receive().payload)
+        except LineEnded:
+            os._exit(0)  # nobody is there any more; a joint call may never return
+
+    threading.Thread(target=listen, name="calls", daemon=True).start()
+    while True:
+        kind, said = answer(calls.get())
+        try:
+            line.send(kind, payload=said)
+        except LineEnded:
+            os._exit(0)
 
 
 class Program:

@@ -4,8 +4,7 @@ import os
 import sys
 import time
 
-from rollpacker.workers.host import inherited_line
-from rollpacker.workers.line import LineEnded
+from rollpacker.workers.line import LineEnded, inherited_line
 
 line = inherited_line()
 try:
