@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 
 from rollpacker.workers.frames import MAX_BYTES
+from rollpacker.workers.kinds import HELLO
 from rollpacker.workers.line import HasFileno, Line, LineEnded, ready
 
 KNOCK_S = 10.0
@@ -21,7 +22,6 @@ KNOCK_S = 10.0
 MAX_HELLO_BYTES = 4096
 MAX_KNOCKING = 64
 """So many connections may be open that have not said hello. One more ends the oldest."""
-HELLO = 0
 _TOKEN_BYTES = 32
 
 

@@ -39,6 +39,7 @@ from rollpacker.trainer.trainer import (
     TrainSample,
 )
 from rollpacker.weight_buffer import BufferLayout, Place
+from rollpacker.workers import group
 
 START_S = 200.0
 """For two processes to load torch on a busy machine."""
@@ -152,7 +153,7 @@ def test_on_several_machines_the_door_is_at_one_address_that_others_reach(
 def test_a_rank_that_is_stopped_is_named_while_the_run_waits(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "LOOK_S", 0.1)
+    monkeypatch.setattr(group, "LOOK_S", 0.1)
 
     def said() -> list[str]:
         told = [record.getMessage() for record in caplog.records]
@@ -181,8 +182,8 @@ def test_a_rank_that_is_stopped_is_named_while_the_run_waits(
 def test_a_rank_that_stays_stopped_is_lost_and_another_takes_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "LOOK_S", 0.1)
-    monkeypatch.setattr(launch, "STOPPED_S", 0.3)
+    monkeypatch.setattr(group, "LOOK_S", 0.1)
+    monkeypatch.setattr(group, "STOPPED_S", 0.3)
     ranks = Ranks(1)
     try:
         ranks.connect()

@@ -5,11 +5,26 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import pytest
+
+from rollpacker.workers import loop as module
 from rollpacker.workers.loop import LoopUse
 
 
+@pytest.fixture(autouse=True)
+def _nobody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_running", None)  # another test may have left somebody
+    OTHERS.update(threads())
+
+
+OTHERS: set[threading.Thread] = set()
+"""Threads that were there before a test."""
+
+
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "rollpacker-lines"]
+    """The threads of this test's loops."""
+    named = [thread for thread in threading.enumerate() if thread.name == "rollpacker-lines"]
+    return [thread for thread in named if thread not in OTHERS]
 
 
 def test_users_share_one_thread_which_ends_with_the_last() -> None:
