@@ -41,6 +41,8 @@ class Line:
         self._is_flushing = False
         """The loop is about to send what is unsent."""
         self._waits_for_room = False
+        self._is_finishing = False
+        """The line is to be hung up once nothing is unsent."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
@@ -153,6 +155,13 @@ class Line:
         if self._waits_for_room:
             self._loop.remove_writer(self.fileno())
             self._waits_for_room = False
+        if self._is_finishing:
+            self.hang_up()
+
+    def finish(self) -> None:
+        """Hang up once all that was posted is on its way."""
+        self._is_finishing = True
+        self._flush()
 
     def detach(self) -> None:
         """Stop calling the loop. Idempotent."""

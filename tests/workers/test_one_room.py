@@ -56,7 +56,6 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     # between hosts: to be served in the room's loop one day
     ("remote/remote_host.py", "Thread"): (2, "calls of another host's agent block"),
     ("remote/agent.py", "Thread"): (1, "the lease of an agent"),
-    ("remote/pump.py", "Thread"): (1, "two threads of a line on its way to another host"),
     ("remote/warden.py", "Thread"): (1, "the contact of a warden with its run"),
     ("remote/weight_port.py", "Thread"): (2, "weights between hosts"),
     ("remote/arriving.py", "Thread"): (2, "weights between hosts"),
