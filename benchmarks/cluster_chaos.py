@@ -44,7 +44,7 @@ from machine import write_result
 
 from rollpacker.cluster.local_runner import LocalRunner
 from rollpacker.cluster.mailbox_seat import BEAT_S, LEASE_S
-from rollpacker.processes.child import children
+from rollpacker.workers.child import children
 from tests.cluster_service import lab
 from tests.cluster_service.witness import violations
 

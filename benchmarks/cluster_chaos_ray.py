@@ -41,7 +41,7 @@ from machine import write_result
 
 from rollpacker.cluster.mailbox_seat import LEASE_S
 from rollpacker.core.cluster import MAX_LOSSES
-from rollpacker.processes.child import children
+from rollpacker.workers.child import children
 from tests.cluster.lab import RayLab, in_threads
 from tests.cluster.netns import Network, why_impossible
 from tests.cluster_service.witness import violations

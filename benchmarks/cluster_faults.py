@@ -48,7 +48,7 @@ from exactly_once import check
 from machine import write_result
 from resume import write_config, write_model
 
-from rollpacker.processes.child import state
+from rollpacker.workers.child import state
 from tests.cluster.netns import Network, why_impossible
 
 ROOT = Path(__file__).parents[1]

@@ -30,7 +30,7 @@ from machine import write_result
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.environments.environment import Begun, EnvironmentConfig, Lost
 from rollpacker.environments.supervised import SupervisedEnvironments
-from rollpacker.processes.child import children
+from rollpacker.workers.child import children
 
 SOURCE = """
 import asyncio, hashlib, random, time

@@ -4,7 +4,7 @@
 
 For a run, the processor time of its own process counts: it is what the controller spends on an
 answer. Beside it: processor time of the processes of environments, and wall time. `line` is the
-floor: a message of the same size to such a process and back (`processes/line.py`), with nothing of
+floor: a message of the same size to such a process and back (`workers/line.py`), with nothing of
 environments around it. `parts` says where the run's own process spends its time (cProfile, as
 shares of the whole).
 """
@@ -28,8 +28,8 @@ from machine import write_result
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.environments.environment import Answered, Begun, EnvironmentConfig
 from rollpacker.environments.supervised import SupervisedEnvironments
-from rollpacker.processes.child import Child
-from rollpacker.processes.line import Line
+from rollpacker.workers.child import Child
+from rollpacker.workers.line import Line
 
 SOURCE = '''
 class Blocking:
@@ -61,7 +61,7 @@ MESSAGES = {
     "tools": {"role": "assistant", "content": "x" * 100, "tool_calls": [_CALL]},
 }
 ECHO = (
-    "import sys; from rollpacker.processes.line import Line\n"
+    "import sys; from rollpacker.workers.line import Line\n"
     "line = Line.inherited(int(sys.argv[1]))\n"
     "while True:\n"
     "    message = line.receive(); line.send(message.kind, message.number, message.payload)\n"

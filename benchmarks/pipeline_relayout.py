@@ -42,9 +42,9 @@ if __name__ == "__main__":
 
 from benchmarks.machine import write_result
 from benchmarks.resume import write_model
-from rollpacker.processes.child import Child
-from rollpacker.processes.host import LINE_FD, ThisHost
-from rollpacker.processes.line import Line
+from rollpacker.workers.child import Child
+from rollpacker.workers.host import ThisHost
+from rollpacker.workers.line import LINE_FD, Line
 from tests.cluster.netns import why_impossible
 
 ARMS = ("stage", "network")

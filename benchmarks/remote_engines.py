@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from machine import write_result
 
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.processes.host import Host, ThisHost
 from rollpacker.remote.copies import read
 from rollpacker.remote.remote_host import RemoteHost
 from rollpacker.remote.spread import Spread
@@ -39,6 +38,7 @@ from rollpacker.remote.token import demand_token, make_token
 from rollpacker.rollout.engine import EngineConfig, EngineOutput, GenerationRequest, SamplingParams
 from rollpacker.rollout.messages import EngineSetup
 from rollpacker.rollout.process_engine import ProcessEngine
+from rollpacker.workers.host import Host, ThisHost
 
 STEP_S = 0.02
 LONGEST = 1000

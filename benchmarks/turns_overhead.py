@@ -87,7 +87,7 @@ PARTS = {
     "bus and log": ("rollpacker/bus.py", "controller/event_log.py", "core/records.py"),
     "tokens": ("rollpacker/dialogue/", "rollpacker/chat_template.py", "tokenizers", "transformers"),
     "calls of environments": (
-        *("rollpacker/environments/", "rollpacker/processes/", "rollpacker/rewards/"),
+        *("rollpacker/environments/", "rollpacker/workers/", "rollpacker/rewards/"),
         *("/json/", "/asyncio/", "/selectors.py", "/socket.py"),
     ),
     "player and episodes": ("controller/player.py", "controller/episodes.py"),

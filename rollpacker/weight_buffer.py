@@ -64,7 +64,7 @@ class BufferLayout:
     @classmethod
     def of(cls, like: Iterable[tuple[str, Tensor]]) -> BufferLayout:
         """Room for tensors of these names, shapes and dtypes, in memory that is still to be had
-        (`Host.hold`, processes/host.py)."""
+        (`Host.hold`, workers/host.py)."""
         places, end = {}, ALIGNMENT
         for name, value in like:
             dtype = str(value.dtype).removeprefix("torch.")

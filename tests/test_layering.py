@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rollpacker"
 PARTS = (
     *("algo", "cli", "cluster", "config", "controller", "core", "data", "dialogue"),
-    *("endpoints", "environments", "processes", "remote", "report", "rewards", "rollout"),
+    *("endpoints", "environments", "workers", "remote", "report", "rewards", "rollout"),
     *("sandbox", "serving", "sim", "trackers", "trainer", "trl"),
 )
 CONTRACTS = (
@@ -34,28 +34,28 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "sim": ("bus", "core", "config", "report"),
     "report": ("callbacks", "core", "config"),
     "algo": ("imports",),
-    "rollout": (*NOUNS, "host_store", "processes", "weight_buffer", "weight_probe"),
+    "rollout": (*NOUNS, "host_store", "workers", "weight_buffer", "weight_probe"),
     "rewards": (
         *(*NOUNS, "core.deadlines", "core.reward_hosts", "endpoints", "environments.environment"),
-        *("processes", "sandbox"),
+        *("workers", "sandbox"),
     ),
-    "sandbox": ("endpoints", "processes"),
+    "sandbox": ("endpoints", "workers"),
     "endpoints": (),
     "environments": (
-        *(*NOUNS, "data", "processes", "rewards", "sandbox", "serving.chat", "serving.http"),
+        *(*NOUNS, "data", "workers", "rewards", "sandbox", "serving.chat", "serving.http"),
     ),
     "serving": (*NOUNS, "dialogue", "rollout"),
-    "processes": (),
+    "workers": (),
     "data": NOUNS,
     "dialogue": ("data",),
     "trainer": (
         *(*NOUNS, "core.packs", "core.pipeline", "core.pipeline_layout", "core.pipeline_links"),
         *("core.pipeline_order", "core.pipeline_plan", "core.pipeline_split"),
         *("core.pipeline_watch", "core.pipeline_work"),
-        *("algo", "host_store", "processes", "weight_buffer", "weight_probe"),
+        *("algo", "host_store", "workers", "weight_buffer", "weight_probe"),
     ),
-    "remote": ("cluster", "processes", "weight_buffer"),
-    "cluster": ("core", "host_store", "processes"),
+    "remote": ("cluster", "workers", "weight_buffer"),
+    "cluster": ("core", "host_store", "workers"),
     "controller": ("bus", "core", "config", *CONTRACTS),
     "callbacks": (),
     "chat_template": (),

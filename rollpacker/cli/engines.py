@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.controller.engines import Engines
     from rollpacker.core.parallelism import ParallelismConfig
-    from rollpacker.processes.host import Host
     from rollpacker.rollout.engine import Engine, EngineConfig
     from rollpacker.rollout.messages import EngineSetup
     from rollpacker.trainer.model import LoadedModel
     from rollpacker.trainer.trainer import ModelConfig
+    from rollpacker.workers.host import Host
 
 
 def build_engines(
@@ -32,8 +32,8 @@ def build_engines(
     """
     from rollpacker.cli.parts import give_adapter
     from rollpacker.controller.engines import Engines
-    from rollpacker.processes.host import ThisHost
     from rollpacker.rollout.process_engine import ProcessEngine
+    from rollpacker.workers.host import ThisHost
 
     count, planner = config.rollout.engines, config.parallelism_planner
     sleeps = config.train.colocate or shares_pools

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.core.roles import Host as Room
     from rollpacker.core.roles import Placement
-    from rollpacker.processes.host import Host
     from rollpacker.remote.facts import HostFacts
     from rollpacker.remote.ray_agents import Cluster
     from rollpacker.trainer.launch import RankPlace
     from rollpacker.weight_buffer import BufferLayout, WeightSource
+    from rollpacker.workers.host import Host
 
 LOOK_S = 2.0
 HEAD_S = 15.0
@@ -85,7 +85,7 @@ class Hosts:
 
     def beside_engines(self, per_host: int) -> list[Host]:
         """So many places beside the engines of each host, for rewards and environments."""
-        from rollpacker.processes.host import ThisHost
+        from rollpacker.workers.host import ThisHost
 
         here = ThisHost()
         if self.plan is None:
@@ -99,7 +99,7 @@ class Hosts:
 
     def _place(self, devices: Sequence[int]) -> tuple[Host, dict[str, str]]:
         from rollpacker.cluster.local_runner import MARK
-        from rollpacker.processes.host import ThisHost
+        from rollpacker.workers.host import ThisHost
 
         assert self.plan is not None
         there = [self.plan.devices[device] for device in devices]

@@ -32,8 +32,8 @@ from typing import Any, NoReturn, TypeVar, get_args
 
 from rollpacker.cluster.seat import SEAT_VARIABLE, Iteration, LeaseLost, Seat, open_seat
 from rollpacker.core.ids import PoolName
-from rollpacker.processes.loopback import gloo_on_loopback
 from rollpacker.warn_once import WarnOnce
+from rollpacker.workers.loopback import gloo_on_loopback
 
 Answer = TypeVar("Answer")
 

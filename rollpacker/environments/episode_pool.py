@@ -4,7 +4,7 @@
     act   -> the episode's own process, or `WorkerLost` if that is gone
 
 There are as many processes as the run may have, from the start; one that is lost is replaced. What
-is the same for reward functions is `rewards/functions/worker_pool.py`.
+is the same for reward functions is `workers/pool.py`.
 
 Which of the calls in a process brought it down, nobody knows. So all whose they were are suspected,
 and begin their next episodes in a process apart, one prompt's at a time: a prompt that always
@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Any
 
-from rollpacker.environments.worker import END
-from rollpacker.rewards.functions.worker_calls import PoolCall, PoolWorker, WorkerLost
-from rollpacker.rewards.functions.worker_pool import GROW_AFTER_S, MAX_FAILED_STARTS, WorkerPool
+from rollpacker.workers.kinds import END
+from rollpacker.workers.pool import GROW_AFTER_S, MAX_FAILED_STARTS, WorkerPool
+from rollpacker.workers.pool_calls import PoolCall, PoolWorker, WorkerLost
 
 MAX_EPISODES = 1000
 """In one process."""

@@ -31,19 +31,20 @@ from rollpacker.environments.environment import (
 )
 from rollpacker.environments.episode_pool import EpisodePool, GivenUp
 from rollpacker.imports import GIVEN, ImportSpecError, given, is_given
-from rollpacker.processes.host import Host, ThisHost
-from rollpacker.processes.output import OutputQuota
 from rollpacker.rewards.functions.printed import Printed
 from rollpacker.rewards.functions.returned import shortened
-from rollpacker.rewards.functions.worker_calls import (
+from rollpacker.sandbox.sandbox import SandboxConfig
+from rollpacker.workers.host import Host, ThisHost
+from rollpacker.workers.output import OutputQuota
+from rollpacker.workers.pool_calls import (
     NoWorker,
     Overran,
     PoolCall,
     PoolWorker,
     WorkerLost,
 )
-from rollpacker.rewards.functions.worker_process import LOAD_TIMEOUT_S, WorkerEnded, WorkerProcess
-from rollpacker.sandbox.sandbox import SandboxConfig
+from rollpacker.workers.served import START_S
+from rollpacker.workers.worker import WorkerEnded, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class SupervisedEnvironments:
         except WorkerEnded as error:
             why = f"{what}: importing it ended its process ({error})."
         except TimeoutError:
-            why = f"{what}: importing it took longer than {LOAD_TIMEOUT_S:g} s."
+            why = f"{what}: importing it took longer than {START_S:g} s."
         except BaseException:
             process.close()
             raise

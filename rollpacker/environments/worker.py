@@ -1,6 +1,6 @@
 """The program of a process of environments: many episodes, each with an environment of its own.
 
-controller -- requests, pickled --> process: LOAD once, then CALLs that begin an episode, give it
+controller -- requests, pickled --> process: SETUP once, then CALLs that begin an episode, give it
                                              a message or ask what it was worth,
                                              CANCELs of these, ENDs of episodes
 controller <-- replies, JSON ------ process: what the environment said, or why it said nothing
@@ -27,14 +27,12 @@ from rollpacker.environments.loading import Loaded, load
 from rollpacker.environments.played import Played
 from rollpacker.environments.shapes import WrongReturn
 from rollpacker.environments.tools import ToolUnavailable
-from rollpacker.processes.frames import Message
-from rollpacker.processes.line import Line
-from rollpacker.rewards.functions import worker_program
 from rollpacker.rewards.functions.returned import error_of
-from rollpacker.rewards.functions.worker_program import ACK, Controller, connected
+from rollpacker.workers import kinds
+from rollpacker.workers.answering import Controller, connected
+from rollpacker.workers.frames import Message
+from rollpacker.workers.line import Line
 
-END = 6
-"""A message of the controller's: the episode of that number is over. Not answered."""
 MAX_REPLY_BYTES = 4 << 20
 """An environment that says more at once has failed; tools are cut long before."""
 _SAID_IN_FULL = (
@@ -56,12 +54,13 @@ async def _serve(controller: Controller) -> None:
             loaded = await load(request, stack)
         except BaseException as error:  # whatever the user's module does: it is theirs to be told
             if type(error).__name__ in _SAID_IN_FULL:
-                controller.reply(0, {"refused": str(error)})
+                controller.reply(0, {"refused": str(error)}, kinds.REFUSED)
                 return
             told = error_of(error)
-            controller.reply(0, {"refused": f"{told['error']}: {told['said']}{told['where']}"})
+            why = f"{told['error']}: {told['said']}{told['where']}"
+            controller.reply(0, {"refused": why}, kinds.REFUSED)
             return
-        controller.reply(0, loaded.hello)
+        controller.reply(0, loaded.hello, kinds.READY)
         if request["memory_mb"] is not None:
             MEMORY.limit(request["memory_mb"] << 20)
         controller.send = controller.line.post
@@ -93,15 +92,15 @@ class _Server:
 
     def heard(self, request: Message) -> None:
         match request.kind:
-            case worker_program.CALL:
+            case kinds.CALL:
                 task = self._loop.create_task(self._answer(request.number, request.payload))
                 self._tasks[request.number] = task
-            case worker_program.CANCEL:
+            case kinds.CANCEL:
                 if request.number in self._tasks:
                     self._tasks[request.number].cancel()
                 told = {"calls": self._under_way(request.number)}
-                self._controller.reply(request.number, told, ACK)
-            case _:
+                self._controller.reply(request.number, told, kinds.STOPPED)
+            case _:  # END: the episode is over, which is not answered
                 self._end(request.number)
 
     def _under_way(self, call: int) -> tuple[ToolCall, ...]:

@@ -4,7 +4,7 @@
     hear(acknowledged)     what they said, and how they ended; waits a little for news
 
 Both may be asked again with the same numbers, whatever became of the answer. A process starts,
-talks and ends exactly as it does beside the run (`processes/host.py`). All of them end with the
+talks and ends exactly as it does beside the run (`workers/host.py`). All of them end with the
 agent, and the agent ends when nobody has called it for `lease_s`: a run that is dead or cut off
 leaves nothing behind.
 """
@@ -20,9 +20,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollpacker.processes.child import Child
-from rollpacker.processes.frames import Message
-from rollpacker.processes.host import ThisHost
 from rollpacker.remote.arriving import Shipment
 from rollpacker.remote.copies import read
 from rollpacker.remote.facts import HostFacts, facts
@@ -30,6 +27,9 @@ from rollpacker.remote.host_weights import HostWeights
 from rollpacker.remote.pump import Pump
 from rollpacker.remote.weight_port import PortAddress
 from rollpacker.weight_buffer import BufferLayout
+from rollpacker.workers.child import Child
+from rollpacker.workers.frames import Message
+from rollpacker.workers.host import ThisHost
 
 HEAR_S = 0.5
 """How long `hear` waits for news."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rollpacker.processes.host import ThisHost
 from rollpacker.remote.host_weights import HostWeights
 from rollpacker.remote.spread import Call, Spread
 from rollpacker.weight_buffer import WeightSource
+from rollpacker.workers.host import ThisHost
 
 
 class OwnHost(ThisHost):
-    """See `Host` (processes/host.py), and `Member` (spread.py)."""
+    """See `Host` (workers/host.py), and `Member` (spread.py)."""
 
     def __init__(
         self, spread: Spread, get: Callable[[Any], bytes], *, address: str = "127.0.0.1"

@@ -2,53 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
+import asyncio
 from collections.abc import Callable
 
-from rollpacker.processes.frames import Message
-from rollpacker.processes.line import Line, LineEnded
+from rollpacker.workers.frames import Message
+from rollpacker.workers.line import Line
+from rollpacker.workers.loop import LoopUse
 
 
 class Pump:
-    """Two threads of one line: who does not read holds nobody else up."""
+    """One line, in the loop of all lines: one whose other side does not read holds no other up.
+
+    The methods may be called from any thread.
+    """
 
     def __init__(
         self, line: Line, heard: Callable[[Message], None], ended: Callable[[], None]
     ) -> None:
-        """`heard` is called with each message that comes over the line, `ended` once after the
-        last. The line is closed then."""
-        self._line, self._heard, self._ended = line, heard, ended
-        self._outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        threads = [threading.Thread(target=w, daemon=True) for w in (self._listen, self._speak)]
-        self._speaking = threads[1]
-        for thread in threads:
-            thread.start()
+        """`heard` is called in the loop with each message that comes over the line, and must not
+        wait; `ended` once after the last, in a thread that may. The line is closed then."""
+        self._line, self._ended = line, ended
+        self._ending: asyncio.Future[None] | None = None
+        self._use = LoopUse()
+        self._use.soon(line.attach, self._use.loop, heard, self._end)
 
     def post(self, message: Message) -> None:
         """Send it after those before."""
-        self._outgoing.put(message)
+        self._use.soon(self._line.post, *message)
 
     def finish(self) -> None:
         """Hang up after what was posted."""
-        self._outgoing.put(None)
+        self._use.soon(self._line.finish)
 
     def hang_up(self) -> None:
         """Hang up at once."""
         self._line.hang_up()
 
-    def _listen(self) -> None:
-        with contextlib.suppress(LineEnded):
-            while True:
-                self._heard(self._line.receive())
-        self.finish()
-        self._ended()
-        self._speaking.join()
+    def _end(self) -> None:
         self._line.close()
-
-    def _speak(self) -> None:
-        with contextlib.suppress(LineEnded):
-            while (message := self._outgoing.get()) is not None:
-                self._line.send(*message)
-        self._line.hang_up()
+        self._ending = self._use.loop.run_in_executor(None, self._ended)
+        self._ending.add_done_callback(lambda _: self._use.end())

@@ -16,8 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from rollpacker.processes.child import END_S
-from rollpacker.processes.line import Line
 from rollpacker.remote.agent import (
     HEAR_S,
     Ended,
@@ -36,6 +34,8 @@ from rollpacker.remote.facts import HostFacts
 from rollpacker.remote.pump import Pump
 from rollpacker.remote.spread import Call, Spread
 from rollpacker.weight_buffer import BufferLayout, WeightSource
+from rollpacker.workers.child import END_S
+from rollpacker.workers.line import Line
 
 SLICE_S = 0.25
 """An answer is waited for in slices, so that seconds in which this process was held are not
@@ -82,7 +82,7 @@ Connect = Callable[[int], Calls]
 
 
 class RemoteProcess:
-    """See `Process` (processes/host.py)."""
+    """See `Process` (workers/host.py)."""
 
     def __init__(self, name: str, number: int, session: _Session) -> None:
         self.how = ""
@@ -124,7 +124,7 @@ class RemoteProcess:
 
 
 class RemoteHost:
-    """See `Host` (processes/host.py), and `Member` (spread.py)."""
+    """See `Host` (workers/host.py), and `Member` (spread.py)."""
 
     def __init__(
         self,

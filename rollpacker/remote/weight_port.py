@@ -19,10 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, Protocol
 
-from rollpacker.processes.line import Line, LineEnded
-from rollpacker.processes.listener import Listener, connect
 from rollpacker.remote.copies import opened
 from rollpacker.weight_buffer import ALIGNMENT, BufferLayout, StaleWeightsError
+from rollpacker.workers.line import Line, LineEnded
+from rollpacker.workers.listener import Listener, connect
 
 PIECE_BYTES = 1 << 20
 """At most."""

@@ -1,15 +1,12 @@
 """What a run says to a reward host, and that to the run. Light.
 
-down   SETUP RewardSetup       once: which rewards
-       CHECK number, Check     samples to judge
-       CANCEL number           nobody waits for that check any more
-up     HELLO pid               once, at once
-       READY bool              once, when it can judge; whether nothing isolates programs there
-       JUDGED number, Judged   the answer to a check
-       BEAT Status             every `beat_s`: it lives
-       LOGGED Line             a line of its log
-       REFUSED text            for the user to mend: there will be no verdict
-       FAILED text             our mistake; its process is about to end
+    down   SETUP RewardSetup     which rewards
+           CALL Check            samples to judge; ANSWER Judged is the answer
+    up     READY bool            whether nothing isolates programs there
+           BEAT Status           every `beat_s`
+           LOGGED LogLine        a line of its log
+
+The kinds of messages are those of all processes (`workers/kinds.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.processes.codec import Codec, Kind
 from rollpacker.rewards.reward import Cause, Failed, Progress, RewardConfig, RewardInput, Scored
 from rollpacker.sandbox.sandbox import SandboxConfig
-
-HELLO, SETUP, READY, CHECK, CANCEL, JUDGED, BEAT, LOGGED, REFUSED, FAILED = range(10)
-"""Kinds of messages."""
+from rollpacker.workers.codec import Codec, Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,35 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import logging
 import os
-import signal
 import sys
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
-from rollpacker.imports import silence_noise
-from rollpacker.processes.frames import Message
-from rollpacker.processes.host import inherited_line
-from rollpacker.processes.line import Line, LineEnded
-from rollpacker.rewards.host_messages import (
-    BEAT,
-    CANCEL,
-    CHECK,
-    FAILED,
-    HELLO,
-    JUDGED,
-    LOGGED,
-    READY,
-    REFUSED,
-    Check,
-    Judged,
-    LogLine,
-    RewardSetup,
-    Status,
-    codec,
-)
+from rollpacker.rewards.host_messages import Judged, LogLine, RewardSetup, Status, codec
+from rollpacker.workers.frames import Message
+from rollpacker.workers.kinds import ANSWER, BEAT, CALL, CANCEL, FAILED, LOGGED, READY
+from rollpacker.workers.line import Line, LineEnded
+from rollpacker.workers.program import Program
 
 if TYPE_CHECKING:
     from rollpacker.rewards.weighted import WeightedReward
@@ -67,7 +49,7 @@ class RewardHost:
         self._reward, self._line, self._beat_s = reward, line, beat_s
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def serve(self) -> None:
+    async def serve(self) -> NoReturn:
         """Judge until the line ends; then the process ends."""
         loop = asyncio.get_running_loop()
         self._line.attach(loop, self._heard, lambda: os._exit(0))
@@ -77,9 +59,8 @@ class RewardHost:
             self._line.post(BEAT, 0, codec().encode(self._status()))
 
     def _heard(self, message: Message) -> None:
-        if message.kind == CHECK:
-            check = codec().decode(message.payload)
-            task = asyncio.ensure_future(self._judge(message.number, check))
+        if message.kind == CALL:
+            task = asyncio.ensure_future(self._judge(message.number, message.payload))
             self._tasks[message.number] = task
             task.add_done_callback(lambda _: self._tasks.pop(message.number))
         else:
@@ -87,15 +68,16 @@ class RewardHost:
             if (cancelled := self._tasks.get(message.number)) is not None:
                 cancelled.cancel()
 
-    async def _judge(self, number: int, check: Check) -> None:
+    async def _judge(self, number: int, payload: bytes) -> None:
         try:
+            check = codec().decode(payload)
             verdicts = await self._reward.score(check.samples, timeout_s=check.timeout_s)
             answer = codec().encode(Judged(tuple(verdicts), self._status()))
         except Exception as error:  # ours: a reward's own are verdicts
             traceback.print_exception(error)
             self._line.post(FAILED, 0, codec().encode(f"a check raised {error!r}"))
             return
-        self._line.post(JUDGED, number, answer)
+        self._line.post(ANSWER, number, answer)
 
     def _status(self) -> Status:
         reward = self._reward
@@ -116,44 +98,24 @@ def make(setup: RewardSetup) -> WeightedReward:
     return reward
 
 
-def main() -> NoReturn:
+def main() -> None:
     from rollpacker.rewards.reward import RewardError
     from rollpacker.sandbox.sandbox import SandboxUnavailable
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.enable()
-    silence_noise()
-    line = inherited_line()
-    assert line is not None, "a host starts it"
-    logged = _Logged(line)
+    program = Program(codec())
+    logged = _Logged(program.line)
     logging.getLogger().addHandler(logged)
+    setup = program.setup()
+    logging.getLogger("rollpacker").setLevel(setup.log_level)
 
-    async def serve() -> None:
+    async def serve() -> NoReturn:
         await reward.open()
         logged.loop = asyncio.get_running_loop()
-        await RewardHost(reward, line, setup.beat_s).serve()
+        await RewardHost(reward, program.line, setup.beat_s).serve()
 
-    try:
-        line.send(HELLO, payload=codec().encode(os.getpid()))
-        setup = codec().decode(line.receive().payload)
-        logging.getLogger("rollpacker").setLevel(setup.log_level)
+    with program.telling(RewardError, SandboxUnavailable, ValueError):
         reward = make(setup)
         asyncio.run(serve())
-    except LineEnded:
-        sys.exit(0)
-    except (RewardError, SandboxUnavailable, ValueError) as error:
-        _end_with(line, REFUSED, str(error))
-    except Exception as error:
-        traceback.print_exception(error)
-        _end_with(line, FAILED, f"it could not be made: {error!r}")
-    raise AssertionError("it serves until it ends")
-
-
-def _end_with(line: Line, kind: int, text: str) -> NoReturn:
-    with contextlib.suppress(LineEnded):
-        line.send(kind, payload=codec().encode(text))
-    sys.stderr.flush()
-    os._exit(1)
 
 
 if __name__ == "__main__":

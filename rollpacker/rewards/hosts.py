@@ -3,9 +3,10 @@
     HostedReward --Check--> host_worker.py: RewardHost --> WeightedReward, its workers and sandbox
                  <-Judged--
 
-One thread carries the checks to the hosts and what these say back. Who is asked, and when one is
-given up, `core/reward_hosts.py` decides. What was under way on a host that is lost gets no verdict
-with the cause `infrastructure`: the core asks again, once, and another one is there to judge it.
+The loop of all lines (`workers/loop.py`) carries the checks to the hosts and what these say back.
+Who is asked, and when one is given up, `core/reward_hosts.py` decides. What was under way on a host
+that is lost gets no verdict with the cause `infrastructure`: the core asks again, once, and another
+one is there to judge it.
 """
 
 from __future__ import annotations
@@ -15,32 +16,12 @@ import logging
 import math
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rollpacker.core.reward_hosts import RewardHosts
 from rollpacker.imports import is_given
-from rollpacker.processes.frames import Message
-from rollpacker.processes.host import Host, Process
-from rollpacker.processes.line import Line
-from rollpacker.rewards.host_messages import (
-    BEAT,
-    CANCEL,
-    CHECK,
-    FAILED,
-    HELLO,
-    JUDGED,
-    LOGGED,
-    READY,
-    REFUSED,
-    SETUP,
-    Check,
-    RewardSetup,
-    Status,
-    codec,
-)
+from rollpacker.rewards.host_messages import Check, RewardSetup, Status, codec
 from rollpacker.rewards.reward import (
     Cause,
     Failed,
@@ -50,17 +31,17 @@ from rollpacker.rewards.reward import (
     Scored,
 )
 from rollpacker.sandbox.sandbox import SandboxConfig
+from rollpacker.workers.host import Host
+from rollpacker.workers.kinds import BEAT, LOGGED
+from rollpacker.workers.loop import LoopUse
+from rollpacker.workers.served import HEARTBEAT_S, Loss, Owner, ProcessLost, Served
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Verdict = Scored | Failed
 
-START_S = 600.0
-"""How long a reward host may take until it can judge."""
-HEARTBEAT_S = 5.0
-ENDED_S = 0.4
-"""How long it may take to learn how a process ended that has hung up."""
+PROGRAM = "rollpacker.rewards.host_worker"
 BEATS = 5
 """Signs of life in the time after which a silent one is lost."""
 
@@ -70,10 +51,6 @@ class RewardHostsLost(RuntimeError):
 
     def __init__(self, why: str) -> None:
         super().__init__(f"no reward host is left: {why}. Mend that, then go on with --resume")
-
-
-class _Lost(Exception):
-    """Of a check: its host is lost."""
 
 
 def refuse_bound(rewards: Sequence[RewardConfig]) -> None:
@@ -136,27 +113,25 @@ class HostedReward:
         except TypeError as error:
             raise RewardError(f"rewards_hosts: arguments of rewards: {error}.") from None
         self.book = RewardHosts(len(self._places))
-        self._living: dict[int, _Process] = {}
+        self._living: dict[int, _HostProcess] = {}
         self._counts: dict[str, float] = {}
         """Of reward hosts that are gone; see `metrics`."""
         self._unsandboxed = False
         self._changed = asyncio.Event()
         self._ending: set[asyncio.Future[None]] = set()
         self._is_closed = False
-        self._loop = asyncio.SelectorEventLoop()
+        self._use = LoopUse()
         try:
             for number in range(len(self._places)):
-                self._begin(number)
+                self._living[number] = _HostProcess(self, number)
         except BaseException:
             for process in self._living.values():
-                process.close()
-            self._loop.close()
+                process.served.end("not all could begin")
+                process.served.close()
+            self._use.end()
             raise
-        self._loop.call_soon(self._look, time.monotonic())
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="rollpacker-reward-hosts", daemon=True
-        )
-        self._thread.start()
+        for process in self._living.values():
+            process.served.begin(self._setup)
 
     # -- the protocol ------------------------------------------------------------------------------
 
@@ -199,30 +174,29 @@ class HostedReward:
     @property
     def pids(self) -> dict[int, int]:
         """Of the living, by their places."""
-        return {number: one.child.pid for number, one in list(self._living.items())}
+        return {number: one.served.child.pid for number, one in list(self._living.items())}
 
     async def close(self) -> None:
         """See `Reward`. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._end(), self._loop))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        await asyncio.to_thread(self._thread.join)
-        self._loop.close()
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._end(), self._use.loop))
+        await asyncio.to_thread(self._use.end)
 
     async def _there(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What it comes to in the thread's loop. Who cancels this cancels that."""
+        """What it comes to in the loop of all lines. Who cancels this cancels that."""
         assert not self._is_closed
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        there = asyncio.run_coroutine_threadsafe(coroutine, self._use.loop)
+        return await asyncio.wrap_future(there)
 
     def _first(self, asks: Callable[[Status], str | None]) -> str | None:
         for process in list(self._living.values()):
             if (said := asks(process.status)) is not None:
-                return f"{process.name}: {said}" if len(self._places) > 1 else said
+                return f"{process.served.name}: {said}" if len(self._places) > 1 else said
         return None
 
-    # -- checks, in the thread ---------------------------------------------------------------------
+    # -- checks, in that loop --------------------------------------------------------------------
 
     async def _settled(self) -> None:
         while not self.book.is_settled() and not self.book.given_up:
@@ -257,103 +231,56 @@ class HostedReward:
             await self._changed.wait()
         judged = False
         try:
-            verdicts = await self._living[number].ask(payload)
+            verdicts = await self._living[number].judge(payload)
             judged = True
             return verdicts
-        except _Lost as lost:
+        except ProcessLost as lost:
             return [Failed(reason=str(lost), cause=Cause.INFRASTRUCTURE)] * len(samples)
         finally:
             self.book.ended(number, len(samples), judged=judged)
 
-    # -- processes, in the thread ------------------------------------------------------------------
+    # -- processes, in that loop -------------------------------------------------------------------
 
     def _name(self, number: int) -> str:
         return f"reward host {number} on {self._places[number].name}"
 
-    def _begin(self, number: int) -> None:
-        name = self._name(number)
-        child, line = self._places[number].start(
-            "rollpacker.rewards.host_worker", name, guarded=True, environment={}
+    def start(self, owner: Owner, number: int) -> Served:
+        """Start a process at this place. Raises `OSError`."""
+        return Served(
+            self._use,
+            self._places[number],
+            PROGRAM,
+            self._name(number),
+            codec=codec(),
+            owner=owner,
+            heartbeat_s=self._heartbeat_s,
         )
-        process = self._living[number] = _Process(number, name, child, line)
-        line.attach(
-            self._loop,
-            lambda message: self._heard(process, message),
-            lambda: self._hung_up(process),
-        )
-        line.post(SETUP, payload=self._setup)
-        self._loop.call_later(START_S, self._must_be_ready, process)
 
-    def _heard(self, process: _Process, message: Message) -> None:
-        process.heard_s = time.monotonic()
-        kind = message.kind
-        said = codec().decode(message.payload)
-        if kind == HELLO:
-            process.child.pid = said
-        elif kind == READY:
-            process.is_ready = True
-            self._unsandboxed |= said
-            self.book.ready(process.number)
-            self._tell()
-        elif kind == JUDGED:
-            process.status = said.status
-            process.answer(message.number, said.verdicts)
-        elif kind == BEAT:
-            process.status = said
-        elif kind == LOGGED:
-            logging.getLogger(said.logger).log(said.level, "%s: %s", process.name, said.text)
-        elif kind == REFUSED:
-            self._lose(process, said, for_good=True)
-        else:
-            assert kind == FAILED, kind
-            self._lose(process, said)
+    def begun(self, process: _HostProcess, unsandboxed: bool) -> None:
+        """Deal checks to it from now on."""
+        self._unsandboxed |= unsandboxed
+        self.book.ready(process.number)
+        self._tell()
 
-    def _look(self, looked_s: float) -> None:
-        """See now and then who is silent. `looked_s`: when that was seen last."""
-        now, every_s = time.monotonic(), self._heartbeat_s / 10
-        was_held = now - looked_s > 2 * every_s + 1.0  # this process
-        for process in list(self._living.values()):
-            is_stopped = process.child.is_stopped()
-            loads = not process.is_ready and not is_stopped
-            if was_held or loads or process.child.is_cut_off():
-                process.heard_s = now
-            silent_s = now - process.heard_s
-            if silent_s > self._heartbeat_s:
-                why = "a signal has stopped it" if is_stopped else "it may hang"
-                self._lose(process, f"no sign of life for {silent_s:.1f} s: {why}")
-        self._loop.call_later(every_s, self._look, now)
-
-    def _must_be_ready(self, process: _Process) -> None:
-        if not process.is_ready:
-            self._lose(process, f"it was not ready within {START_S:g} s")
-
-    def _hung_up(self, process: _Process) -> None:
-        self.book.hold(process.number)
-        self._soon(self._find_out(process))
-
-    async def _find_out(self, process: _Process) -> None:
-        how = await asyncio.to_thread(process.child.how_ended, ENDED_S)
-        self._lose(process, f"it ended by itself ({how or 'it hung up'})")
-
-    def _lose(self, process: _Process, why: str, *, for_good: bool = False) -> None:
-        number = process.number
-        if self._living.get(number) is not process:
-            return
+    def lost(self, process: _HostProcess, loss: Loss) -> None:
+        """Begin another one in its place, or give the place up."""
+        number, why = process.number, loss.reason
         del self._living[number]
         for name, count in process.status.metrics.items():
             self._counts[name] = self._counts.get(name, 0.0) + count
-        process.forget(f"{process.child} was lost: {why}")
-        self._soon(asyncio.to_thread(process.close))
-        if for_good:
+        self._soon(process.served.gone())
+        if loss.is_refused:
             self.book.give_up(number, why)
         elif self.book.lost(number, why):
-            logger.warning("%s is lost and begins anew: %s", process.child, why)
+            logger.warning("%s is lost and begins anew: %s", loss.process, why)
             try:
-                self._begin(number)
+                self._living[number] = _HostProcess(self, number)
+                self._living[number].served.begin(self._setup)
             except OSError as error:
                 self.book.give_up(number, str(error))
         if number in self.book.given_up:
-            logger.warning("%s judges no more: %s", process.name, self.book.given_up[number])
+            name, why = process.served.name, self.book.given_up[number]
+            logger.warning("%s judges no more: %s", name, why)
         self._tell()
 
     def _tell(self) -> None:
@@ -370,52 +297,40 @@ class HostedReward:
         living = list(self._living.values())
         self._living.clear()
         for process in living:
-            process.forget("the run ends")
-        await asyncio.gather(*(asyncio.to_thread(process.close) for process in living))
+            process.served.end("the run ends")
+        await asyncio.gather(*(process.served.gone() for process in living))
         await asyncio.gather(*self._ending, return_exceptions=True)
 
 
-class _Process:
-    """One reward host, from its start to its loss."""
+class _HostProcess:
+    """The process of one reward host, from its start to its loss; meets `Owner`."""
 
-    def __init__(self, number: int, name: str, child: Process, line: Line) -> None:
-        self.number, self.name, self.child = number, name, child
-        self.is_ready = False
-        self.heard_s = time.monotonic()
+    def __init__(self, hosted: HostedReward, number: int) -> None:
+        """Starts it. Raises `OSError`."""
+        self.number = number
         self.status = Status()
-        self._line = line
-        self._calls: dict[int, asyncio.Future[Sequence[Verdict]]] = {}
-        self._num_calls = 0
+        self._hosted = hosted
+        self.served = hosted.start(self, number)
 
-    async def ask(self, payload: bytes) -> Sequence[Verdict]:
-        """The verdicts of a check. Raises `_Lost`. Who cancels it ends the check."""
-        self._num_calls += 1
-        number = self._num_calls
-        future: asyncio.Future[Sequence[Verdict]] = asyncio.get_running_loop().create_future()
-        self._calls[number] = future
-        self._line.post(CHECK, number, payload)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._line.post(CANCEL, number)
-            raise
-        finally:
-            self._calls.pop(number, None)
+    async def judge(self, payload: bytes) -> Sequence[Verdict]:
+        """The verdicts of a check. Raises `ProcessLost`. Who cancels it ends the check."""
+        judged = await self.served.call(payload)
+        self.status = judged.status
+        verdicts: Sequence[Verdict] = judged.verdicts
+        return verdicts
 
-    def answer(self, number: int, verdicts: Sequence[Verdict]) -> None:
-        future = self._calls.get(number)
-        if future is not None and not future.done():
-            future.set_result(verdicts)
+    def on_ready(self, said: bool) -> None:
+        self._hosted.begun(self, said)
 
-    def forget(self, why: str) -> None:
-        """Have it ended and hear no more of it; what it was asked gets no verdict."""
-        self._line.detach()
-        self.child.kill()
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(_Lost(why))
+    def on_message(self, kind: int, number: int, said: Any) -> None:
+        if kind == BEAT:
+            self.status = said
+        elif kind == LOGGED:
+            log = logging.getLogger(said.logger)
+            log.log(said.level, "%s: %s", self.served.name, said.text)
 
-    def close(self) -> None:
-        """Wait for its end. In any thread."""
-        self.child.close()
-        self._line.close()
+    def on_hang_up(self) -> None:
+        self._hosted.book.hold(self.number)
+
+    def on_lost(self, loss: Loss) -> None:
+        self._hosted.lost(self, loss)

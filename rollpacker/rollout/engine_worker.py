@@ -11,30 +11,18 @@ Light until it is told what to make.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import faulthandler
 import os
-import signal
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Sequence
 from typing import NoReturn
 
-from rollpacker.imports import load_function, silence_noise
-from rollpacker.processes.host import inherited_line
-from rollpacker.processes.line import Line, LineEnded
+from rollpacker.imports import load_function
 from rollpacker.rollout.engine import Engine, EngineError, EngineOutput
 from rollpacker.rollout.messages import (
-    FAILED,
-    HELLO,
     OFFLOAD,
-    READY,
-    REFUSED,
     RELOAD,
-    REPORT,
     UPDATE_WEIGHTS,
     WEIGHT_PROBE,
     Answer,
@@ -44,6 +32,9 @@ from rollpacker.rollout.messages import (
     codec,
     packed,
 )
+from rollpacker.workers.kinds import ANSWER, FAILED, READY
+from rollpacker.workers.line import LineEnded
+from rollpacker.workers.program import Program, text_of
 
 
 class EngineHost:
@@ -113,7 +104,7 @@ class EngineHost:
                 unanswered = self._sequence > self._answered
                 self._changed.wait(self._report_by - time.monotonic() if unanswered else None)
             if self._error is not None:
-                raise EngineError(_text(self._error)) from self._error
+                raise EngineError(text_of(self._error, EngineError)) from self._error
             start = self._num_reported + 1
             outputs = [self._outputs[i - self._first] for i in range(start, self._end)]
             self._num_reported = self._end - 1
@@ -165,22 +156,14 @@ class EngineHost:
                 assert call.name == WEIGHT_PROBE, call.name
                 result = self._engine.weight_probe()
         except Exception as error:
-            failure = _text(error)
+            failure = text_of(error, EngineError)
         with self._changed:
             self._answer = Answer(number=call.number, result=result, error=failure)
             self._answer_is_new = True
             self._changed.notify_all()
 
 
-def _text(error: BaseException) -> str:
-    """What the run is told. The traceback of a bug is printed here: it does not survive the way."""
-    if isinstance(error, EngineError):
-        return str(error)
-    traceback.print_exception(error)
-    return repr(error)
-
-
-def serve(line: Line, engine: Engine) -> NoReturn:
+def serve(program: Program, engine: Engine) -> NoReturn:
     """Obey until the line ends, or the engine is dead; then the process ends."""
     host = EngineHost(engine)
 
@@ -188,48 +171,25 @@ def serve(line: Line, engine: Engine) -> NoReturn:
         try:
             while True:
                 report = host.report()
-                line.send(REPORT, report.sequence, codec().encode(report))
-        except LineEnded:
-            os._exit(0)
+                program.say(ANSWER, report.sequence, codec().encode(report))
         except Exception as error:
-            _end_with(line, FAILED, _text(error))
+            program.end_with(FAILED, program.text_of(error))
 
     threading.Thread(target=speak, name="reports", daemon=True).start()
     try:
         while True:
-            host.obey(codec().decode(line.receive().payload))
+            host.obey(codec().decode(program.line.receive().payload))
     except LineEnded:
         os._exit(0)
 
 
-def _end_with(line: Line, kind: int, text: str) -> NoReturn:
-    with contextlib.suppress(LineEnded):
-        line.send(kind, payload=codec().encode(text))
-    sys.stderr.flush()
-    os._exit(1)
-
-
 def main() -> NoReturn:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.enable()  # a crash in a library says where
-    silence_noise()
-    line = inherited_line()
-    assert line is not None, "a host starts it"
-    try:
-        line.send(HELLO, payload=codec().encode(os.getpid()))
-        setup = codec().decode(line.receive().payload)
-    except LineEnded:
-        sys.exit(0)
-    try:
+    program = Program(codec(), own=EngineError)
+    setup = program.setup()
+    with program.telling(ValueError):
         engine = load_function(setup.make)(config=setup.config, **setup.arguments)
-        line.send(READY)
-    except ValueError as error:
-        _end_with(line, REFUSED, str(error))
-    except LineEnded:
-        sys.exit(0)
-    except Exception as error:
-        _end_with(line, FAILED, f"it could not be made: {_text(error)}")
-    serve(line, engine)
+        program.line.send(READY)
+    serve(program, engine)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,10 @@
 """What a run says to an engine's process, and that to the run. Light: no torch.
 
-    down   SETUP EngineSetup       once: what to make
-           EXCHANGE Exchange       whenever there is something new, and as soon as one is answered
-    up     HELLO pid               once, at once
-           READY                   once, when the engine is made
-           REPORT Report           the answer to all exchanges so far
-           REFUSED text            a user's mistake: there will be no engine
-           FAILED text             the engine is dead, and its process about to end
+    down   SETUP EngineSetup     what to make
+           CALL Exchange         whenever there is something new, and as soon as one is answered
+    up     ANSWER Report         the answer to all exchanges so far
 
+The kinds of messages are those of all processes (`workers/kinds.py`).
 `exchange` is the one verb: requests, aborts and calls down; up come the outputs since the last one
 that the run acknowledged. It is transport, sign of life and progress report at once. An exchange
 that comes a second time changes nothing and is answered again.
@@ -25,7 +22,6 @@ from numpy.typing import NDArray
 
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.processes.codec import Codec, Kind
 from rollpacker.rollout.engine import (
     Carried,
     EngineConfig,
@@ -37,9 +33,8 @@ from rollpacker.rollout.engine import (
     SamplingParams,
 )
 from rollpacker.weight_buffer import BufferLayout, Place, WeightSource
+from rollpacker.workers.codec import Codec, Kind
 
-HELLO, SETUP, READY, EXCHANGE, REPORT, REFUSED, FAILED = range(7)
-"""Kinds of messages."""
 UPDATE_WEIGHTS, WEIGHT_PROBE = "update_weights", "weight_probe"
 OFFLOAD, RELOAD = "offload", "reload"
 """What a `Call` may ask for."""

@@ -3,9 +3,9 @@
     ProcessEngine --Exchange--> engine_worker.py: EngineHost --> any engine
                   <--Report---
 
-One thread per engine carries what is submitted, aborted and called to the process, and what that
-reports to the listener. There is always an exchange to be answered, so that silence means that the
-process is stopped or gone.
+The loop of all lines (`workers/loop.py`) carries what is submitted, aborted and called to the
+process, and what that reports to the listener. There is always an exchange to be answered, so that
+silence means that the process is stopped or gone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.core.ids import SampleId
-from rollpacker.processes.frames import Message
-from rollpacker.processes.host import Host, ThisHost
 from rollpacker.rollout.engine import (
     EngineError,
     EngineOutput,
@@ -33,15 +31,8 @@ from rollpacker.rollout.engine import (
 )
 from rollpacker.rollout.inbox import Inbox
 from rollpacker.rollout.messages import (
-    EXCHANGE,
-    FAILED,
-    HELLO,
     OFFLOAD,
-    READY,
-    REFUSED,
     RELOAD,
-    REPORT,
-    SETUP,
     UPDATE_WEIGHTS,
     WEIGHT_PROBE,
     Call,
@@ -52,20 +43,21 @@ from rollpacker.rollout.messages import (
     codec,
 )
 from rollpacker.weight_buffer import StaleWeightsError, WeightSource
+from rollpacker.workers.host import Host, Process, ThisHost
+from rollpacker.workers.kinds import ANSWER, CALL
+from rollpacker.workers.loop import LoopUse
+from rollpacker.workers.served import HEARTBEAT_S, START_S, Loss, Served
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-START_S = 600.0
-"""How long a process may take until its engine is made."""
-HEARTBEAT_S = 5.0
+PROGRAM = "rollpacker.rollout.engine_worker"
 MAX_WAIT_S = 1.0
 """Without news an engine reports so often: the shorter, the more all of them cost this process."""
-ENDED_S = 0.4
-"""How long it may take to learn how a process ended that has hung up."""
 CLOSE_S = 5.0
+"""How long closing waits for the loop of all lines, which somebody may hold up."""
 HERE = ThisHost()
 
 
@@ -98,9 +90,6 @@ class ProcessEngine:
         """Starts the process, on `host`. `environment` is added to what processes there have.
         Raises `OSError`, and `TypeError` for a setup that cannot be sent."""
         self.name = name
-        self.last_answer_s = time.monotonic()
-        """When the process last answered, on the monotonic clock."""
-        self._heartbeat_s = heartbeat_s
         self._inbox = Inbox()
         self._prompts: dict[SampleId, tuple[int, ...]] = {}
         self._exchanges = _Exchanges(min(MAX_WAIT_S, heartbeat_s / 5))
@@ -108,16 +97,38 @@ class ProcessEngine:
             num_running=0, num_waiting=0, version=0, generated_tokens=0, decode_steps=0
         )
         self._ready: Future[None] = Future()
+        self._gone: Future[None] = Future()
+        """Done when the process has ended and nothing is held of it."""
+        self._burying: asyncio.Task[None] | None = None
         self._is_heard = self._is_over = False
-        told = codec().encode(setup)  # here: in the thread, nobody would hear that it cannot be
+        told = codec().encode(setup)  # here: in the loop, nobody would hear that it cannot be
         self._host = host
-        self.child, self._line = host.start(
-            "rollpacker.rollout.engine_worker", name, guarded=True, environment=environment or {}
-        )
-        self._loop = asyncio.SelectorEventLoop()
-        self._loop.call_soon(self._begin, told, start_s)
-        self._thread = threading.Thread(target=self._work, name=f"rollpacker-{name}", daemon=True)
-        self._thread.start()
+        self._use = LoopUse()
+        try:
+            self._served = Served(
+                self._use,
+                host,
+                PROGRAM,
+                name,
+                codec=codec(),
+                owner=self,
+                heartbeat_s=heartbeat_s,
+                start_s=start_s,
+                environment=environment,
+            )
+        except BaseException:
+            self._use.end()
+            raise
+        self._served.begin(told)
+
+    @property
+    def child(self) -> Process:
+        return self._served.child
+
+    @property
+    def last_answer_s(self) -> float:
+        """When the process was last heard of, on the monotonic clock."""
+        return self._served.heard_s
 
     # -- the protocol ----------------------------------------------------------------------
 
@@ -200,32 +211,16 @@ class ProcessEngine:
     async def close(self) -> None:
         """See `Engine`. Ends the process, whatever it is doing."""
         self._inbox.close()
-        self._soon(self._end, EngineError("the engine is closed"))
-        await asyncio.to_thread(self._thread.join, CLOSE_S)
-        self.child.close()
+        self._use.soon(self._end, EngineError("the engine is closed"))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(self._gone), CLOSE_S)
+        await asyncio.to_thread(self._served.close)
+        await asyncio.to_thread(self._use.end)
 
     def _wake(self) -> None:
-        self._soon(self._send)
+        self._use.soon(self._send)
 
-    def _soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has closed: who waits has been told
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    # -- the thread ------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:
-            self._line.close()
-            self.child.close()
-            self._loop.close()
-
-    def _begin(self, setup: bytes, start_s: float) -> None:
-        self._line.attach(self._loop, self._heard, self._hung_up)
-        self._line.post(SETUP, payload=setup)
-        self._loop.call_later(start_s, self._must_be_ready, start_s)
-        self._look(time.monotonic())
+    # -- in the loop of all lines ----------------------------------------------------------
 
     def _send(self) -> None:
         """Give the process what is new; if nothing is, something to answer."""
@@ -235,7 +230,7 @@ class ProcessEngine:
             self._say()
         except Exception as error:  # a request that is none
             logger.exception("%s could not be told what to do", self.name)
-            self._lose(error)
+            self._served.lose(error=error)
 
     def _say(self) -> None:
         let_go = tuple(self._inbox.take_let_go()) if self._is_heard else ()
@@ -244,31 +239,20 @@ class ProcessEngine:
         self._prompts.update((request.sample, request.prompt_tokens) for request in requests)
         exchange = self._exchanges.next(requests, tuple(sorted(aborts)), let_go)
         if exchange is not None:
-            self._line.post(EXCHANGE, exchange.sequence, codec().encode(exchange))
+            self._served.post(CALL, exchange.sequence, exchange)
 
-    def _heard(self, message: Message) -> None:
-        if self._is_over:
-            return
-        try:
-            self._obey(message.kind, codec().decode(message.payload) if message.payload else None)
-        except Exception as error:  # of whoever listens, or of ours
-            logger.exception("what %s reported could not be taken in", self.name)
-            self._lose(error)
+    def on_ready(self, said: Any) -> None:
+        """See `Owner`."""
+        self._ready.set_result(None)
+        self._send()
 
-    def _obey(self, kind: int, said: Any) -> None:
-        self.last_answer_s = time.monotonic()
-        if kind == HELLO:
-            self.child.pid = said
-        elif kind == READY:
-            self._ready.set_result(None)
-            self._send()
-        elif kind == REFUSED:
-            self._lose(EngineRefusedError(said))
-        elif kind == FAILED:
-            self._lose(EngineError(f"{self.child}: {said}"))
-        else:
-            assert kind == REPORT, kind
-            self._report(said)
+    def on_message(self, kind: int, number: int, said: Any) -> None:
+        """See `Owner`."""
+        assert kind == ANSWER, kind
+        self._report(said)
+
+    def on_hang_up(self) -> None:
+        """See `Owner`."""
 
     def _report(self, report: Report) -> None:
         self._status = report.status
@@ -292,52 +276,35 @@ class ProcessEngine:
 
     # -- how it ends -----------------------------------------------------------------------
 
-    def _look(self, looked_s: float) -> None:
-        """See now and then whether it answers. `looked_s`: when that was seen last."""
-        now, every_s = time.monotonic(), self._heartbeat_s / 10
-        loads = not self._ready.done() and not self.child.is_stopped()
-        was_held = now - looked_s > 2 * every_s + 1.0  # this process, or by whoever listens
-        if loads or was_held or self.child.is_cut_off():
-            self._exchanges.asked_s = now
-        silent_s = now - max(self._exchanges.asked_s, self.last_answer_s)
-        if silent_s <= self._heartbeat_s:
-            self._loop.call_later(every_s, self._look, now)
-            return
-        why = "a signal has stopped it" if self.child.is_stopped() else "it may hang"
-        self._lose(EngineError(f"{self.child} has not answered for {silent_s:.1f} s: {why}"))
-
-    def _must_be_ready(self, start_s: float) -> None:
-        if not self._ready.done():
-            self._lose(EngineError(f"{self.child} was not ready within {start_s:g} s"))
-
-    def _hung_up(self) -> None:
-        how = self.child.how_ended(ENDED_S) or "it hung up"
-        self._lose(EngineError(f"{self.child} ended by itself ({how})"))
-
-    def _lose(self, error: Exception) -> None:
-        """The engine is dead. Nothing is heard of it after this."""
-        if not self._is_over:
-            on_error = self._inbox.die(error)
-            self._end(error)
-            on_error(error)
+    def on_lost(self, loss: Loss) -> None:
+        """See `Owner`."""
+        error = loss.error or EngineError(str(loss))
+        if loss.is_refused:
+            error = EngineRefusedError(loss.said)
+        on_error = self._inbox.die(error)
+        self._end(error)
+        on_error(error)
 
     def _end(self, error: Exception) -> None:
-        """End the process and this thread; who waits for an answer gets `error`."""
+        """Have the process ended, once; who waits for an answer gets `error`."""
+        if self._is_over:
+            return
         self._is_over = True
-        self._line.detach()
-        self.child.kill()
         self._exchanges.give_up(error)
         if not self._ready.done():
             self._ready.set_exception(error)
-        self._loop.stop()
+        self._burying = self._use.loop.create_task(self._bury())
+
+    async def _bury(self) -> None:
+        await self._served.gone()
+        self._gone.set_result(None)
+        self._use.end()
 
 
 class _Exchanges:
     """What was said to an engine's process, what it has answered, and what it owes."""
 
     def __init__(self, wait_s: float) -> None:
-        self.asked_s = time.monotonic()
-        """When the oldest exchange was made that has no answer."""
         self._wait_s = wait_s
         self._sequence = 0
         self._answered = 0
@@ -384,8 +351,6 @@ class _Exchanges:
         is_news = bool(requests or aborts or let_go or call)
         if not is_news and self._sequence > self._answered:
             return None
-        if self._sequence == self._answered:
-            self.asked_s = time.monotonic()
         self._sequence += 1
         return Exchange(
             sequence=self._sequence,

@@ -21,13 +21,13 @@ import torch
 from transformers import PreTrainedModel
 
 from rollpacker.imports import MissingPackageError, missing
-from rollpacker.processes.loopback import GLOO, INTERFACE
 from rollpacker.rollout.attention import UnsupportedModelError, other_layers
 from rollpacker.rollout.engine import EngineConfig
 from rollpacker.rollout.vllm_adapters import adapter_arguments
 from rollpacker.rollout.vllm_draws import Draws, drawing_with
 from rollpacker.rollout.vllm_parallel import WORKER
 from rollpacker.rollout.vllm_verify import RUNNER_VARIABLE, watch
+from rollpacker.workers.loopback import GLOO, INTERFACE
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine

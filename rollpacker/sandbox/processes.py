@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollpacker.processes.child import children as children_of
+from rollpacker.workers.child import children as children_of
 
 
 def only_grandchild(pid: int) -> int:

@@ -9,10 +9,10 @@ import socket
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollpacker.processes.child import Child, state
 from rollpacker.sandbox import bwrap, frames, processes, zygote
 from rollpacker.sandbox.cgroup import Group
 from rollpacker.sandbox.sandbox import Limits, Profile
+from rollpacker.workers.child import Child, state
 
 GRACE_S = 0.5
 """After a run's limit, for the worker to end it and to reply."""

@@ -17,7 +17,6 @@ import torch
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.pipeline_work import Link, Load, Measured, OpCost, StageCost
-from rollpacker.processes.codec import Codec, Kind
 from rollpacker.trainer.model import ModelError
 from rollpacker.trainer.outcome import StepOutcome
 from rollpacker.trainer.pipeline.overseer import Arrangement
@@ -39,6 +38,7 @@ from rollpacker.trainer.trainer import (
     TrainSample,
 )
 from rollpacker.weight_buffer import BufferLayout, Place
+from rollpacker.workers.codec import Codec, Kind
 
 METHODS = (
     *("setup", "score", "accumulate", "discard", "rescale", "update", "apply", "arrange"),

@@ -15,42 +15,29 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollpacker.processes.host import LINE_FD, Host, Process, ThisHost, inherited_line
-from rollpacker.processes.line import Line, LineEnded, ready
-from rollpacker.processes.listener import HELLO, Listener, connect
-from rollpacker.processes.loopback import LOOPBACK, gloo_at, unless_chosen
 from rollpacker.trainer.rank_store import served_at, store_at, store_of
 from rollpacker.trainer.trainer import RanksLost, TrainerProcessError
+from rollpacker.workers import group
+from rollpacker.workers.group import Member, MemberLost
+from rollpacker.workers.host import Host, Process, ThisHost
+from rollpacker.workers.kinds import ERROR, HELLO, SETUP
+from rollpacker.workers.line import LINE_FD, Line, LineEnded, inherited_line, ready
+from rollpacker.workers.listener import Listener, connect
+from rollpacker.workers.loopback import LOOPBACK, gloo_at, unless_chosen
+from rollpacker.workers.served import START_S
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it
 
     from rollpacker.weight_buffer import BufferLayout
-
-START_S = 300.0
-"""How long all ranks may take to say hello: they load torch first."""
-END_S = 5.0
-"""How long a rank may take to end by itself."""
-GRACE_S = 30.0
-"""How long the others may take once a rank has failed: they may wait for it in a joint call."""
-LOOK_S = 5.0
-"""Ranks that take longer to answer are looked at so often: a signal may have stopped them."""
-STOPPED_S = 60.0
-"""A rank that a signal has stopped is waited for so long during a call; then it is lost, and ended.
-One that is held by a debugger is not."""
-WELCOME, CALL, RESULT, ERROR = range(HELLO + 1, HELLO + 5)
-"""Kinds of messages besides `HELLO`."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,30 +120,6 @@ class RankPlace(NamedTuple):
     """What it finds besides."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Rank:
-    """One worker as the run's own process sees it."""
-
-    number: int
-    pid: int
-    line: Line
-    child: Process | None
-    """None if torchrun started it."""
-
-    def how_it_ended(self) -> str:
-        """Say it in words, once its line has ended."""
-        if self.child is None:
-            return "hung up"
-        how = self.child.how_ended(END_S)
-        return "hung up, but lives" if how is None else f"ended by itself ({how})"
-
-    def is_stopped(self) -> bool:
-        return self.child is not None and self.child.is_stopped()
-
-    def __str__(self) -> str:
-        return f"process {self.number} of the trainer (pid {self.pid})"
-
-
 class Ranks:
     """All workers of a trainer."""
 
@@ -169,8 +132,8 @@ class Ranks:
         self._places = places or [RankPlace(rank, ThisHost(), {}) for rank in range(num_processes)]
         self._order = tuple(range(num_processes))
         self._address = address
-        self.all: list[Rank] = []
-        self._started: list[Rank] = []
+        self.all: list[Member] = []
+        self._started: list[Member] = []
         """Those that are children of this process."""
         self._calling = threading.Lock()
         self._starting = threading.Lock()
@@ -269,7 +232,7 @@ class Ranks:
             guarded=False,  # it ends with its line
             environment=environment,
         )
-        self._started.append(Rank(number=number, pid=child.pid, line=line, child=child))
+        self._started.append(_member(number, child.pid, line, child))
 
     def connect(self) -> None:
         """Wait until all are there. Raises `TrainerProcessError` if one ends before."""
@@ -281,14 +244,14 @@ class Ranks:
         found = self._greeted()
         for rank in found:
             with contextlib.suppress(LineEnded):  # the first call says so
-                rank.line.send(WELCOME, payload=json.dumps(environment).encode())
+                rank.line.send(SETUP, payload=json.dumps(environment).encode())
         self.all = found
         if self._listener is not None:
             self._listener.close()
 
-    def _greeted(self) -> list[Rank]:
+    def _greeted(self) -> list[Member]:
         """Wait for the hello of every rank, and return the ranks by number."""
-        found: dict[int, Rank] = {}
+        found: dict[int, Member] = {}
         until = time.monotonic() + START_S
         while len(found) < self.num_processes:
             self._check_started()
@@ -305,7 +268,7 @@ class Ranks:
             if self._listener is not None:
                 for line, hello in self._listener.accept(0.2):
                     number, pid = json.loads(hello)
-                    found[number] = Rank(number=number, pid=pid, line=line, child=None)
+                    found[number] = _member(number, pid, line, None)
         return [found[number] for number in range(self.num_processes)]
 
     def _check_started(self) -> None:
@@ -339,12 +302,13 @@ class Ranks:
             if not self.all:
                 raise self.lose("the trainer's processes were started anew, and did not come")
             called = [self.all[number] for number in numbers] or self.all
-            for rank, call in zip(called, calls, strict=True):
-                try:
-                    rank.line.send(CALL, payload=call)
-                except LineEnded:
-                    self._ended(rank, method)
-            replies = self._replies(method, called)
+            try:
+                group.say(called, calls, method)
+                replies = self._replies(method, called)
+            except MemberLost as lost:
+                raise self.lose(str(lost)) from None
+            if len(replies) < len(called):
+                self._kill()
         errors = [error_of(said) for kind, said in replies.values() if kind == ERROR]
         for error in errors:
             if isinstance(error, TrainerProcessError):  # to one that ended after it had answered
@@ -353,47 +317,9 @@ class Ranks:
             raise min(errors, key=lambda error: not _names_samples(error))
         return [codec().decode(replies[rank.number][1]) for rank in called]
 
-    def _replies(self, method: str, called: Sequence[Rank]) -> dict[int, tuple[int, bytes]]:
-        """Return kind and content of each rank's reply, in order of the ranks. Some are missing if
-        one has failed and others waited too long."""
-        found: dict[int, tuple[int, bytes]] = {}
-        waiting = {rank.line: rank for rank in called}
-        stopped: dict[int, float] = {}
-        heard_at = time.monotonic()
-        while waiting:
-            for line in ready(waiting, min(LOOK_S, GRACE_S)):
-                heard_at = time.monotonic()
-                try:
-                    messages = line.read()
-                except LineEnded:
-                    self._ended(waiting[line], method)
-                for message in messages:
-                    found[waiting.pop(line).number] = message.kind, message.payload
-            failed = any(kind == ERROR for kind, _ in found.values())
-            if failed and waiting and time.monotonic() - heard_at >= GRACE_S:
-                self._kill()
-                break
-            self._look_for_stopped(waiting.values(), stopped, method)
-        return dict(sorted(found.items()))
-
-    def _look_for_stopped(
-        self, waiting: Iterable[Rank], stopped: dict[int, float], method: str
-    ) -> None:
-        """`stopped`: since when, by rank. Raises `RanksLost` for one that stays so."""
-        for rank in waiting:
-            if not rank.is_stopped():
-                stopped.pop(rank.number, None)
-            elif rank.number not in stopped:
-                stopped[rank.number] = time.monotonic()
-                logger.warning(
-                    "%s was stopped by a signal; the run waits (kill -CONT %d)", rank, rank.pid
-                )
-            elif time.monotonic() - stopped[rank.number] > STOPPED_S:
-                raise self.lose(f"{rank} was stopped by a signal during {method!r}, and stayed so")
-
-    def _ended(self, rank: Rank, method: str) -> None:
-        """End all and raise: the others would wait for this one in a joint call for ever."""
-        raise self.lose(f"{rank} {rank.how_it_ended()} during {method!r}")
+    def _replies(self, method: str, called: Sequence[Member]) -> dict[int, tuple[int, bytes]]:
+        """See `group.replies`."""
+        return group.replies(called, method)
 
     def lose(self, reason: str) -> TrainerProcessError:
         """End all. What to raise then; `reason`: see `RanksLost`."""
@@ -404,10 +330,7 @@ class Ranks:
 
     def _kill(self) -> None:
         for rank in (*self._started, *self.all):
-            if rank.child is not None:
-                rank.child.kill()
-            else:
-                rank.line.hang_up()
+            rank.end()
 
     def close(self) -> None:
         """End all of them. Idempotent."""
@@ -417,17 +340,18 @@ class Ranks:
             self._kill()
         for rank in self.all:
             rank.line.hang_up()  # a worker ends when its line does
-        until = time.monotonic() + END_S
-        for rank in self._started:
-            assert rank.child is not None
-            if rank.child.how_ended(max(until - time.monotonic(), 0)) is None:
-                rank.child.kill()
-            rank.child.close()
+        group.close(self._started)
         if self._listener is not None:
             self._listener.close()
         with self._calling:  # a call in another thread has heard it by now
             for rank in (*self._started, *self.all):
                 rank.line.close()
+
+
+def _member(number: int, pid: int, line: Line, child: Process | None) -> Member:
+    return Member(
+        name=f"process {number} of the trainer", number=number, pid=pid, line=line, child=child
+    )
 
 
 def line_to_run() -> Line:

@@ -12,24 +12,23 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import queue
 import signal
 import sys
-import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollpacker.imports import silence_noise
-from rollpacker.processes.host import LINE_FD
-from rollpacker.processes.line import Line, LineEnded
 from rollpacker.trainer.calls import METHODS, codec, error_bytes
 from rollpacker.trainer.flops import peak_flops
-from rollpacker.trainer.launch import ERROR, RESULT, line_to_run
+from rollpacker.trainer.launch import line_to_run
 from rollpacker.trainer.pipeline.overseer import Arrangement
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.trainer import ScoreRequest, TrainSample
 from rollpacker.weight_buffer import BufferLayout, WeightBuffer
+from rollpacker.workers.kinds import ANSWER, ERROR
+from rollpacker.workers.line import LINE_FD, LineEnded
+from rollpacker.workers.program import answer_calls, begin_quietly
 
 TIMEOUT_S = 3600.0
 """How long a rank waits for the others in a joint call. The run's own deadlines are shorter, and
@@ -112,42 +111,19 @@ class Worker:
         return self._learner.state_hashes()
 
 
-def serve(line: Line) -> None:
-    """Obey until the line ends; then the process does."""
-    calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def listen() -> None:
-        try:
-            while True:
-                calls.put(line.receive().payload)
-        except LineEnded:
-            os._exit(0)  # nobody is there any more; a collective call may never return
-
-    threading.Thread(target=listen, name="calls", daemon=True).start()
-    worker = Worker()
-    while True:
-        kind, said = _obeyed(worker, calls.get())
-        try:
-            line.send(kind, payload=said)
-        except LineEnded:
-            os._exit(0)
-
-
 def _obeyed(worker: Worker, call: bytes) -> tuple[int, bytes]:
     try:
         method, arguments = codec().decode(call)
         assert method in METHODS, method
-        return RESULT, codec().encode(getattr(worker, method)(*arguments))
+        return ANSWER, codec().encode(getattr(worker, method)(*arguments))
     except Exception as error:
         return ERROR, error_bytes(error)
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.enable()  # a crash in a library says where
+    begin_quietly()
     faulthandler.register(signal.SIGUSR1)
     # Takes seconds, while the run loads its own: it answers to a connection only after that.
-    silence_noise()
     import rollpacker.trainer.learner  # noqa: F401
 
     is_torchruns = LINE_FD not in os.environ
@@ -157,7 +133,7 @@ def main() -> None:
         sys.exit(f"rollpacker: the trainer cannot reach its run: {error}")
     if is_torchruns:  # it is told what the run's process is told,
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which ends the step first, with all ranks
-    serve(line)
+    answer_calls(line, partial(_obeyed, Worker()))
 
 
 if __name__ == "__main__":

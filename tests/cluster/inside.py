@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from benchmarks.resume import write_model
-from rollpacker.processes.host import ThisHost
 from rollpacker.remote.copies import read
 from rollpacker.remote.own_host import OwnHost
 from rollpacker.remote.ray_agents import Cluster, join
@@ -28,6 +27,7 @@ from rollpacker.trainer.setup import build_learner
 from rollpacker.trainer.torch_trainer import TorchTrainer
 from rollpacker.trainer.trainer import ModelConfig
 from rollpacker.weight_buffer import BufferLayout, StaleWeightsError, WeightBuffer, WeightReader
+from rollpacker.workers.host import ThisHost
 from tests.trainer.test_process_trainer import samples_of, setup_of, weights
 
 MBIT = 100

@@ -20,7 +20,7 @@ def environments(network: Network, host: int) -> list[int]:
     return [
         pid
         for pid in network.pids(host)
-        if b"worker_hosted" in cmdline(pid) and b"guardian" not in cmdline(pid)
+        if b"workers.hosted" in cmdline(pid) and b"guardian" not in cmdline(pid)
     ]
 
 
@@ -68,7 +68,7 @@ def test_trajectories_are_played_on_both_hosts_and_a_lost_process_costs_none(
         os.kill(pid, signal.SIGKILL)
         assert process.wait(until - time.monotonic()) == 0, said.read_text()
         left = [cmdline(pid) for host in (0, 1) for pid in network.pids(host)]
-        assert not any(b"worker_hosted" in one for one in left)
+        assert not any(b"workers.hosted" in one for one in left)
     found = [json.loads(line) for line in log.read_text().splitlines()]
     acted = [one for one in found if one.get("event") == "Acted"]
     lost = {one["sample"] for one in acted if one.get("cause") == "infrastructure"}

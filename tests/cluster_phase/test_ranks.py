@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.file_seat import jobs_of, turns, two_at_once
 from rollpacker.cluster import phases
-from rollpacker.processes.loopback import INTERFACE
+from rollpacker.workers.loopback import INTERFACE
 
 ROOT = Path(__file__).parents[2]
 BEGIN = """
@@ -21,7 +21,7 @@ import os, pathlib, sys, time, datetime
 import torch.distributed as dist
 import rollpacker.cluster as cluster
 from rollpacker.cluster import phases
-from rollpacker.processes.loopback import INTERFACE
+from rollpacker.workers.loopback import INTERFACE
 
 FOLDER, RANK = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
 

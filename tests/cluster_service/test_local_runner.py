@@ -20,7 +20,7 @@ from rollpacker.cluster import keeper
 from rollpacker.cluster.local_runner import ENDING, ROLLOUT_NODES, LocalRunner
 from rollpacker.cluster.runner import Order
 from rollpacker.core.coexecution.nodes import Node
-from rollpacker.processes.child import state
+from rollpacker.workers.child import state
 
 FAMILY = """
 import os, subprocess, sys, time

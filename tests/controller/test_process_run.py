@@ -33,8 +33,9 @@ from rollpacker.core.events import TrainerLost
 from rollpacker.core.records import Record
 from rollpacker.report.log import EventLog
 from rollpacker.trainer import worker
-from rollpacker.trainer.launch import Rank, Ranks
+from rollpacker.trainer.launch import Ranks
 from rollpacker.trainer.trainer import TrainerProcessError
+from rollpacker.workers.group import Member
 
 # Gradients that are next to zero must not move anything: with a tiny eps, Adam makes whole steps of
 # what is little more than rounding.
@@ -106,7 +107,7 @@ class KillRanks:
         self._counts = Counter[str]()
         replies = Ranks._replies
 
-        def kill_first(ranks: Ranks, method: str, called: Sequence[Rank]) -> Any:
+        def kill_first(ranks: Ranks, method: str, called: Sequence[Member]) -> Any:
             self._counts[method] += 1
             number = self._plan.pop((method, self._counts[method]), None)
             if number is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollpacker.environments.environment import Answered, Begun, Lost
 from rollpacker.environments.supervised import SupervisedEnvironments
-from rollpacker.processes.host import ThisHost
+from rollpacker.workers.host import ThisHost
 from tests.environments.playing import answered, begun, episode, of_class, opened, said
 from tests.remote.agents import Net
 

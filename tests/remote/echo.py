@@ -4,8 +4,7 @@ import os
 import sys
 import time
 
-from rollpacker.processes.host import inherited_line
-from rollpacker.processes.line import LineEnded
+from rollpacker.workers.line import LineEnded, inherited_line
 
 line = inherited_line()
 try:

@@ -9,9 +9,6 @@ import time
 import pytest
 import torch
 
-from rollpacker.processes.child import state
-from rollpacker.processes.host import ThisHost
-from rollpacker.processes.line import Line, LineEnded
 from rollpacker.remote.agent import Agent, Said, Start, pause_s
 from rollpacker.remote.copies import read
 from rollpacker.remote.facts import HostFacts, differences, facts
@@ -19,6 +16,9 @@ from rollpacker.remote.own_host import OwnHost
 from rollpacker.remote.remote_host import Gone, RemoteHost
 from rollpacker.remote.spread import BUCKET_BYTES, Spread
 from rollpacker.weight_buffer import BufferLayout, StaleWeightsError, WeightBuffer, WeightReader
+from rollpacker.workers.child import state
+from rollpacker.workers.host import ThisHost
+from rollpacker.workers.line import Line, LineEnded
 from tests.remote.agents import InProcess, Net
 
 ECHO = "tests.remote.echo"
@@ -140,7 +140,7 @@ def test_an_agent_ends_what_it_started_when_nobody_calls():
 def test_items_that_come_twice_are_taken_once():
     agent = Agent(lease_s=60.0)
     agent.say(1, [Start(process=1, module=ECHO, name="e", guarded=False, environment={})])
-    from rollpacker.processes.frames import Message
+    from rollpacker.workers.frames import Message
 
     for _ in range(2):
         agent.say(2, [Said(1, Message(2, 5, b"once"))])

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rollpacker.environments.episode_pool import EpisodePool
-from rollpacker.rewards.functions.worker_calls import PoolCall, PoolWorker
-from rollpacker.rewards.functions.worker_pool import HELD_S, WorkerPool
-from rollpacker.rewards.functions.worker_program import CALL, CANCEL
+from rollpacker.workers.kinds import ANSWER, CALL, CANCEL
+from rollpacker.workers.pool import HELD_S, WorkerPool
+from rollpacker.workers.pool_calls import PoolCall, PoolWorker
 
 LIMIT_S = 5.0
 
@@ -43,7 +43,7 @@ class Begun:
         self.call: PoolCall = self.pool._made(b"", LIMIT_S)
         self.pool._begin(self.call, worker)
         self.answer: Callable[[], None] = lambda: self.pool._message(
-            worker, CALL, self.call.number, {"values": []}
+            worker, ANSWER, self.call.number, {"values": []}
         )
 
     async def pass_s(self, seconds: float) -> None:

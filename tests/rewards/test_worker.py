@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from rollpacker.rewards.build import build_reward
-from rollpacker.rewards.functions.worker_process import WorkerProcess
 from rollpacker.rewards.reward import Cause, Failed, RewardConfig, RewardError, Scored
+from rollpacker.workers.frames import Message
+from rollpacker.workers.kinds import ANSWER, HELLO
+from rollpacker.workers.worker import WorkerProcess
 from tests.rewards.plain import (
     FULL,
     LINUX,
@@ -34,9 +36,7 @@ from tests.rewards.plain import (
 
 
 def test_a_worker_is_light() -> None:
-    code = (
-        "import sys, rollpacker.rewards.functions.worker_program, rollpacker.processes.guardian\n"
-    )
+    code = "import sys, rollpacker.rewards.functions.worker_program, rollpacker.workers.guardian\n"
     code += "print(*sorted({'torch', 'numpy', 'asyncio', 'pydantic'} & set(sys.modules)))\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -364,9 +364,12 @@ def test_a_run_that_forgets_to_close_leaves_nothing(tmp_path: Path) -> None:
     assert wait_for(lambda: not any(map(is_alive, pids_in(tmp_path))))
 
 
-@pytest.mark.parametrize("payload", [b"[1]", b"1", b"null", b"x"])
-def test_a_message_that_no_worker_of_ours_sends_is_a_value_error(payload: bytes) -> None:
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [*((ANSWER, payload) for payload in (b"[1]", b"1", b"null", b"x")), (HELLO, b"x")],
+)
+def test_a_message_that_no_worker_of_ours_sends_is_a_value_error(kind: int, payload: bytes) -> None:
     """A function may find the socket and write to it; a `ValueError` ends its line alone."""
     worker: Any = SimpleNamespace(child=SimpleNamespace(pid=1))
     with pytest.raises(ValueError):
-        WorkerProcess._understood(worker, payload)
+        WorkerProcess._understood(worker, Message(kind, 0, payload))

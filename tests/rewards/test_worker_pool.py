@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from rollpacker.processes.output import MAX_OUTPUT_BYTES
 from rollpacker.rewards.build import build_reward
-from rollpacker.rewards.functions import worker_pool
 from rollpacker.rewards.functions.printed import MAX_LINES
 from rollpacker.rewards.reward import Cause, Failed, RewardConfig, Scored
 from rollpacker.rewards.weighted import WeightedReward
+from rollpacker.workers import pool as worker_pool
+from rollpacker.workers.output import MAX_OUTPUT_BYTES
 from tests.rewards.plain import (
     FULL,
     LINUX,

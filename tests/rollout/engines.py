@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from rollpacker.cli.engines import engine_setup, make_engine
 from rollpacker.core.ids import SampleId
-from rollpacker.processes.host import Host, ThisHost
 from rollpacker.rollout.engine import (
     Engine,
     EngineConfig,
@@ -26,6 +25,7 @@ from rollpacker.rollout.engine import (
 from rollpacker.rollout.process_engine import ProcessEngine
 from rollpacker.trainer.model import load_model, new_model, write_character_tokenizer
 from rollpacker.trainer.trainer import ModelConfig
+from rollpacker.workers.host import Host, ThisHost
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+-*/= .,?"
 END = 1

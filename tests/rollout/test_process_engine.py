@@ -20,8 +20,6 @@ import pytest
 
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.processes.child import children, state
-from rollpacker.processes.host import Host, ThisHost
 from rollpacker.rollout.engine import (
     Carried,
     EngineConfig,
@@ -42,6 +40,8 @@ from rollpacker.rollout.messages import (
 )
 from rollpacker.rollout.process_engine import EngineRefusedError, ProcessEngine, _Exchanges
 from rollpacker.weight_buffer import BufferLayout, Place, WeightSource
+from rollpacker.workers.child import children, state
+from rollpacker.workers.host import Host, ThisHost
 from tests.remote.agents import Net
 from tests.rollout.engines import Heard
 from tests.rollout.made import counting

@@ -17,10 +17,10 @@ import torch
 
 from rollpacker.core.events import SampleFailed, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.processes.child import children
 from rollpacker.rollout.engine import EngineConfig, GenerationRequest, SamplingParams
 from rollpacker.rollout.process_engine import ProcessEngine
 from rollpacker.weight_buffer import WeightBuffer
+from rollpacker.workers.child import children
 from tests.rollout.engines import Heard, model_of, serve, vllm_in_process, write_model
 from tests.rollout.with_vllm import needs_vllm
 

@@ -22,9 +22,6 @@ import torch
 
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.processes.host import ThisHost
-from rollpacker.processes.line import Line
-from rollpacker.processes.loopback import INTERFACE, gloo_at
 from rollpacker.trainer import launch
 from rollpacker.trainer.calls import codec, error_bytes, error_of
 from rollpacker.trainer.launch import Rank, RankPlace, Ranks, Torchrun
@@ -44,6 +41,10 @@ from rollpacker.trainer.trainer import (
     TrainSample,
 )
 from rollpacker.weight_buffer import BufferLayout, Place
+from rollpacker.workers import group
+from rollpacker.workers.host import ThisHost
+from rollpacker.workers.line import Line
+from rollpacker.workers.loopback import INTERFACE, gloo_at
 
 START_S = 200.0
 """For two processes to load torch on a busy machine."""
@@ -233,7 +234,7 @@ def test_on_several_machines_the_door_is_at_one_address_that_others_reach(
 def test_a_rank_that_is_stopped_is_named_while_the_run_waits(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "LOOK_S", 0.1)
+    monkeypatch.setattr(group, "LOOK_S", 0.1)
 
     def said() -> list[str]:
         told = [record.getMessage() for record in caplog.records]
@@ -262,8 +263,8 @@ def test_a_rank_that_is_stopped_is_named_while_the_run_waits(
 def test_a_rank_that_stays_stopped_is_lost_and_another_takes_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "LOOK_S", 0.1)
-    monkeypatch.setattr(launch, "STOPPED_S", 0.3)
+    monkeypatch.setattr(group, "LOOK_S", 0.1)
+    monkeypatch.setattr(group, "STOPPED_S", 0.3)
     ranks = Ranks(1)
     try:
         ranks.connect()

@@ -21,7 +21,6 @@ from torch import Tensor
 from benchmarks.resume import write_model
 from rollpacker.algo import AlgorithmConfig
 from rollpacker.rollout.engine import Response
-from rollpacker.trainer import launch
 from rollpacker.trainer.launch import Ranks
 from rollpacker.trainer.model import ModelError, load_model
 from rollpacker.trainer.process_trainer import ProcessTrainer
@@ -38,6 +37,7 @@ from rollpacker.trainer.trainer import (
     TrainSample,
 )
 from rollpacker.weight_buffer import StaleWeightsError, WeightReader, WeightSource
+from rollpacker.workers import group
 from tests.trainer.tiny import largest_difference, responses
 
 ALGORITHM = AlgorithmConfig(kl_coef=0.1, kl_in="reward", old_logprobs="rollout")
@@ -329,7 +329,7 @@ def test_processes_that_were_never_connected_end_at_once():
 
 def test_an_error_of_one_process_alone_ends_the_others_that_wait_for_it(two, monkeypatch):
     """The last test with these processes."""
-    monkeypatch.setattr(launch, "GRACE_S", 1.0)
+    monkeypatch.setattr(group, "GRACE_S", 1.0)
     samples = asyncio.run(samples_of(two, 0))
     pids = two.pids
     with pytest.raises(TrainerError, match="process 1 of the trainer failed: AttributeError"):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from rollpacker.cli.errors import classify
-from rollpacker.processes.line import Line
 from rollpacker.trainer import launch
 from rollpacker.trainer.calls import error_bytes
 from rollpacker.trainer.learner import Learner
@@ -26,6 +25,9 @@ from rollpacker.trainer.schedule import check_schedule
 from rollpacker.trainer.sharding import Shards, full_tensors, join
 from rollpacker.trainer.torch_trainer import TorchTrainer
 from rollpacker.trainer.trainer import TrainConfig
+from rollpacker.workers.group import Member
+from rollpacker.workers.kinds import ERROR
+from rollpacker.workers.line import Line
 from tests.trainer.ranks import Ranks
 from tests.trainer.test_learner import (
     GRPO,
@@ -151,10 +153,10 @@ def test_an_error_of_a_process_has_the_exit_code_of_the_runs_own(fails, monkeypa
     monkeypatch.setenv("RANK", "1")
     own = classify(raised(fails))
     ours, theirs = Line.pair()
-    Line(theirs).send(launch.ERROR, payload=error_bytes(raised(fails)))
+    Line(theirs).send(ERROR, payload=error_bytes(raised(fails)))
     several = object.__new__(launch.Ranks)
     several._calling = threading.Lock()
-    several.all = [launch.Rank(number=0, pid=0, line=ours, child=None)]
+    several.all = [Member(name="process 0", number=0, pid=0, line=ours, child=None)]
     received = raised(lambda: several.call("accumulate", [()]))
     code, message = classify(received)
     assert code == own[0]

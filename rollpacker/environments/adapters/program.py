@@ -26,8 +26,8 @@ from rollpacker.environments.adapters.messages import AdapterError, OwnArguments
 from rollpacker.environments.adapters.program_endpoint import ProgramEndpoint, ProgramError, Session
 from rollpacker.environments.environment import Message, ToolSchema
 from rollpacker.environments.shapes import WrongReturn
-from rollpacker.processes.child import Child
 from rollpacker.serving.http import LOOPBACK
+from rollpacker.workers.child import Child
 
 MAX_ROW_BYTES = 96 << 10
 """Of an environment variable; systems take a little more."""

@@ -18,21 +18,23 @@ from typing import Any
 
 from rollpacker.did_you_mean import did_you_mean
 from rollpacker.imports import GIVEN, ImportSpecError, given, is_given
-from rollpacker.processes.output import OutputQuota
 from rollpacker.rewards.functions.logged import read
 from rollpacker.rewards.functions.patience import Patience
 from rollpacker.rewards.functions.printed import Printed
 from rollpacker.rewards.functions.returned import Value, shortened
 from rollpacker.rewards.functions.shapes import Binding, Signature
 from rollpacker.rewards.functions.trying import finding_of, made_up
-from rollpacker.rewards.functions.worker_calls import NoWorker, Overran, WorkerLost
-from rollpacker.rewards.functions.worker_pool import WorkerPool
-from rollpacker.rewards.functions.worker_process import LOAD_TIMEOUT_S, WorkerEnded, WorkerProcess
 from rollpacker.rewards.reward import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
+from rollpacker.workers.output import OutputQuota
+from rollpacker.workers.pool import WorkerPool
+from rollpacker.workers.pool_calls import NoWorker, Overran, WorkerLost
+from rollpacker.workers.served import START_S
+from rollpacker.workers.worker import WorkerEnded, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
 Check = Callable[[Sequence[Mapping[str, Any]]], None]
+PROGRAM = "rollpacker.rewards.functions.worker_program"
 _MAX_REASON = 400
 """The most characters of a reason. What the worker quotes in it is shorter."""
 
@@ -75,7 +77,7 @@ class RewardFunction:
         self._patience = Patience(self.name, config.max_failed_calls)
 
     def _start(self, name: str) -> WorkerProcess:
-        return WorkerProcess(name, self._load, self._cwd, self._quota)
+        return WorkerProcess(name, self._load, self._cwd, self._quota, program=PROGRAM)
 
     def _greeted(self, process: WorkerProcess) -> dict[str, Any]:
         function = self._config.function
@@ -84,7 +86,7 @@ class RewardFunction:
         except WorkerEnded as error:
             why = f'"{function}": importing it ended the worker ({error}).'
         except TimeoutError:
-            why = f'"{function}": importing it took longer than {LOAD_TIMEOUT_S:g} s.'
+            why = f'"{function}": importing it took longer than {START_S:g} s.'
         else:
             if "refused" not in hello:
                 return hello

@@ -1,7 +1,7 @@
 """What the workers of one reward or environment print, as its author sees it: the first lines,
 then a count.
 
-The lines come from `processes/output.py`, which makes control characters visible and drops what
+The lines come from `workers/output.py`, which makes control characters visible and drops what
 exceeds its quota of bytes. They are told as warnings, which are seen without any set-up; what is
 beyond `MAX_LINES` is logged as information (`--verbose`).
 """

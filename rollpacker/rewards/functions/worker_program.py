@@ -1,6 +1,6 @@
 """The program of a worker process: one reward function, called as the controller asks.
 
-controller -- requests, pickled --> worker: LOAD once, then CALLs
+controller -- requests, pickled --> worker: SETUP once, then CALLs
 controller <-- replies, JSON ------ worker: a value, or why there is none
 
 Requests hold what a row's columns hold, which may be anything; they come from this process's own
@@ -11,9 +11,7 @@ imports no more than it needs.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import json
 import os
 import pickle
 import sys
@@ -22,26 +20,27 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollpacker.imports import ImportSpecError, load_function
-from rollpacker.processes.line import Line, LineEnded
 from rollpacker.rewards.functions.logged import NAMES as LOGGERS
 from rollpacker.rewards.functions.logged import Logged
 from rollpacker.rewards.functions.returned import WrongReturn, error_of, values_of
+from rollpacker.workers.answering import Controller, connected
+from rollpacker.workers.kinds import CALL, CANCEL, READY, REFUSED, STOPPED
+from rollpacker.workers.line import Line
 
 if TYPE_CHECKING:
     import asyncio
 
-    from rollpacker.processes.frames import Message
-
-LOAD, CALL, CANCEL, REPLY, ACK = range(1, 6)
+    from rollpacker.workers.frames import Message
 
 
 def main(line: int | Line) -> None:
     """Answer requests until the controller hangs up. `line`: the line to it, or its descriptor."""
     controller = connected(line)
     hello, function = _load(controller.request().payload)
-    controller.reply(0, hello)
     if function is None:
+        controller.reply(0, hello, REFUSED)
         return
+    controller.reply(0, hello, READY)
     if hello["is_async"]:
         import asyncio
 
@@ -49,45 +48,6 @@ def main(line: int | Line) -> None:
     while True:
         request = controller.request()
         controller.reply(request.number, function.answer(request.payload))
-
-
-def connected(line: int | Line) -> Controller:
-    """Return who started this process, and tell it which one that is."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
-    controller = Controller(line if isinstance(line, Line) else Line.inherited(line))
-    controller.reply(0, {"pid": os.getpid()})
-    return controller
-
-
-class Controller:
-    """The other end of the line. When it hangs up, this process ends."""
-
-    def __init__(self, line: Line) -> None:
-        self.line = line
-        self.send = line.send
-        self._pid = os.getpid()
-
-    def request(self) -> Message:
-        try:
-            return self.line.receive()
-        except LineEnded:
-            os._exit(0)
-
-    def reply(self, call: int, reply: dict[str, Any], kind: int = REPLY) -> None:
-        self.say(call, json.dumps(reply, allow_nan=False).encode(), kind)
-
-    def say(self, call: int, payload: bytes, kind: int = REPLY) -> None:
-        """Reply with what is JSON already."""
-        if os.getpid() != self._pid:  # a child that the function forked came back here too
-            os._exit(0)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # the function may have closed or replaced it
-                stream.flush()
-        try:
-            self.send(kind, call, payload)
-        except LineEnded:
-            os._exit(0)
 
 
 # -- the function ------------------------------------------------------------------------
@@ -227,7 +187,7 @@ async def _serve_async(controller: Controller, function: LoadedFunction) -> None
         elif request.kind == CANCEL:
             if call in tasks:
                 tasks[call].cancel()
-            controller.reply(call, {}, ACK)
+            controller.reply(call, {}, STOPPED)
 
     controller.line.attach(loop, heard, lambda: os._exit(0))
     await loop.create_future()

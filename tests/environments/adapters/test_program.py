@@ -19,7 +19,7 @@ from rollpacker.environments.environment import (
     Lost,
 )
 from rollpacker.environments.supervised import SupervisedEnvironments
-from rollpacker.processes.child import state
+from rollpacker.workers.child import state
 from tests.environments.playing import answered, begun, episode, lost_by, played, said
 
 HEAD = """

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollpacker.processes.child import Child
-from rollpacker.processes.host import ThisHost
-from rollpacker.processes.line import Line
+from rollpacker.workers.child import Child
+from rollpacker.workers.host import ThisHost
+from rollpacker.workers.line import Line
 
 SLOWED = "ROLLPACKER_TEST_SLOWED"
 """The file, for those who are started below."""

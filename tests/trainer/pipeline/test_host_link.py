@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollpacker.processes.listener import connect
 from rollpacker.trainer.pipeline.links.host_receiver import HostReceiver
 from rollpacker.trainer.pipeline.links.host_route import (
     GREETING,
@@ -34,6 +33,7 @@ from rollpacker.trainer.pipeline.links.wire import (
     bytes_of,
     packed_header,
 )
+from rollpacker.workers.listener import connect
 from tests.trainer.pipeline.relay import Relay
 
 FORWARD = Border(stages=(0, 1), peer=1)

@@ -16,7 +16,6 @@ from benchmarks.resume import write_model
 from rollpacker.core.pipeline import KINDS
 from rollpacker.core.pipeline_layout import Layout
 from rollpacker.core.pipeline_work import Load
-from rollpacker.processes.line import Line
 from rollpacker.trainer.kept_state import NAME
 from rollpacker.trainer.launch import RankPlace, Ranks
 from rollpacker.trainer.model import load_model
@@ -30,6 +29,7 @@ from rollpacker.trainer.setup import build_learner
 from rollpacker.trainer.step_sums import StepSums
 from rollpacker.trainer.torch_trainer import TorchTrainer
 from rollpacker.trainer.trainer import ModelConfig, PipelineConfig, RanksLost
+from rollpacker.workers.line import Line
 from tests.trainer.test_process_trainer import setup_of, step, weights
 from tests.trainer.tiny import largest_difference
 

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollpacker.processes.line import Line
-from rollpacker.processes.listener import Listener
 from rollpacker.trainer.pipeline.links.device_copy import host_buffer, on_device
 from rollpacker.trainer.pipeline.links.host_route import GREETING, MAX_CONNECTIONS, Patience, Route
 from rollpacker.trainer.pipeline.links.link import (
@@ -43,6 +41,8 @@ from rollpacker.trainer.pipeline.links.wire import (
     bytes_of,
     read_header,
 )
+from rollpacker.workers.line import Line
+from rollpacker.workers.listener import Listener
 
 LOOPBACK = "127.0.0.1"
 MAX_BYTES = 16 << 30

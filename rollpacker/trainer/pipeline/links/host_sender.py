@@ -22,8 +22,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rollpacker.processes.line import LineEnded
-from rollpacker.processes.listener import connect
 from rollpacker.trainer.pipeline.links.device_copy import HostCopies, HostCopy
 from rollpacker.trainer.pipeline.links.host_route import GREETING, MAX_CONNECTIONS, Patience, Route
 from rollpacker.trainer.pipeline.links.link import (
@@ -43,6 +41,8 @@ from rollpacker.trainer.pipeline.links.wire import (
     packed_bye,
     packed_header,
 )
+from rollpacker.workers.line import LineEnded
+from rollpacker.workers.listener import connect
 
 PAUSE_S = 0.05
 """Between two rounds over all routes; growing up to `MAX_PAUSE_S`."""

@@ -7,14 +7,11 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from rollpacker.processes.child import Child
-from rollpacker.processes.line import Line
+from rollpacker.workers.child import Child
+from rollpacker.workers.line import LINE_FD, Line
 
 if TYPE_CHECKING:
     from rollpacker.weight_buffer import BufferLayout, Memory, WeightSource
-
-LINE_FD = "ROLLPACKER_LINE"
-"""Descriptor of a child's side of its line, in its environment."""
 
 
 class Process(Protocol):
@@ -101,9 +98,3 @@ class ThisHost:
     def weights(self, source: WeightSource) -> WeightSource:
         """See `Host`."""
         return source
-
-
-def inherited_line() -> Line | None:
-    """The line of a process that a `Host` has started; None in any other."""
-    fd = os.environ.pop(LINE_FD, None)  # what this one starts has lines of its own
-    return None if fd is None else Line.inherited(int(fd))

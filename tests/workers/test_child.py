@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.processes.child import Child, children, state
-from rollpacker.processes.output import MAX_OUTPUT_BYTES, Output, OutputQuota
+from rollpacker.workers.child import Child, children, state
+from rollpacker.workers.output import MAX_OUTPUT_BYTES, Output, OutputQuota
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -123,7 +123,7 @@ def test_a_guarded_child_leaves_no_descendant(tmp_path: Path, ended_by: str) -> 
 def test_a_guarded_child_ends_with_an_owner_that_is_killed(tmp_path: Path) -> None:
     source = (
         "import sys, time\n"
-        "from rollpacker.processes.child import Child\n"
+        "from rollpacker.workers.child import Child\n"
         f"command = [sys.executable, '-c', {FAMILY!r}, {str(tmp_path / 'ready')!r}]\n"
         "child = Child.start(command, 'family', guarded=True)\n"
         "print(child.process.pid, flush=True)\n"

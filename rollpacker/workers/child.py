@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rollpacker.processes import guardian
+from rollpacker.workers import guardian
 
 _MAX_SIGNAL = 64
 END_S = 2.0

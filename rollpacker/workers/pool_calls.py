@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollpacker.rewards.functions.worker_process import WorkerProcess
+from rollpacker.workers.worker import WorkerProcess
 
 
 class Overran(Exception):

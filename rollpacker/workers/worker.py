@@ -1,7 +1,7 @@
-"""One worker process as the controller sees it: started, told, listened to, ended.
+"""A process that runs a user's code, as the controller sees it: started, told, listened to, ended.
 
-Its program is the one for reward functions (`worker_program.py`), or another that says hello and
-answers as that does.
+Its program is a module with a `main` that is given the line, and answers as `answering.py` does:
+one for reward functions, one for environments.
 """
 
 from __future__ import annotations
@@ -16,22 +16,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rollpacker.processes.child import END_S, Child
-from rollpacker.processes.host import Host, Process
-from rollpacker.processes.line import HasFileno, Line, LineEnded, ready
-from rollpacker.processes.output import Output, OutputQuota
-from rollpacker.rewards.functions.worker_program import LOAD
-
-LOAD_TIMEOUT_S = 300.0
-"""Importing a function and all that it imports may take so long."""
+from rollpacker.workers.child import END_S, Child
+from rollpacker.workers.frames import Message
+from rollpacker.workers.host import Host, Process
+from rollpacker.workers.kinds import HELLO, SETUP
+from rollpacker.workers.line import HasFileno, Line, LineEnded, ready
+from rollpacker.workers.output import Output, OutputQuota
+from rollpacker.workers.served import START_S
 
 MAX_REPLY_BYTES = 64 << 20
 """A worker that sends more in one message is ended: functions return a number a sample."""
 
-FUNCTIONS = "rollpacker.rewards.functions.worker_program"
-"""The program of reward functions: a module with a `main` that is given a descriptor."""
-
-HOSTED = "rollpacker.rewards.functions.worker_hosted"
+HOSTED = "rollpacker.workers.hosted"
 """The program that becomes one of these on another host."""
 
 _START = (
@@ -48,12 +44,6 @@ class WorkerEnded(RuntimeError):
     """The worker ended by itself; the message says how."""
 
 
-def is_hello(content: dict[str, Any]) -> bool:
-    """Whether a message tells of the function or why it cannot be had. The pid comes before
-    that."""
-    return "name" in content or "refused" in content
-
-
 class WorkerProcess:
     """Started by the constructor. `greet` waits for it outside of an event loop, `attach` lets a
     loop listen to it. Ends with this object at the latest."""
@@ -65,7 +55,7 @@ class WorkerProcess:
         cwd: str,
         quota: OutputQuota,
         *,
-        program: str = FUNCTIONS,
+        program: str,
         host: Host | None = None,
     ) -> None:
         """`quota` is shared by all that may print as much together. `host`: where it is started; on
@@ -113,11 +103,11 @@ class WorkerProcess:
 
     def greet(self) -> dict[str, Any]:
         """Return what the worker says of its function. Raises `WorkerEnded` and `TimeoutError`."""
-        until = time.monotonic() + LOAD_TIMEOUT_S
+        until = time.monotonic() + START_S
         with contextlib.suppress(LineEnded):  # reading tells
             if self._first is not None:
-                self._line.send(LOAD, payload=self._first)
-            self._line.send(LOAD, payload=self._taken())
+                self._line.send(SETUP, payload=self._first)
+            self._line.send(SETUP, payload=self._taken())
         both: list[HasFileno] = [self._line, self._output]
         while found := ready(both, until - time.monotonic()):
             if self._output in found:  # or printing would block it
@@ -127,9 +117,9 @@ class WorkerProcess:
             except LineEnded:
                 raise WorkerEnded(self.child.how_ended(2.0) or "it hung up") from None
             for message in messages:
-                hello = self._understood(message.payload)
-                if is_hello(hello):
-                    return hello
+                if message.kind != HELLO:
+                    return self._understood(message)
+                self._understood(message)
         raise TimeoutError
 
     def rename(self, name: str) -> None:
@@ -142,13 +132,15 @@ class WorkerProcess:
         assert load is not None, "greeted twice"
         return load
 
-    def _understood(self, payload: bytes) -> dict[str, Any]:
+    def _understood(self, message: Message) -> dict[str, Any]:
         """Raises `ValueError` for what a worker program of ours does not say; a function may have
         found its socket."""
-        content = json.loads(payload)
+        if message.kind == HELLO:
+            self.child.pid = int(message.payload)
+            return {}
+        content = json.loads(message.payload)
         if not isinstance(content, dict):
             raise ValueError("a reply that is no object")
-        self.child.pid = content.get("pid", self.child.pid)
         return content
 
     def attach(
@@ -165,13 +157,17 @@ class WorkerProcess:
         while self._said_before:
             said(self._said_before.pop(0))
         self._output.attach(loop)
-        self._line.attach(
-            loop, lambda m: heard(m.kind, m.number, self._understood(m.payload)), ended
-        )
+
+        def take(message: Message) -> None:
+            content = self._understood(message)
+            if message.kind != HELLO:
+                heard(message.kind, message.number, content)
+
+        self._line.attach(loop, take, ended)
         if self._load is not None:
             if self._first is not None:
-                self._line.post(LOAD, 0, self._first)
-            self._line.post(LOAD, 0, self._taken())
+                self._line.post(SETUP, 0, self._first)
+            self._line.post(SETUP, 0, self._taken())
 
     def send(self, kind: int, call: int, payload: bytes = b"") -> None:
         self._line.post_together(kind, call, payload)

@@ -9,8 +9,7 @@ import pickle
 import sys
 from importlib import import_module
 
-from rollpacker.processes.host import inherited_line
-from rollpacker.processes.line import LineEnded
+from rollpacker.workers.line import LineEnded, inherited_line
 
 
 def main() -> None:

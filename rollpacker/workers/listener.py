@@ -13,15 +13,15 @@ import socket
 import time
 from dataclasses import dataclass
 
-from rollpacker.processes.frames import MAX_BYTES
-from rollpacker.processes.line import HasFileno, Line, LineEnded, ready
+from rollpacker.workers.frames import MAX_BYTES
+from rollpacker.workers.kinds import HELLO
+from rollpacker.workers.line import HasFileno, Line, LineEnded, ready
 
 KNOCK_S = 10.0
 """How long a connection may take to say hello."""
 MAX_HELLO_BYTES = 4096
 MAX_KNOCKING = 64
 """So many connections may be open that have not said hello. One more ends the oldest."""
-HELLO = 0
 _TOKEN_BYTES = 32
 
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from rollpacker.processes import listener as module
-from rollpacker.processes.frames import HEADER
-from rollpacker.processes.line import Line, LineEnded
-from rollpacker.processes.listener import HELLO, MAX_HELLO_BYTES, MAX_KNOCKING, Listener, connect
+from rollpacker.workers import listener as module
+from rollpacker.workers.frames import HEADER
+from rollpacker.workers.line import Line, LineEnded
+from rollpacker.workers.listener import HELLO, MAX_HELLO_BYTES, MAX_KNOCKING, Listener, connect
 
 
 def knock(listener: Listener, said: bytes = b"") -> socket.socket:

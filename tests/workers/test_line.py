@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from rollpacker.processes.frames import HEADER, Frames, Message, packed
-from rollpacker.processes.line import Line, LineEnded, ready
+from rollpacker.workers.frames import HEADER, Frames, Message, packed
+from rollpacker.workers.line import Line, LineEnded, ready
 
 
 def two() -> tuple[Line, Line]:

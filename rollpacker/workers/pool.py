@@ -1,4 +1,4 @@
-"""The worker processes of one function, and who calls which of them.
+"""The worker processes of one function or environment, and who calls which of them.
 
     call -> waits -> runs in a worker -> its reply
                                       -> Overran, WorkerLost: the worker is ended and replaced
@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from rollpacker.rewards.functions.worker_calls import NoWorker, Overran, PoolCall, PoolWorker
-from rollpacker.rewards.functions.worker_process import LOAD_TIMEOUT_S, WorkerProcess, is_hello
-from rollpacker.rewards.functions.worker_program import ACK, CALL, CANCEL
+from rollpacker.workers.kinds import CALL, CANCEL, READY, REFUSED, STOPPED
+from rollpacker.workers.pool_calls import NoWorker, Overran, PoolCall, PoolWorker
+from rollpacker.workers.served import START_S
+from rollpacker.workers.worker import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -149,15 +150,14 @@ class WorkerPool:
             then(call, worker)
 
     def _message(self, worker: PoolWorker, kind: int, number: int, content: dict[str, Any]) -> None:
-        if kind == ACK:
+        if kind == STOPPED:
             self._reacted(worker, number, content)
             return
         call = worker.calls.pop(number, None)
-        if call is not None:
+        if kind in (READY, REFUSED):
+            self._loaded(worker, content)
+        elif call is not None:
             call.settle(content)
-        elif number == 0:
-            if is_hello(content):
-                self._loaded(worker, content)
         else:
             worker.given_up.discard(number)
         self._freed(worker)
@@ -296,7 +296,7 @@ class WorkerPool:
                 self._start_failed(str(error), for_good=True)
                 return
             worker = self._add(process, ready=False)
-            self.loop.call_later(LOAD_TIMEOUT_S, self._must_be_ready, worker)
+            self.loop.call_later(START_S, self._must_be_ready, worker)
             self._keep_watching()
 
     def _num_to_start(self) -> int:
@@ -316,7 +316,7 @@ class WorkerPool:
 
     def _must_be_ready(self, worker: PoolWorker) -> None:
         if not worker.ready and worker in self._workers:
-            self._start_failed(f"worker {worker} was not ready within {LOAD_TIMEOUT_S:g} s")
+            self._start_failed(f"worker {worker} was not ready within {START_S:g} s")
             self._retire(worker)
 
     def _start_failed(self, why: str, *, for_good: bool = False) -> None:

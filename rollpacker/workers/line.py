@@ -16,12 +16,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from rollpacker.processes.frames import MAX_BYTES, Frames, Message, packed
+from rollpacker.workers.frames import MAX_BYTES, Frames, Message, packed
 
 if TYPE_CHECKING:
     import asyncio
 
 _CHUNK = 1 << 16
+LINE_FD = "ROLLPACKER_LINE"
+"""Descriptor of a child's side of its line, in its environment."""
 
 
 class LineEnded(Exception):
@@ -39,6 +41,8 @@ class Line:
         self._is_flushing = False
         """The loop is about to send what is unsent."""
         self._waits_for_room = False
+        self._is_finishing = False
+        """The line is to be hung up once nothing is unsent."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
@@ -151,6 +155,13 @@ class Line:
         if self._waits_for_room:
             self._loop.remove_writer(self.fileno())
             self._waits_for_room = False
+        if self._is_finishing:
+            self.hang_up()
+
+    def finish(self) -> None:
+        """Hang up once all that was posted is on its way."""
+        self._is_finishing = True
+        self._flush()
 
     def detach(self) -> None:
         """Stop calling the loop. Idempotent."""
@@ -173,6 +184,12 @@ class Line:
         """Close this side. Idempotent."""
         self.detach()
         self._connection.close()
+
+
+def inherited_line() -> Line | None:
+    """The line of a process that a `Host` has started; None in any other."""
+    fd = os.environ.pop(LINE_FD, None)  # what this one starts has lines of its own
+    return None if fd is None else Line.inherited(int(fd))
 
 
 class HasFileno(Protocol):

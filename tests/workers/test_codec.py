@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rollpacker.processes.codec import Codec, Kind
+from rollpacker.workers.codec import Codec, Kind
 
 
 class Id(NamedTuple):

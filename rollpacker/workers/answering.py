@@ -1,0 +1,58 @@
+"""The side of a process that runs a user's code: its controller asks, and it answers in JSON.
+
+Requests are pickled, since they may hold anything; they come from this process's own parent over an
+inherited socket. Light: a process of a reward function imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rollpacker.workers.kinds import ANSWER, HELLO
+from rollpacker.workers.line import Line, LineEnded
+
+if TYPE_CHECKING:
+    from rollpacker.workers.frames import Message
+
+
+def connected(line: int | Line) -> Controller:
+    """Return who started this process, and tell it which one that is."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    controller = Controller(line if isinstance(line, Line) else Line.inherited(line))
+    controller.say(0, str(os.getpid()).encode(), HELLO)
+    return controller
+
+
+class Controller:
+    """The other end of the line. When it hangs up, this process ends."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.send = line.send
+        self._pid = os.getpid()
+
+    def request(self) -> Message:
+        try:
+            return self.line.receive()
+        except LineEnded:
+            os._exit(0)
+
+    def reply(self, call: int, reply: dict[str, Any], kind: int = ANSWER) -> None:
+        self.say(call, json.dumps(reply, allow_nan=False).encode(), kind)
+
+    def say(self, call: int, payload: bytes, kind: int = ANSWER) -> None:
+        """Reply with what is JSON already."""
+        if os.getpid() != self._pid:  # a child that the function forked came back here too
+            os._exit(0)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # the function may have closed or replaced it
+                stream.flush()
+        try:
+            self.send(kind, call, payload)
+        except LineEnded:
+            os._exit(0)

@@ -1,0 +1,131 @@
+"""Processes that are called together, in a thread that waits for their answers: all are lost with
+one of them, since the others may wait for it in a joint call for ever.
+
+    say(members, payloads, during)    a call to each
+    replies(members, during)          what each answers; `MemberLost` if one ends or stays stopped
+    end(members), close(members)      have them end, and wait for that
+
+Each member answers one call at a time (`program.answer_calls`). A member that a signal has stopped
+is waited for a while, since somebody may let it go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rollpacker.workers.host import Process
+from rollpacker.workers.kinds import CALL, ERROR
+from rollpacker.workers.line import Line, LineEnded, ready
+
+END_S = 5.0
+"""How long a member may take to end by itself."""
+GRACE_S = 30.0
+"""How long the others may take once a member has failed: they may wait for it in a joint call."""
+LOOK_S = 5.0
+"""Members that take longer to answer are looked at so often: a signal may have stopped them."""
+STOPPED_S = 60.0
+"""A member that a signal has stopped is waited for so long during a call; then it is lost. One that
+is held by a debugger is not."""
+
+logger = logging.getLogger(__name__)
+
+
+class MemberLost(Exception):
+    """A member has ended, or a signal holds it; the message says which and how."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One process of a group."""
+
+    name: str
+    number: int
+    pid: int
+    line: Line
+    child: Process | None
+    """None if somebody else started it."""
+
+    def how_it_ended(self) -> str:
+        """Say it in words, once its line has ended."""
+        if self.child is None:
+            return "hung up"
+        how = self.child.how_ended(END_S)
+        return "hung up, but lives" if how is None else f"ended by itself ({how})"
+
+    def is_stopped(self) -> bool:
+        return self.child is not None and self.child.is_stopped()
+
+    def end(self) -> None:
+        """Have it end at once."""
+        if self.child is not None:
+            self.child.kill()
+        else:
+            self.line.hang_up()
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+
+def say(members: Sequence[Member], calls: Sequence[bytes], during: str) -> None:
+    """Make a call on each; `during` is what it is called in messages. Raises `MemberLost`."""
+    for member, call in zip(members, calls, strict=True):
+        try:
+            member.line.send(CALL, payload=call)
+        except LineEnded:
+            raise _ended(member, during) from None
+
+
+def replies(members: Sequence[Member], during: str) -> dict[int, tuple[int, bytes]]:
+    """Kind and content of each member's reply, by its number. Some are missing if one has failed
+    and others have waited for longer than `GRACE_S`. Raises `MemberLost`."""
+    found: dict[int, tuple[int, bytes]] = {}
+    waiting = {member.line: member for member in members}
+    stopped: dict[int, float] = {}
+    heard_at = time.monotonic()
+    while waiting:
+        for line in ready(waiting, min(LOOK_S, GRACE_S)):
+            heard_at = time.monotonic()
+            try:
+                messages = line.read()
+            except LineEnded:
+                raise _ended(waiting[line], during) from None
+            for message in messages:
+                found[waiting.pop(line).number] = message.kind, message.payload
+        failed = any(kind == ERROR for kind, _ in found.values())
+        if failed and waiting and time.monotonic() - heard_at >= GRACE_S:
+            break
+        _look_for_stopped(waiting.values(), stopped, during)
+    return dict(sorted(found.items()))
+
+
+def _look_for_stopped(waiting: Iterable[Member], stopped: dict[int, float], during: str) -> None:
+    """`stopped` has since when each is stopped, by its number. Raises `MemberLost` for one that
+    stays so."""
+    for member in waiting:
+        if not member.is_stopped():
+            stopped.pop(member.number, None)
+        elif member.number not in stopped:
+            stopped[member.number] = time.monotonic()
+            logger.warning(
+                "%s was stopped by a signal; the run waits (kill -CONT %d)", member, member.pid
+            )
+        elif time.monotonic() - stopped[member.number] > STOPPED_S:
+            raise MemberLost(f"{member} was stopped by a signal during {during!r}, and stayed so")
+
+
+def _ended(member: Member, during: str) -> MemberLost:
+    return MemberLost(f"{member} {member.how_it_ended()} during {during!r}")
+
+
+def close(started: Sequence[Member]) -> None:
+    """Wait until those that this process has started are gone; those that take longer than `END_S`
+    are ended."""
+    until = time.monotonic() + END_S
+    for member in started:
+        assert member.child is not None
+        if member.child.how_ended(max(until - time.monotonic(), 0)) is None:
+            member.child.kill()
+        member.child.close()

@@ -1,0 +1,73 @@
+"""One thread with an event loop, in which the lines of all processes of this one are served.
+
+The thread runs while somebody uses the loop. What is called in the loop must not wait, since all
+other lines wait meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_lock = threading.Lock()
+_running: _Running | None = None
+
+
+class LoopUse:
+    """One user's right to the loop, from the making of this object to `end`."""
+
+    def __init__(self) -> None:
+        """Starts the thread if nobody uses the loop yet."""
+        global _running
+        with _lock:
+            if _running is None:
+                _running = _Running()
+            _running.num_users += 1
+            self._running = _running
+        self.loop: asyncio.AbstractEventLoop = self._running.loop
+        self._is_ended = False
+
+    def soon(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call it in the loop. Nothing is called once the loop has closed. In any thread."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *arguments)
+
+    def end(self) -> None:
+        """Do without the loop from now on. The last user ends the thread, and waits for that unless
+        it runs in it. In any thread. Called again, it waits again."""
+        global _running
+        with _lock:
+            if not self._is_ended:
+                self._is_ended = True
+                self._running.num_users -= 1
+            is_last = self._running.num_users == 0
+            if is_last and _running is self._running:
+                _running = None
+                self._running.loop.call_soon_threadsafe(self._running.loop.stop)
+        if is_last:
+            self._running.wait()
+
+
+class _Running:
+    """The thread, and its loop."""
+
+    def __init__(self) -> None:
+        self.num_users = 0
+        self.loop = asyncio.SelectorEventLoop()
+        self._thread = threading.Thread(target=self._run, name="rollpacker-lines", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.loop.run_forever()
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        finally:
+            self.loop.close()
+
+    def wait(self) -> None:
+        """Wait for the end of the thread, unless it is this one."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()

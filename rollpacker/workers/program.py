@@ -1,0 +1,120 @@
+"""The program of a process that an owner serves (`served.py`): what is the same for all of them.
+
+    program = Program(codec(), own=EngineError)   line, signals, HELLO
+    setup = program.setup()                       what the owner wants made
+    with program.telling(ValueError):             READY, REFUSED or FAILED
+        engine = make(setup)
+        program.line.send(READY)
+
+The process ends when its line does. What it is told to make is imported later: until then it is
+light.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rollpacker.imports import silence_noise
+from rollpacker.workers.kinds import FAILED, HELLO, REFUSED
+from rollpacker.workers.line import Line, LineEnded, inherited_line
+
+if TYPE_CHECKING:
+    from rollpacker.workers.served import Codec
+
+
+def begin_quietly() -> None:
+    """A Ctrl-C is for the owner, a crash in a library says where, and libraries print no more than
+    errors."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    silence_noise()
+
+
+def answer_calls(line: Line, answer: Callable[[bytes], tuple[int, bytes]]) -> NoReturn:
+    """Answer call after call in this thread: `answer` returns kind and content of the reply.
+    Another thread reads the line, so that the process ends with it, whatever it is computing."""
+    calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def listen() -> None:
+        try:
+            while True:
+                calls.put(line.receive().payload)
+        except LineEnded:
+            os._exit(0)  # nobody is there any more; a joint call may never return
+
+    threading.Thread(target=listen, name="calls", daemon=True).start()
+    while True:
+        kind, said = answer(calls.get())
+        try:
+            line.send(kind, payload=said)
+        except LineEnded:
+            os._exit(0)
+
+
+class Program:
+    """This process, seen from inside."""
+
+    def __init__(self, codec: Codec, *, own: type[Exception] | tuple[()] = ()) -> None:
+        """Says hello. `own`: see `text_of`."""
+        begin_quietly()
+        line = inherited_line()
+        assert line is not None, "a host starts it"
+        self.line: Line = line
+        self._codec, self._own = codec, own
+        self.say(HELLO, payload=str(os.getpid()).encode())
+
+    def say(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
+        """Say something from a thread; if nobody is there any more, end."""
+        try:
+            self.line.send(kind, number, payload)
+        except LineEnded:
+            os._exit(0)
+
+    def setup(self) -> Any:
+        """What the owner says first."""
+        try:
+            return self._codec.decode(self.line.receive().payload)
+        except LineEnded:
+            sys.exit(0)
+
+    @contextlib.contextmanager
+    def telling(self, *refusals: type[Exception]) -> Iterator[None]:
+        """Tell the owner why something could not be made, and end; `refusals` are for the user to
+        mend."""
+        try:
+            yield
+        except LineEnded:
+            sys.exit(0)
+        except refusals as error:
+            self.end_with(REFUSED, str(error))
+        except Exception as error:
+            self.end_with(FAILED, f"it could not be made: {self.text_of(error)}")
+
+    def text_of(self, error: BaseException) -> str:
+        """What the owner is told of an error."""
+        return text_of(error, self._own)
+
+    def end_with(self, kind: int, text: str) -> NoReturn:
+        """End, and say why."""
+        with contextlib.suppress(LineEnded):
+            self.line.send(kind, payload=self._codec.encode(text))
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def text_of(error: BaseException, own: type[Exception] | tuple[()]) -> str:
+    """What an owner is told of an error: the words of one of the type `own`. Any other is a bug,
+    whose traceback is printed here, since it does not survive the way."""
+    if isinstance(error, own):
+        return str(error)
+    traceback.print_exception(error)
+    return repr(error)
