@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from rollpacker.algo.config import AlgorithmConfig
+from rollpacker.codec import Codec, Kind, by_field
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.pipeline_work import Link, Load, Measured, OpCost, StageCost
-from rollpacker.processes.codec import Codec, Kind
 from rollpacker.trainer.model import ModelError
 from rollpacker.trainer.outcome import StepOutcome
 from rollpacker.trainer.pipeline.overseer import Arrangement
@@ -66,7 +66,8 @@ def codec() -> Codec:
             PipelineConfig,
             AlgorithmConfig,
         ),
-        *(PromptId, SampleId, ScoreRequest, TokenScores, TrainSample, StepOutcome, StepSums),
+        *(PromptId, SampleId, ScoreRequest, TokenScores, TrainSample),
+        *(by_field(StepOutcome), by_field(StepSums)),
         *(StageTimes, Load, Arrangement, Measured, StageCost, OpCost, Link),
         *(BufferLayout, Place),
         Kind(Counter, dict, Counter),

@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
+from rollpacker.codec import absent, from_plain, to_plain
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.lengths.mean_rounds import Law, MeanRound, PromptRace, mean_round
 from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.lengths.order_plan import GRID as ORDER_GRID
 from rollpacker.core.lengths.order_plan import OrderOnly, play
-from rollpacker.core.plain import absent, from_plain, to_plain
 from rollpacker.core.tail_batching import times
 
 GRID = (1.0, 1.0625, 1.125, 1.1875, 1.25, 1.375, 1.5)
