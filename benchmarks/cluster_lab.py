@@ -19,12 +19,12 @@ from rollpacker.cluster.mailbox import SERVICE, Mailbox
 from rollpacker.cluster.runner import Runner
 from rollpacker.cluster.service import Service
 from rollpacker.cluster.store import Store
+from rollpacker.codec import to_plain
 from rollpacker.core.cluster import Cluster
 from rollpacker.core.coexecution.cheapest_work import CheapestWork
 from rollpacker.core.coexecution.iteration import Iteration
 from rollpacker.core.coexecution.job import ClusterJob
 from rollpacker.core.coexecution.nodes import Pool
-from rollpacker.core.plain import to_plain
 from rollpacker.report.log import EventLog
 from rollpacker.report.phase_times import PhaseTimes
 

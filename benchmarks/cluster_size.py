@@ -31,10 +31,10 @@ from cluster_lab import ROOT, Told, connect_to_ray, new_cluster, read, serving, 
 from machine import write_result
 
 from rollpacker.cluster.store import Store
+from rollpacker.codec import from_plain
 from rollpacker.core import cluster as core
 from rollpacker.core.coexecution.forecast import Forecast, foresee
 from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
-from rollpacker.core.plain import from_plain
 
 PACED = Path(__file__).parent / "paced_job.py"
 JOBS = {

@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from msgspec.structs import force_setattr as stamp
+
 from rollpacker.core.commands import Command, Enter, Leave, Remind
 from rollpacker.core.events import Entered, Event
 from rollpacker.core.job import Job
@@ -115,7 +117,7 @@ class Bus:
         sinks, routes = self._sinks, self._routes
         began = self.clock.now() if sinks else 0.0
         time_s = self.clock.stamp()
-        event.time_s = time_s  # type: ignore[misc]  # nobody else has seen it yet
+        stamp(event, "time_s", time_s)  # nobody else has seen it yet
         try:
             commands = self.job.handle(event)
         except AssertionError:  # a bug: leave the event that shows it in the log

@@ -28,9 +28,9 @@ def run(args: argparse.Namespace) -> int:
     """Submit, and say what comes of it. Raises `ValueError`, and then nothing was submitted."""
     from rollpacker.cli.cluster_desk import open_desk
     from rollpacker.cli.cluster_program import SUFFIX, facts_of_program, job_of_program
+    from rollpacker.codec import to_plain
     from rollpacker.config.load import config_of
     from rollpacker.core.coexecution.nodes import check_job
-    from rollpacker.core.plain import to_plain
     from rollpacker.sim.cluster_spec import ClusterSpec
 
     check_slo(args.slo)

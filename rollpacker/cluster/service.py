@@ -29,12 +29,12 @@ from rollpacker.cluster.past import Past, State
 from rollpacker.cluster.runner import NoHost, Runner
 from rollpacker.cluster.status import Status
 from rollpacker.cluster.store import Entry, Position, entry_of
+from rollpacker.codec import from_plain
 from rollpacker.core import cluster as core
 from rollpacker.core.cluster import Cluster, Command, Event
 from rollpacker.core.coexecution.job import ClusterJob
 from rollpacker.core.coexecution.nodes import Node
 from rollpacker.core.ids import PoolName
-from rollpacker.core.plain import from_plain
 
 LOOK_S = 0.1
 """So often it looks whether processes have ended."""

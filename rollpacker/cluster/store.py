@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rollpacker.cluster.local_disk import check_local
+from rollpacker.codec import from_plain, to_plain
 from rollpacker.core import cluster as core
-from rollpacker.core.plain import from_plain, to_plain
 
 FORMAT = 3
 """Written by a version that knows all events of it; a lower one is read, and becomes one."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from rollpacker.core.events import (
     SampleAborted,
     SampleFailed,
@@ -138,7 +140,7 @@ def stamped(event: Ended, handle: Handle) -> Ended:
     """With who says so. The first engine of a run is who says what nobody is named for."""
     if not (handle.number or handle.incarnation):
         return event
-    return replace(event, engine=handle.number, incarnation=handle.incarnation)
+    return structs.replace(event, engine=handle.number, incarnation=handle.incarnation)
 
 
 def with_earlier(event: Ended, held: Held) -> Ended:
@@ -148,7 +150,9 @@ def with_earlier(event: Ended, held: Held) -> Ended:
     if held.num_kept is None and not held.preemptions:
         return event
     num_kept = held.num_kept if event.num_kept is None else event.num_kept
-    return replace(event, num_kept=num_kept, preemptions=event.preemptions + held.preemptions)
+    return structs.replace(
+        event, num_kept=num_kept, preemptions=event.preemptions + held.preemptions
+    )
 
 
 def taken_along(held: Held, event: SampleAborted, response: Response | None) -> GenerationRequest:

@@ -37,11 +37,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from rollpacker.codec import from_plain, to_plain
 from rollpacker.controller.checkpoint import MANIFEST
 from rollpacker.core.events import Event, SampleAborted, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.core.messages import EVENTS
-from rollpacker.core.plain import from_plain, to_plain
 from rollpacker.rollout.engine import EngineOutput, GenerationRequest, Response
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rollpacker.codec import absent
 from rollpacker.core.commands import Act, Command
 from rollpacker.core.events import Acted
 from rollpacker.core.ids import SampleId
 from rollpacker.core.kept_rows import KeptRows
-from rollpacker.core.plain import absent
 from rollpacker.core.schedule import KindConfig, Order, Schedule
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rollpacker.codec import OMIT_DEFAULT
 from rollpacker.core.coexecution.job import ClusterJob, Phase, Times
 from rollpacker.core.coexecution.nodes import Node
-from rollpacker.core.plain import OMIT_DEFAULT
 
 # -- events ------------------------------------------------------------------------
 

@@ -1,17 +1,16 @@
 """What to do: the only output of the core. Imperative, frozen, small.
 
-Each kind has exactly one port on every bus, which the bus checks when it is connected; `@command`
-is how it knows them.
+Each kind has exactly one port on every bus, which the bus checks when it is connected; a
+subclass of `BaseCommand` is one.
 """
 
 from __future__ import annotations
 
-from dataclasses import field
 from enum import StrEnum
 
+from rollpacker.codec import Omitted
 from rollpacker.core.ids import PoolName, PromptId, SampleId
-from rollpacker.core.messages import command
-from rollpacker.core.plain import OMIT_DEFAULT
+from rollpacker.core.messages import BaseCommand
 
 
 class RoundKind(StrEnum):
@@ -32,15 +31,13 @@ NOWHERE = -1
 """Instead of an engine's number: none is there."""
 
 
-@command
-class FetchPrompts:
+class FetchPrompts(BaseCommand, frozen=True, kw_only=True):
     """Ask the dataset cursor for `count` fresh prompts; answered by `PromptsFetched`."""
 
     count: int
 
 
-@command
-class Launch:
+class Launch(BaseCommand, frozen=True, kw_only=True):
     """Start these samples. Samples of one prompt are adjacent and share their prompt's prefill."""
 
     round: int
@@ -50,22 +47,21 @@ class Launch:
     tensor_parallel: int = 1
     """Devices per engine in this round; engines of another degree are laid out anew first, where
     the core knows of them by `Resize`."""
-    speculate: bool = field(default=False, metadata=OMIT_DEFAULT)
+    speculate: Omitted[bool] = False
     """Decode speculatively in this round."""
-    carried: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    carried: Omitted[tuple[int, ...]] = ()
     """Tokens that an earlier launch of each sample's prompt left for it, aligned with `samples`;
     empty if nobody has any. The sample takes them up (`tail_batching.carry`). Of a trajectory all
     that came after its prompt, given tokens too."""
-    replaces: tuple[SampleId, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    replaces: Omitted[tuple[SampleId, ...]] = ()
     """The samples that the engine failed on and that these are launched for, aligned with
     `samples`: each draws with the noise of the one that it replaces. Empty: nobody failed."""
-    engines: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    engines: Omitted[tuple[int, ...]] = ()
     """Where each sample runs, aligned with `samples`. Empty: all on engine 0. `NOWHERE`: no engine
     is there; `Place` follows when one is."""
 
 
-@command
-class Place:
+class Place(BaseCommand, frozen=True, kw_only=True):
     """Start these samples again, from what their launch, or the `Continue` of the turn at hand,
     gave them and under their own ids: their engine was lost, or none was there to take them. Of a
     sample that was to move, nothing of the move holds any longer."""
@@ -75,8 +71,7 @@ class Place:
     """Where each runs, aligned with `samples`."""
 
 
-@command
-class Move:
+class Move(BaseCommand, frozen=True, kw_only=True):
     """Let these go on in another engine, with the tokens that they have; each is answered by
     `SampleMoved`, or by how it ended if it just had. One that was to move to another engine, and
     has not yet, goes to this one instead, which may be the one that it is in."""
@@ -86,8 +81,7 @@ class Move:
     """Where they go."""
 
 
-@command
-class Replace:
+class Replace(BaseCommand, frozen=True, kw_only=True):
     """Let a new engine take the place of a lost one, at the weights of `version`; answered by
     `EngineReady`. Said once more of one that came up with older weights: it takes these."""
 
@@ -97,8 +91,7 @@ class Replace:
     version: int
 
 
-@command
-class Resize:
+class Resize(BaseCommand, frozen=True, kw_only=True):
     """End all engines, and replacements on their way, and lay the devices out anew: engine k has
     those from k * `tensor_parallel` on, and the weights of `version`. Each is answered by
     `EngineReady`, or by `EngineLost`. Said when no engine has a sample; those of the `Launch` that
@@ -111,8 +104,7 @@ class Resize:
     version: int
 
 
-@command
-class Abort:
+class Abort(BaseCommand, frozen=True, kw_only=True):
     """Stop these samples now; each is answered by `SampleAborted` (or by a late
     `SampleGenerated`). One that waits for an engine (`NOWHERE`, or its engine was lost) has stopped
     already, without an answer; one that is to move stays, and its engine answers."""
@@ -120,8 +112,7 @@ class Abort:
     samples: tuple[SampleId, ...]
 
 
-@command
-class Act:
+class Act(BaseCommand, frozen=True, kw_only=True):
     """Give the sample's latest message to its environment; answered by `Acted`. Turn 0 has no
     message: begin the episode, whose prompt the answer is. Where environments need not be begun,
     turn 1 begins it."""
@@ -131,31 +122,28 @@ class Act:
     """Messages of the model so far."""
     timeout_s: float | None = None
     """The environment may take so many seconds for each answer. None: its own limit holds."""
-    retry: int = field(default=0, metadata=OMIT_DEFAULT)
+    retry: Omitted[int] = 0
     """How often it was said before: the episode was lost each time. It is played again from its
     start, with the same messages, up to this one."""
 
 
-@command
-class CancelAct:
+class CancelAct(BaseCommand, frozen=True, kw_only=True):
     """Nobody needs these episodes any more: end them. Those whose `Act` was not answered still are,
     by `Acted` with an answer that was there already or with cause "cancelled"."""
 
     samples: tuple[SampleId, ...]
 
 
-@command
-class Continue:
+class Continue(BaseCommand, frozen=True, kw_only=True):
     """Go on with these: what their environments gave them stands behind what they have, and the
     model's next message begins. Each is answered as one that was launched."""
 
     samples: tuple[SampleId, ...]
-    engines: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    engines: Omitted[tuple[int, ...]] = ()
     """As in `Launch`; where it can be, the engine that generated the turn before."""
 
 
-@command
-class LetGo:
+class LetGo(BaseCommand, frozen=True, kw_only=True):
     """Engines need not keep what they computed of these, which are with their environments: the
     room is for others. They are computed again when they go on. Of those of `Conclude` and
     `CancelAct` nothing is kept, unsaid."""
@@ -163,8 +151,7 @@ class LetGo:
     samples: tuple[SampleId, ...]
 
 
-@command
-class Conclude:
+class Conclude(BaseCommand, frozen=True, kw_only=True):
     """The trajectory is over: its episode can end, and what it came to is laid down as the sample's
     response. Tokens that were given after its last message are no part of it."""
 
@@ -181,8 +168,7 @@ OF_TURNS = (Act, CancelAct, Continue, LetGo, Conclude)
 """Said only where samples take turns with environments (`JobConfig.acting`)."""
 
 
-@command
-class Score:
+class Score(BaseCommand, frozen=True, kw_only=True):
     """Judge this generated sample; answered by `SampleScored`."""
 
     sample: SampleId
@@ -193,51 +179,45 @@ class Score:
     """How often it was asked for before: the machinery failed."""
 
 
-@command
-class CancelScore:
+class CancelScore(BaseCommand, frozen=True, kw_only=True):
     """Nobody needs these verdicts any more: end the checks. Each is still answered by
     `SampleScored`, with a verdict that was there already or with cause "cancelled"."""
 
     samples: tuple[SampleId, ...]
 
 
-@command
-class Defer:
+class Defer(BaseCommand, frozen=True, kw_only=True):
     """These prompts join the long queue. Whatever was generated for them in this round can be let
     go."""
 
     prompts: tuple[PromptId, ...]
 
 
-@command
-class Drop:
+class Drop(BaseCommand, frozen=True, kw_only=True):
     """This prompt will not be trained on, for this reason. Recorded, never silent."""
 
     prompt: PromptId
     reason: str
 
 
-@command
-class Release:
+class Release(BaseCommand, frozen=True, kw_only=True):
     """These devices are not needed for the rest of the round: their engines hand their requests,
     with what was generated of them, to the others, and the trainer may use them."""
 
     devices: tuple[int, ...]
 
 
-@command
-class StartGradients:
+class StartGradients(BaseCommand, frozen=True, kw_only=True):
     """Accumulate the gradients of these groups now, while the round goes on. No update: the
     groups come again in the step's `TrainOn`, which asks for the rest and applies the step."""
 
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
-    devices: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    devices: Omitted[tuple[int, ...]] = ()
     """Those that compute them: released by their engines. Empty: all that the trainer has."""
 
 
-@command
-class TrainOn:
+class TrainOn(BaseCommand, frozen=True, kw_only=True):
     """One optimizer step on these groups; answered by `Trained`.
 
     Groups are in the order in which their prompts came to the round, and the samples of a group in
@@ -257,15 +237,13 @@ class TrainOn:
     """Why that was done with none of them, if it should have been."""
 
 
-@command
-class SyncWeights:
+class SyncWeights(BaseCommand, frozen=True, kw_only=True):
     """Bring the engines to `version`; answered by `WeightsSynced`."""
 
     version: int
 
 
-@command
-class RestoreTrainer:
+class RestoreTrainer(BaseCommand, frozen=True, kw_only=True):
     """Let new processes take the place of the lost ones, with weights and optimizer as they were
     after the optimizer step that made `version`; answered by `TrainerReady`, or by `TrainerLost`.
     Nothing else is said again: of `TrainOn`, `SyncWeights` or `Commit`, what was not answered is
@@ -277,8 +255,7 @@ class RestoreTrainer:
     version: int
 
 
-@command
-class Commit:
+class Commit(BaseCommand, frozen=True, kw_only=True):
     """Make the step durable; answered by `Committed`.
 
     The job's `state()` at this moment is what a checkpoint holds: a run restored from it continues
@@ -290,14 +267,13 @@ class Commit:
     """Nothing follows, as far as is known now."""
     stopping: bool = False
     """The run was asked to end here, and quickly."""
-    checkpoint: bool = field(default=False, metadata=OMIT_DEFAULT)
+    checkpoint: Omitted[bool] = False
     """Write one, after the evaluation if that is due too."""
-    evaluate: bool = field(default=False, metadata=OMIT_DEFAULT)
+    evaluate: Omitted[bool] = False
     """Evaluate this step. One that is due when the run is asked to stop waits for its resume."""
 
 
-@command
-class Enter:
+class Enter(BaseCommand, frozen=True, kw_only=True):
     """Wait until the devices of this pool are the run's, and wake up who is parked there; answered
     by `Entered`. The rollout pool's engines then have the weights that were published last."""
 
@@ -306,24 +282,21 @@ class Enter:
     """round, step, turns, or what `PoolNeeded` says."""
 
 
-@command
-class Leave:
+class Leave(BaseCommand, frozen=True, kw_only=True):
     """Park who is on this pool's devices, and give them to others; after what was said before. Said
     of a pool that is still waited for, it ends the wait, and no `Entered` follows."""
 
     pool: PoolName
 
 
-@command
-class Remind:
+class Remind(BaseCommand, frozen=True, kw_only=True):
     """Say `Reminded` after so many seconds. The last one holds: what an earlier one asked for may
     still come, or not. Only where pools are shared."""
 
     after_s: float
 
 
-@command
-class Finish:
+class Finish(BaseCommand, frozen=True, kw_only=True):
     """The run is over; no command follows."""
 
     reason: str

@@ -8,28 +8,24 @@ the event in.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
 from typing import NamedTuple
 
+import msgspec
+
+from rollpacker.codec import Omitted
 from rollpacker.core.ids import PoolName, PromptId, SampleId
-from rollpacker.core.messages import event
-from rollpacker.core.plain import OMIT_DEFAULT
+from rollpacker.core.messages import BaseEvent
 
 
-@event
-class RunStarted:
+class RunStarted(BaseEvent, frozen=True, kw_only=True):
     """The driver is ready. The first event of a run, once; a resumed run begins with `Committed`
     instead."""
 
-    time_s: float
 
-
-@event
-class PromptsFetched:
+class PromptsFetched(BaseEvent, frozen=True, kw_only=True):
     """Answer to `FetchPrompts`. Never crosses an epoch; may be shorter than asked, then
     `epoch_ended` is true."""
 
-    time_s: float
     prompts: tuple[PromptId, ...]
     epoch_ended: bool
     """These were the last prompts of their epoch."""
@@ -37,11 +33,9 @@ class PromptsFetched:
     """No further epoch will come."""
 
 
-@event
-class SampleGenerated:
+class SampleGenerated(BaseEvent, frozen=True, kw_only=True):
     """A response is complete; in a run of several turns, a message of the model."""
 
-    time_s: float
     sample: SampleId
     num_tokens: int
     """Response tokens, the end-of-sequence token included; of this turn alone, here and in
@@ -52,110 +46,96 @@ class SampleGenerated:
     """Version of the weights that sampled every token of it."""
     preemptions: int = 0
     """How often the engine had to put it back for lack of key-value cache."""
-    num_kept: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    num_kept: Omitted[int | None] = None
     """Of the tokens carried into this launch, so many came out the same under the weights at hand.
     None: nothing was carried, or it was not looked at."""
-    num_redraws: int = field(default=0, metadata=OMIT_DEFAULT)
+    num_redraws: Omitted[int] = 0
     """How often its end was drawn anew, because it came before the place where the response had
     been cut off (`tail_batching.complement`)."""
-    num_reused: int = field(default=0, metadata=OMIT_DEFAULT)
+    num_reused: Omitted[int] = 0
     """Of the tokens before it, those that the engine had not to compute for it: it had kept them
     since an earlier turn."""
-    num_held: int = field(default=0, metadata=OMIT_DEFAULT)
+    num_held: Omitted[int] = 0
     """Tokens that it keeps now for the next turn, the prompt's among them."""
-    room: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    room: Omitted[int | None] = None
     """So many more it can keep beside the rows that run; negative: so many should go for those that
     wait, and for what comes next. None: it does not say."""
-    engine: int = field(default=0, metadata=OMIT_DEFAULT)
+    engine: Omitted[int] = 0
     """The engine that says so ..."""
-    incarnation: int = field(default=0, metadata=OMIT_DEFAULT)
+    incarnation: Omitted[int] = 0
     """... and how often that one had been replaced when it was given the sample."""
 
 
-@event
-class SampleAborted:
+class SampleAborted(BaseEvent, frozen=True, kw_only=True):
     """The engine let go of a sample after `Abort`; its slot is free."""
 
-    time_s: float
     sample: SampleId
     num_tokens: int
     """Tokens generated so far: the response would have been at least this long (a censored
     length)."""
     preemptions: int = 0
-    num_kept: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    num_kept: Omitted[int | None] = None
     """See `SampleGenerated`."""
-    num_redraws: int = field(default=0, metadata=OMIT_DEFAULT)
-    engine: int = field(default=0, metadata=OMIT_DEFAULT)
+    num_redraws: Omitted[int] = 0
+    engine: Omitted[int] = 0
     """The engine that says so ..."""
-    incarnation: int = field(default=0, metadata=OMIT_DEFAULT)
+    incarnation: Omitted[int] = 0
     """... and how often that one had been replaced when it was given the sample."""
 
 
-@event
-class SampleFailed:
+class SampleFailed(BaseEvent, frozen=True, kw_only=True):
     """The engine could not produce this sample."""
 
-    time_s: float
     sample: SampleId
     reason: str
-    engine: int = field(default=0, metadata=OMIT_DEFAULT)
+    engine: Omitted[int] = 0
     """The engine that says so ..."""
-    incarnation: int = field(default=0, metadata=OMIT_DEFAULT)
+    incarnation: Omitted[int] = 0
     """... and how often that one had been replaced when it was given the sample."""
 
 
-@event
-class SampleMoved:
+class SampleMoved(BaseEvent, frozen=True, kw_only=True):
     """Answer to `Move`: the sample goes on in another engine."""
 
-    time_s: float
     sample: SampleId
     engine: int
     """The one that has it now."""
-    incarnation: int = field(default=0, metadata=OMIT_DEFAULT)
+    incarnation: Omitted[int] = 0
     num_tokens: int = 0
     """Response tokens that it brought along; they stay as they are."""
 
 
-@event
-class EngineReady:
+class EngineReady(BaseEvent, frozen=True, kw_only=True):
     """Answer to `Replace`: the engine can take samples. At the start all are ready, unsaid."""
 
-    time_s: float
     engine: int
     incarnation: int
     version: int
     """Of its weights."""
 
 
-@event
-class EngineLost:
+class EngineLost(BaseEvent, frozen=True, kw_only=True):
     """The engine has ended, hangs, or computes what cannot be used. Whatever it still says is not
     heeded."""
 
-    time_s: float
     engine: int
     incarnation: int
     reason: str
 
 
-@event
-class TrainerLost:
+class TrainerLost(BaseEvent, frozen=True, kw_only=True):
     """A process of the trainer has ended, or can be used no more, and with it all of them. What was
     asked of them is not answered: whoever obeys it begins it again when they are back."""
 
-    time_s: float
     incarnation: int
     """How often they had been brought back."""
     reason: str
 
 
-@event
-class TrainerReady:
+class TrainerReady(BaseEvent, frozen=True, kw_only=True):
     """Answer to `RestoreTrainer`: the trainer is where it was, and goes on with what it was asked
     for."""
 
-    time_s: float
     incarnation: int
     version: int
     """Of its weights."""
@@ -173,11 +153,9 @@ class ToolCall(NamedTuple):
     """False: it was not run, or raised. The model was told so."""
 
 
-@event
-class Acted:
+class Acted(BaseEvent, frozen=True, kw_only=True):
     """Answer to `Act`: what the environment made of a turn."""
 
-    time_s: float
     sample: SampleId
     turn: int
     num_tokens: int = 0
@@ -192,20 +170,18 @@ class Acted:
     """Of a lost episode: "environment" (it raised), "deadline" (it was too slow), "infrastructure"
     (its process died: worth another try), "prompt" (the prompt that it said cannot be taken) or
     "cancelled"."""
-    calls: tuple[ToolCall, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    calls: Omitted[tuple[ToolCall, ...]] = ()
     """Of tools, in order; not those that an environment makes of a message by itself. Where the
     answer was too slow, the last one had not ended."""
 
 
-@event
-class SampleScored:
+class SampleScored(BaseEvent, frozen=True, kw_only=True):
     """The verdict on a sample. `value` None is "no verdict" and `reason` says why; it is never a
     zero."""
 
-    time_s: float
     sample: SampleId
     value: float | None
-    parts: Mapping[str, float | None] = field(default_factory=dict)
+    parts: Mapping[str, float | None] = msgspec.field(default_factory=dict)
     """Each reward function's own value."""
     reason: str = ""
     seconds: float | None = None
@@ -219,74 +195,56 @@ class SampleScored:
     slow), "infrastructure" (a worker or an endpoint failed: worth asking again) or "cancelled"."""
 
 
-@event
-class Trained:
+class Trained(BaseEvent, frozen=True, kw_only=True):
     """The optimizer step is done; `version` is the version of the new weights."""
 
-    time_s: float
     step: int
     version: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
 
 
-@event
-class WeightsSynced:
+class WeightsSynced(BaseEvent, frozen=True, kw_only=True):
     """Every engine now samples from `version`."""
 
-    time_s: float
     version: int
 
 
-@event
-class Committed:
+class Committed(BaseEvent, frozen=True, kw_only=True):
     """The step is part of the run for good (and on disk, if a checkpoint was due)."""
 
-    time_s: float
     step: int
     checkpointed: bool = False
 
 
-@event
-class StopRequested:
+class StopRequested(BaseEvent, frozen=True, kw_only=True):
     """Somebody wants the run to end after the step at hand."""
 
-    time_s: float
     reason: str = "asked to stop"
 
 
-@event
-class Entered:
+class Entered(BaseEvent, frozen=True, kw_only=True):
     """Answer to `Enter`: the pool's devices are the run's until `Leave`."""
 
-    time_s: float
     pool: PoolName
     switch_s: float = 0.0
     """Of the time since `Enter`: how long it took to wake up, with the pool at hand."""
 
 
-@event
-class PoolNeeded:
+class PoolNeeded(BaseEvent, frozen=True, kw_only=True):
     """The driver itself needs a pool, for what is no command of its own; answered by `Enter` once
     no other pool is held, and by nothing if this one is. Only where pools are shared."""
 
-    time_s: float
     pool: PoolName
     purpose: str
     """evaluation, or recovery of the trainer."""
 
 
-@event
-class PoolUnneeded:
+class PoolUnneeded(BaseEvent, frozen=True, kw_only=True):
     """That is done."""
 
-    time_s: float
 
-
-@event
-class Reminded:
+class Reminded(BaseEvent, frozen=True, kw_only=True):
     """Answer to `Remind`: the seconds are over."""
-
-    time_s: float
 
 
 Event = (

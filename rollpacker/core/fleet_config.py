@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollpacker.core.plain import OMIT_DEFAULT, absent
+from rollpacker.codec import OMIT_DEFAULT, absent
 from rollpacker.core.routing import Routing
 
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollpacker.codec import OMIT_DEFAULT, from_plain, to_plain
 from rollpacker.core.acting import ActingConfig
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.fleet import FleetConfig
 from rollpacker.core.parallelism import ParallelismConfig
-from rollpacker.core.plain import OMIT_DEFAULT, from_plain, to_plain
 from rollpacker.core.reward_schedule import RewardScheduleConfig
 from rollpacker.core.stream_plan import DeviceLayout, StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig

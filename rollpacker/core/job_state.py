@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.codec import to_plain
 from rollpacker.core.ledger import Ledger
-from rollpacker.core.plain import to_plain
 from rollpacker.core.progress import Progress
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollpacker.codec import from_plain, to_plain
 from rollpacker.core.ids import PromptId
-from rollpacker.core.plain import from_plain, to_plain
 
 
 class LedgerError(AssertionError):

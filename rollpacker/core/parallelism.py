@@ -25,8 +25,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollpacker.codec import from_plain, to_plain
 from rollpacker.core.commands import RoundKind
-from rollpacker.core.plain import from_plain, to_plain
 
 FLOOR = 0.01
 """Preemptions per launched sample that are noise."""

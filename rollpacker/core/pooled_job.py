@@ -20,8 +20,9 @@ still meanwhile: whoever learns from seconds learns from its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
+
+from msgspec.structs import replace
 
 from rollpacker.core.commands import (
     Abort,

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollpacker.codec import part_of
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.commands import Commit
-from rollpacker.core.plain import part_of
 
 MAX_EMPTY_STEPS = 3
 """So many steps in a row without anything to train on end the run."""

@@ -18,11 +18,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollpacker.codec import part_of, to_plain
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.groups import RoundPlan, Waiting
 from rollpacker.core.ids import PromptId
 from rollpacker.core.job_config import JobConfig
-from rollpacker.core.plain import part_of, to_plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

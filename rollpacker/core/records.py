@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
+from rollpacker.codec import Omitted, from_plain, to_plain
 from rollpacker.core.commands import Command
 from rollpacker.core.events import Event
 from rollpacker.core.messages import COMMANDS, EVENTS
-from rollpacker.core.plain import OMIT_DEFAULT, from_plain, to_plain
 
 POOL_SWITCH = "switch"
 """Name of a note of a run that shares its pools: a part parked. How long waking up takes, `Entered`
@@ -31,8 +32,7 @@ class LogError(ValueError):
     """A line is not an event log's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A process took the run up. The first line of a log, and again at every resume."""
 
     started_at: str
@@ -49,13 +49,12 @@ class Session:
     marks: tuple[str, ...] = ()
     """What every number of this session must be read with: "unsandboxed" if model-written code ran
     without isolation."""
-    data_ended: bool | None = field(default=None, metadata=OMIT_DEFAULT)
+    data_ended: Omitted[bool | None] = None
     """Of a resumed run: whether the data has ended now. It may have ended before and go on, since
     the run was given more epochs. None: as the checkpoint says; so in older logs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One event, the commands that the core gave in answer, and the controller's seconds for
     both."""
 
@@ -65,8 +64,7 @@ class Record:
     cost_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
+class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A span that the core does not know of; `time_s` is its end. "startup", "evaluation", and
     "gradients" of `StartGradients` commands, whose number of groups is among its metrics."""
 
@@ -74,7 +72,7 @@ class Note:
     name: str
     seconds: float
     step: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
 
 
 Entry = Session | Record | Note
@@ -91,11 +89,14 @@ class Observer(Protocol):
 def encode(entry: Entry) -> str:
     """One line of JSON, without the newline."""
     if isinstance(entry, Record):
+        event = to_plain(entry.event)
+        del event["time_s"]
         line: dict[str, Any] = {"t": round(entry.time_s, 6), "event": type(entry.event).__name__}
-        del to_plain(entry.event, line)["time_s"]
+        line.update(event)
         if entry.commands:
             line["commands"] = [
-                to_plain(command, {"command": type(command).__name__}) for command in entry.commands
+                {"command": type(command).__name__, **to_plain(command)}
+                for command in entry.commands
             ]
         line["cost_s"] = round(entry.cost_s, 7)
     else:

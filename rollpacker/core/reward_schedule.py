@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from rollpacker.core.commands import CancelScore, Command, Score
 from rollpacker.core.events import SampleScored
 from rollpacker.core.ids import SampleId
-from rollpacker.core.messages import new
 from rollpacker.core.schedule import KindConfig, Order, Schedule
 
 RewardKindConfig = KindConfig
@@ -62,9 +61,7 @@ class RewardSchedule(Schedule[SampleScored]):
 
 
 def _score(*, sample: SampleId, timeout_s: float | None, retry: int) -> Score:
-    command = new(Score)
-    Score.__init__(command, sample=sample, timeout_s=timeout_s, retry=retry)
-    return command
+    return Score(sample=sample, timeout_s=timeout_s, retry=retry)
 
 
 def _is_right(event: SampleScored) -> bool:

@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rollpacker.codec import from_plain, to_plain
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.ids import SampleId
 from rollpacker.core.lengths.bins import IntArray
-from rollpacker.core.plain import from_plain, to_plain
 
 Group = TypeVar("Group", bound=Sized)
 

@@ -14,8 +14,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from rollpacker.codec import OMIT_DEFAULT, absent
 from rollpacker.core.ids import SampleId
-from rollpacker.core.plain import OMIT_DEFAULT, absent
 
 Selection = Literal["none", "published"]
 Carry = Literal["none", "exact", "weighted"]

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from rollpacker.core.acting import Acting, Episode, Retracing
 from rollpacker.core.commands import CancelAct, Command, Conclude, Continue, LetGo, Release

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from rollpacker.codec import Codec, Kind, by_field
 from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.rewards.reward import Cause, Failed, Progress, RewardConfig, RewardInput, Scored
 from rollpacker.sandbox.sandbox import SandboxConfig
-from rollpacker.workers.codec import Codec, Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +69,9 @@ class LogLine(NamedTuple):
 @functools.cache
 def codec() -> Codec:
     return Codec(
-        *(RewardSetup, RewardConfig, AdaptiveDeadlineConfig, SandboxConfig),
-        *(Scored, Failed, Status, Judged, LogLine),
-        Kind(Cause, str, Cause),
+        *(by_field(RewardSetup), by_field(RewardConfig), AdaptiveDeadlineConfig),
+        *(SandboxConfig, by_field(Scored), by_field(Failed), Kind(Cause, str, Cause)),
+        *(Status, by_field(Judged), LogLine),
         Kind(Check, _check_to_plain, _check_from_plain),
     )
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollpacker.codec import Codec, Kind, by_field
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.rollout.engine import (
@@ -32,8 +33,7 @@ from rollpacker.rollout.engine import (
     Response,
     SamplingParams,
 )
-from rollpacker.weight_buffer import BufferLayout, Place, WeightSource
-from rollpacker.workers.codec import Codec, Kind
+from rollpacker.weight_buffer import WeightSource
 
 UPDATE_WEIGHTS, WEIGHT_PROBE = "update_weights", "weight_probe"
 OFFLOAD, RELOAD = "offload", "reload"
@@ -155,13 +155,9 @@ def floats(values: tuple[float, ...]) -> NDArray[np.floating]:
 @functools.cache
 def codec() -> Codec:
     return Codec(
-        *(EngineSetup, EngineConfig, Call, Answer, Report, EngineStatus, PackedResponse),
-        *(SampleGenerated, SampleAborted, SampleFailed),
-        *(SamplingParams, WeightSource, BufferLayout, Place),
+        *(by_field(EngineSetup), EngineConfig, Call, Report, PackedResponse),
+        *(SampleGenerated, SampleAborted, SampleFailed, SampleId, Carried, SamplingParams),
         Kind(Exchange, _exchange_to_plain, _exchange_from_plain),
-        Kind(Carried, _carried_to_plain, _carried_from_plain),
-        Kind(SampleId, str, SampleId.parse),
-        Kind(np.ndarray, _array_to_plain, _array_from_plain),
     )
 
 
@@ -214,34 +210,3 @@ def _exchange_from_plain(plain: list[Any]) -> Exchange:
         call=call,
         wait_s=wait_s,
     )
-
-
-def _carried_to_plain(carried: Carried) -> list[Any]:
-    return [
-        *(integers(carried.tokens), floats(carried.log_probs)),
-        *(carried.verify, carried.floor, carried.ceiling, carried.redraws),
-    ]
-
-
-def _carried_from_plain(plain: list[Any]) -> Carried:
-    tokens, log_probs, verify, floor, ceiling, redraws = plain
-    return Carried(
-        tokens=tuple(tokens.tolist()),
-        log_probs=tuple(log_probs.tolist()),
-        verify=verify,
-        floor=floor,
-        ceiling=ceiling,
-        redraws=redraws,
-    )
-
-
-def _array_to_plain(array: NDArray[Any]) -> list[Any]:
-    assert array.ndim == 1, "rows of numbers alone"
-    return [array.dtype.name, array.tobytes()]
-
-
-def _array_from_plain(plain: list[Any]) -> NDArray[Any]:
-    name, data = plain
-    if name not in ("int32", "int64", "float32", "float64"):
-        raise ValueError(f"an array of {name}")
-    return np.frombuffer(data, name)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from msgspec import structs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollpacker.core.events import SampleGenerated
@@ -307,7 +308,7 @@ class TorchEngine(LoopEngine):
             event = output.event
             if isinstance(event, SampleGenerated) and event.sample in keeping:
                 held = self._kept.size(event.sample)
-                output = replace(output, event=replace(event, num_held=held, room=room))
+                output = replace(output, event=structs.replace(event, num_held=held, room=room))
             told.append((sequence, output))
         return told
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from rollpacker.algo.config import AlgorithmConfig
+from rollpacker.codec import Codec, Kind, by_field
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.pipeline_work import Link, Load, Measured, OpCost, StageCost
 from rollpacker.trainer.model import ModelError
@@ -38,7 +39,6 @@ from rollpacker.trainer.trainer import (
     TrainSample,
 )
 from rollpacker.weight_buffer import BufferLayout, Place
-from rollpacker.workers.codec import Codec, Kind
 
 METHODS = (
     *("setup", "score", "accumulate", "discard", "rescale", "update", "apply", "arrange"),
@@ -66,7 +66,8 @@ def codec() -> Codec:
             PipelineConfig,
             AlgorithmConfig,
         ),
-        *(PromptId, SampleId, ScoreRequest, TokenScores, TrainSample, StepOutcome, StepSums),
+        *(PromptId, SampleId, ScoreRequest, TokenScores, TrainSample),
+        *(by_field(StepOutcome), by_field(StepSums)),
         *(StageTimes, Load, Arrangement, Measured, StageCost, OpCost, Link),
         *(BufferLayout, Place),
         Kind(Counter, dict, Counter),

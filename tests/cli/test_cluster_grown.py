@@ -13,7 +13,7 @@ from rollpacker.cli import cluster_serve
 from rollpacker.cli.cluster_desk import FACTS_FILE
 from rollpacker.cluster.mail_file import FileMailbox
 from rollpacker.cluster.mailbox import SERVICE
-from rollpacker.core.plain import to_plain
+from rollpacker.codec import to_plain
 from rollpacker.sim.cluster_spec import load_cluster
 from tests.cli.test_cluster_service import ROOT, NoRunner
 from tests.cluster_service import lab

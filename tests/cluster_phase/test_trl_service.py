@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollpacker.cluster import losses, mailbox_seat
-from rollpacker.core.plain import to_plain
+from rollpacker.codec import to_plain
 from tests.cluster_phase.test_trl_shared import ROOT, SCRIPT, begin, ended, sums
 from tests.cluster_service.lab import Desk, job, make_service
 

@@ -19,11 +19,11 @@ from rollpacker.cluster.local_runner import LocalRunner
 from rollpacker.cluster.mail_file import FileMailbox
 from rollpacker.cluster.mailbox import SERVICE
 from rollpacker.cluster.service import Service
+from rollpacker.codec import to_plain
 from rollpacker.core.cluster import Cluster
 from rollpacker.core.coexecution.cheapest_work import CheapestWork
 from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
 from rollpacker.core.coexecution.nodes import Pool
-from rollpacker.core.plain import to_plain
 from tests.cluster_service import fake_job
 
 ROOT = Path(__file__).parents[2]

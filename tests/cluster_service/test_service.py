@@ -17,11 +17,11 @@ from rollpacker.cluster.mailbox_seat import LEASE_S, START_LEASE_S
 from rollpacker.cluster.runner import Order
 from rollpacker.cluster.seat import SEAT_VARIABLE, START
 from rollpacker.cluster.service import Service
+from rollpacker.codec import to_plain
 from rollpacker.core.cluster import MAX_LOSSES, Cluster
 from rollpacker.core.coexecution.cheapest_work import CheapestWork
 from rollpacker.core.coexecution.job import ClusterJob
 from rollpacker.core.coexecution.nodes import Node
-from rollpacker.core.plain import to_plain
 from tests.cluster_service import lab
 
 Start = tuple[str, int]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from benchmarks.exactly_once import check
 from rollpacker.config.running import EvalConfig
@@ -352,7 +353,7 @@ def test_loss_weights_reach_the_trainer_and_the_samples_file(tmp_path: Path) -> 
         for index, command in enumerate(commands):
             if isinstance(command, TrainOn) and command.step == 1:
                 weights = tuple(tuple(0.5 + s.index for s in group) for group in command.groups)
-                commands[index] = replace(command, weights=weights)
+                commands[index] = structs.replace(command, weights=weights)
         return commands
 
     job.handle = handle  # type: ignore[method-assign]
@@ -534,8 +535,8 @@ def test_the_controller_does_not_import_torch() -> None:
 def test_a_replay_forgives_the_last_digits_of_loss_weights(weights: Any, same: bool) -> None:
     groups = ((_SAMPLE, _SAMPLE), (_SAMPLE,))
     recorded = TrainOn(step=1, groups=groups, weights=((1.5, 0.5), (1.0,)))
-    assert equal_commands([replace(recorded, weights=weights)], [recorded]) is same
-    assert not equal_commands([replace(recorded, step=2, weights=weights)], [recorded])
+    assert equal_commands([structs.replace(recorded, weights=weights)], [recorded]) is same
+    assert not equal_commands([structs.replace(recorded, step=2, weights=weights)], [recorded])
     assert not equal_commands([], [recorded])
     assert not equal_commands([Release(devices=())], [recorded])
 

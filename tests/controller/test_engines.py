@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from benchmarks.exactly_once import check
 from rollpacker.config.schema import RunConfig
@@ -382,7 +383,7 @@ def test_an_engine_that_lies_is_lost(tmp_path: Path, lie: str) -> None:
             if lie == "twice":
                 return [*outputs, output]
             if lie == "version":
-                return [EngineOutput(replace(output.event, version=99), output.response)]
+                return [EngineOutput(structs.replace(output.event, version=99), output.response)]
             assert output.response is not None
             return [EngineOutput(output.event, replace(output.response, log_probs=()))]
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rollpacker.config.running import EvalConfig
@@ -251,16 +252,16 @@ NEW_METRICS = ("eval/rewards/", "eval/samples", "eval/stderr/", "timing_s/testin
 def _line(entry: Record | Note | Session) -> str:
     """An entry without its times. Metrics of what takes real time are left out."""
     if isinstance(entry, Record):
-        entry = replace(
+        entry = msgspec.structs.replace(
             entry,
             time_s=0.0,
             cost_s=0.0,
-            event=replace(entry.event, time_s=0.0),
+            event=msgspec.structs.replace(entry.event, time_s=0.0),
             commands=tuple(map(_rounded, entry.commands)),
         )
     elif isinstance(entry, Note):
         of_old = {k: v for k, v in entry.metrics.items() if not k.startswith(NEW_METRICS)}
-        entry = replace(entry, time_s=0.0, seconds=0.0, metrics=of_old)
+        entry = msgspec.structs.replace(entry, time_s=0.0, seconds=0.0, metrics=of_old)
     else:
         return f"session at step {entry.step}"
     plain = json.loads(encode(entry))
@@ -274,7 +275,7 @@ def _rounded(command: Command) -> Command:
     if not isinstance(command, TrainOn) or command.weights is None:
         return command
     weights = tuple(tuple(round(w, 4) for w in group) for group in command.weights)
-    return replace(command, weights=weights)
+    return msgspec.structs.replace(command, weights=weights)
 
 
 def _checkpoint(folder: Path) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from rollpacker.config.schema import RunConfig
 from rollpacker.controller.checkpoint import newest_checkpoint
@@ -34,7 +35,7 @@ class Scarce(MortalEngine):
     def _finished(self, sample: Any, request: GenerationRequest, length: int) -> EngineOutput:
         output = super()._finished(sample, request, length)
         preemptions = 1 if self.tensor_parallel == 1 else 0
-        return replace(output, event=replace(output.event, preemptions=preemptions))
+        return replace(output, event=structs.replace(output.event, preemptions=preemptions))
 
 
 class Devices:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks.exactly_once import check
@@ -331,7 +332,7 @@ def test_an_end_comes_back_as_it_was(tmp_path: Path, at: Path) -> None:
     outputs = [output for _, output in salvage.outputs()]
     assert [output.response for output in outputs] == [response_to(other), response_to(one)]
     event, _ = generated(other)
-    assert outputs[0].event == replace(event, time_s=0.0, engine=0, incarnation=0)
+    assert outputs[0].event == msgspec.structs.replace(event, time_s=0.0, engine=0, incarnation=0)
     assert not salvage.not_stopped()
     assert launched(salvage, [one]) == [one.sample]  # once
 

@@ -7,8 +7,10 @@ or was only stopped: it says what it had to say after somebody has noticed, as a
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
+
+from msgspec.structs import replace
 
 from rollpacker.bus import Routes
 from rollpacker.core.commands import (

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from rollpacker.core.commands import (
     Abort,
@@ -384,7 +385,7 @@ def test_a_run_restored_at_any_commit_goes_on_as_if_nothing_had_been(
 def what_is_trained(commands: list[TrainOn]) -> list[TrainOn]:
     """Without how much of it was begun early: that depends on when verdicts came, and checks of
     the round before may have kept a worker busy that is free after a restart."""
-    return [replace(c, num_streamed=0, not_streamed="") for c in commands]
+    return [structs.replace(c, num_streamed=0, not_streamed="") for c in commands]
 
 
 @settings(max_examples=40, deadline=None)

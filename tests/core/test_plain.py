@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from rollpacker.codec import OMIT_DEFAULT, from_plain, part_of, to_plain
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.plain import OMIT_DEFAULT, from_plain, part_of, to_plain
 
 
 class Colour(StrEnum):

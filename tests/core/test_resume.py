@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from rollpacker.controller.replay import replay
 from rollpacker.core.commands import FetchPrompts, Finish, Launch, RoundKind, TrainOn
@@ -153,7 +154,7 @@ def test_a_log_says_that_a_run_was_given_more_epochs() -> None:
     first = Session(started_at="a", time_s=0.0, step=0, job=plain)
     assert "data_ended" not in encode(first)  # as older logs have it
     assert decode(encode(first)) == first
-    again = replace(first, step=world.job.step, data_ended=False)
+    again = structs.replace(first, step=world.job.step, data_ended=False)
     assert decode(encode(again)) == again
     committed = Record(
         time_s=0.0,

@@ -6,8 +6,10 @@ What it was asked for, and was lost before it could answer, it answers after it 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from rollpacker.core.commands import RestoreTrainer
 from rollpacker.core.events import (

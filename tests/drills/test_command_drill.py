@@ -1,6 +1,7 @@
 """A drill: a command and its event are added in three places, and nowhere else.
 
-    1. the noun      `@command` and `@event`: the log can hold them, the bus asks for a port
+    1. the noun      subclasses of `BaseCommand` and `BaseEvent`: the log can hold them, the bus
+                     asks for a port
     2. the machine   the core says the one and hears the other
     3. the port      obeys the one and brings the other
 
@@ -22,7 +23,7 @@ from rollpacker.core.commands import Command, Commit
 from rollpacker.core.events import WeightsSynced
 from rollpacker.core.job import Job
 from rollpacker.core.job_config import JobConfig
-from rollpacker.core.messages import COMMANDS, EVENTS, command, event
+from rollpacker.core.messages import COMMANDS, EVENTS, BaseCommand, BaseEvent
 from rollpacker.core.records import Record, Session
 from rollpacker.report.log import EventLog
 from rollpacker.report.summary import summarize_entries
@@ -32,18 +33,15 @@ from tests.core.world import World, commands_of, events_of
 # -- 1. the noun -----------------------------------------------------------------------
 
 
-@command
-class WarmUp:
+class WarmUp(BaseCommand, frozen=True, kw_only=True):
     """Fill the engine's caches for these weights; answered by `WarmedUp`."""
 
     version: int
 
 
-@event
-class WarmedUp:
+class WarmedUp(BaseEvent, frozen=True, kw_only=True):
     """The engine's caches are those of `version`."""
 
-    time_s: float
     version: int
 
 

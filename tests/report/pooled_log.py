@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from msgspec import structs
+
 from rollpacker.core.commands import Enter, Leave
 from rollpacker.core.events import Entered
 from rollpacker.core.job_config import JobConfig
@@ -22,7 +24,7 @@ def with_waits(entries: Sequence[Entry], wait: Callable[[int], tuple[float, floa
     job: PooledJob | None = None
     late_s, num = 0.0, 0
     for entry in entries:
-        moved = replace(entry, time_s=entry.time_s + late_s)
+        moved = structs.replace(entry, time_s=entry.time_s + late_s)
         if isinstance(moved, Session):
             config = replace(JobConfig.from_plain(moved.job), shares_pools=True)
             if job is None:
@@ -31,16 +33,16 @@ def with_waits(entries: Sequence[Entry], wait: Callable[[int], tuple[float, floa
                 restored = PooledJob.restore(config, job.state(), data_ended=moved.data_ended)
                 assert isinstance(restored, PooledJob)
                 job = restored
-            shared.append(replace(moved, job=config.to_plain()))
+            shared.append(structs.replace(moved, job=config.to_plain()))
             continue
         if not isinstance(moved, Record):
             shared.append(moved)
             continue
         assert job is not None
-        event = replace(moved.event, time_s=moved.time_s)
+        event = structs.replace(moved.event, time_s=moved.time_s)
         commands = tuple(job.handle(event))
         answered = [one for one in commands if not isinstance(one, Enter | Leave)]
-        shared.append(replace(moved, event=event, commands=commands))
+        shared.append(structs.replace(moved, event=event, commands=commands))
         while job.entering is not None:
             wait_s, switch_s = wait(num)
             num, late_s = num + 1, late_s + wait_s

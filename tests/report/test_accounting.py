@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from rollpacker.core.commands import (
     Commit,
@@ -348,10 +348,10 @@ def test_loss_weights_show_in_the_lengths():
         if not isinstance(entry, Record):
             return entry
         commands = tuple(
-            dataclasses.replace(c, weights=((0.5, 2.0),)) if isinstance(c, TrainOn) else c
+            structs.replace(c, weights=((0.5, 2.0),)) if isinstance(c, TrainOn) else c
             for c in entry.commands
         )
-        return dataclasses.replace(entry, commands=commands)
+        return structs.replace(entry, commands=commands)
 
     _, (plain,) = feed(one_step())
     _, (step,) = feed([weighted(entry) for entry in one_step()])

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.commands import RoundKind
@@ -120,7 +121,9 @@ def test_without_updates_nothing_differs_and_lengths_are_the_policys_own(tmp_pat
 def test_weighted_carrying_is_marked_in_every_row_and_table(tmp_path: Path) -> None:
     summaries, entries = run(tmp_path, replace(POOL, carry="weighted"), DriftingEngine())
     marked = [
-        replace(entry, marks=("weighted_carrying",)) if isinstance(entry, Session) else entry
+        structs.replace(entry, marks=("weighted_carrying",))
+        if isinstance(entry, Session)
+        else entry
         for entry in entries
     ]
     summary = summarize_entries(marked)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from rollpacker.core.events import SampleFailed, SampleGenerated
 from rollpacker.core.records import Entry, LogError, Record, Session, decode, encode
@@ -279,7 +279,7 @@ def drafted_log(num_rounds: int, seed: int = 0) -> list[Entry]:
     for entry in CostedRun(bent, race=True).run(num_rounds):
         if isinstance(entry, Record) and isinstance(entry.event, SampleGenerated):
             tokens = max(1, int(entry.event.num_tokens * rng.uniform(0.7, 1.0)))
-            entry = replace(entry, event=replace(entry.event, num_tokens=tokens))
+            entry = structs.replace(entry, event=structs.replace(entry.event, num_tokens=tokens))
         entries.append(entry)
     return entries
 

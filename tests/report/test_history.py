@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
+from msgspec import structs
 
 from rollpacker.core.commands import Commit, Drop, Finish, Launch, RoundKind, Score, TrainOn
 from rollpacker.core.events import (
@@ -166,7 +166,7 @@ def test_what_a_session_cuts_off_is_told_only_if_asked_for():
 
 def test_a_commit_that_another_session_answers_is_not_timed():
     entries = one_step()
-    commit = dataclasses.replace(entries[10], commands=(Commit(step=1, last=False),))
+    commit = structs.replace(entries[10], commands=(Commit(step=1, last=False),))
     session = Session(started_at="", time_s=8.0, step=1, job={})
     _, (whole,) = feed([*entries[:10], commit, entries[11]])
     _, (resumed,) = feed([*entries[:10], commit, session, entries[11]])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from rollpacker.config.load import load_config, save_config
 from rollpacker.config.schema import RunConfig
@@ -91,7 +91,7 @@ def test_the_last_step_of_a_run_is_like_no_other(tmp_path: Path) -> None:
         for number, one in enumerate(entries)
         if isinstance(one, Record) and any(c == Commit(step=5, last=False) for c in one.commands)
     )
-    entries[at] = replace(last, commands=(Commit(step=5, last=True),))
+    entries[at] = structs.replace(last, commands=(Commit(step=5, last=True),))
     ended = read_profile(run_folder(tmp_path / "ended", entries))
     going_on = read_profile(run_folder(tmp_path / "going_on", costed(5)))
     assert [one.kind for one in ended.rounds] == ["plain"]

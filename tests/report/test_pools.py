@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from rollpacker.controller.replay import replay
 from rollpacker.core.commands import Enter, Leave
@@ -160,7 +160,7 @@ def test_waits_for_an_evaluation_in_a_commit_are_no_commit(alone: list[Entry]) -
             note = Note(time_s=begin_s + 71.0, name="evaluation", seconds=10.0, step=1)
             shared += [note, _told(begin_s + 71.0, Leave(pool="rollout"))]
             late_s += 71.0
-        shared.append(replace(entry, time_s=entry.time_s + late_s))
+        shared.append(structs.replace(entry, time_s=entry.time_s + late_s))
     before, after = fit_run(alone).commit, fit_run(shared).commit
     assert max(flat(vars_of(before))) == pytest.approx(5.0)
     assert flat(vars_of(after)) == pytest.approx(flat(vars_of(before)), abs=1e-6)
@@ -175,7 +175,7 @@ def _with_slow_commits(entries: list[Entry]) -> list[Entry]:
     late_s, found = 0.0, []
     for entry in entries:
         late_s += 5.0 * (isinstance(entry, Record) and isinstance(entry.event, Committed))
-        found.append(replace(entry, time_s=entry.time_s + late_s))
+        found.append(structs.replace(entry, time_s=entry.time_s + late_s))
     return found
 
 
@@ -188,7 +188,7 @@ def test_the_log_replays(alone: list[Entry]) -> None:
     shared = [decode(encode(entry)) for entry in with_waits(alone, Waits())]
     assert replay(shared).difference is None
     changed = [
-        replace(e, commands=tuple(c for c in e.commands if not isinstance(c, Leave)))
+        structs.replace(e, commands=tuple(c for c in e.commands if not isinstance(c, Leave)))
         if isinstance(e, Record)
         else e
         for e in shared

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
+from msgspec import structs
 from transformers import PreTrainedModel
 
 from rollpacker.core.events import SampleFailed, SampleGenerated
@@ -136,7 +136,7 @@ def check_alike(
             num_other += 1
             continue
         own = {"preemptions": one.event.preemptions, "version": one.event.version}
-        assert one.event == replace(other.event, **own)
+        assert one.event == structs.replace(other.event, **own)
         assert (mine.finish_reason, mine.redraws) == (theirs.finish_reason, theirs.redraws)
         assert mine.log_probs == pytest.approx(theirs.log_probs, abs=1e-3)
     assert num_other <= ties

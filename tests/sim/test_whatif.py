@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from rollpacker.config.document import ConfigError
 from rollpacker.config.load import load_config, save_config
@@ -117,7 +118,7 @@ def simulated_run(
     """A run on this machine, with its log."""
     config = model.with_overrides(settings)
     entries = [Session(started_at="", time_s=0.0, step=0, job=config.job().to_plain(), slots=None)]
-    entries[0] = replace(entries[0], slots=config.rollout.max_slots)
+    entries[0] = structs.replace(entries[0], slots=config.rollout.max_slots)
     machine = Machine(
         latency=model.latency(),
         gpus=config.rollout.engines,

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-from rollpacker.workers.codec import Codec
+from rollpacker.codec import Codec
 from rollpacker.workers.kinds import ANSWER, CALL, FAILED, READY
 from rollpacker.workers.line import LineEnded
 from rollpacker.workers.program import Program

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rollpacker.codec import Codec
 from rollpacker.workers.child import Child, state
-from rollpacker.workers.codec import Codec
 from rollpacker.workers.line import Line, LineEnded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -19,7 +19,7 @@ HELLO, CALL, RESULT = range(3)
 CODEC = Codec()
 PROGRAM = """
 import os, sys, time
-from rollpacker.workers.codec import Codec
+from rollpacker.codec import Codec
 from rollpacker.workers.line import Line, LineEnded
 line, codec = Line.inherited(int(sys.argv[1])), Codec()
 if "mute" in sys.argv:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from rollpacker.codec import Codec
 from rollpacker.workers.child import state
-from rollpacker.workers.codec import Codec
 from rollpacker.workers.host import ThisHost
 from rollpacker.workers.kinds import CANCEL
 from rollpacker.workers.loop import LoopUse

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from rollpacker.core.plain import OMIT_DEFAULT
+from rollpacker.codec import OMIT_DEFAULT
 
 Phase = Literal["rollout", "train"]
 

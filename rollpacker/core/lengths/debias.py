@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rollpacker.codec import to_plain
 from rollpacker.core.ids import PromptId
 from rollpacker.core.lengths.bins import FloatArray
 from rollpacker.core.lengths.weights import density_weights, effective_sample_size, moment_weights
 from rollpacker.core.lengths.window import LengthWindow
-from rollpacker.core.plain import to_plain
 from rollpacker.core.portable import total_of
 
 WEIGHTS = {"density": density_weights, "moments": moment_weights}

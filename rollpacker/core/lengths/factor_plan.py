@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
+from rollpacker.codec import absent, from_plain, to_plain
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.lengths.bins import FloatArray
 from rollpacker.core.lengths.mean_rounds import Law, MeanRound, PromptRace, mean_round
 from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.lengths.order_plan import GRID as ORDER_GRID
 from rollpacker.core.lengths.order_plan import OrderOnly, play
-from rollpacker.core.plain import absent, from_plain, to_plain
 from rollpacker.core.portable import mean, total, total_of
 from rollpacker.core.tail_batching import times
 

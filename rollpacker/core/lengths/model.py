@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from rollpacker.codec import from_plain, to_plain
 from rollpacker.core.lengths.bins import (
     FloatArray,
     IntArray,
@@ -18,7 +19,6 @@ from rollpacker.core.lengths.bins import (
     normal_scores,
     share_between,
 )
-from rollpacker.core.plain import from_plain, to_plain
 from rollpacker.core.portable import dot, mixed, total_of
 
 TINY = 1e-300

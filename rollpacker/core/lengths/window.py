@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rollpacker.codec import from_plain, to_plain
 from rollpacker.core.ids import PromptId
 from rollpacker.core.lengths.bins import FloatArray, IntArray, bin_starts, bins_of, check_lengths
 from rollpacker.core.lengths.counts import PromptLengths
 from rollpacker.core.lengths.fit import choose_length_model
 from rollpacker.core.lengths.model import LengthModel
-from rollpacker.core.plain import from_plain, to_plain
 
 MAX_PROMPTS_PER_STEP = 192
 """Of a step that starts more, so many are watched, evenly spread: the fit gets no better and the

@@ -12,7 +12,6 @@ from rollpacker.bus import Routes
 from rollpacker.core.commands import CancelScore, Score
 from rollpacker.core.events import Event, SampleScored
 from rollpacker.core.ids import SampleId
-from rollpacker.core.messages import new
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.responses import Responses
@@ -65,9 +64,7 @@ class Rewards:
         timeout_s, timed_out = command.timeout_s, False
         if timeout_s is not None and seconds >= timeout_s:
             seconds, value, timed_out = timeout_s, 0.0, True
-        scored = new(SampleScored)
-        SampleScored.__init__(
-            scored,
+        scored = SampleScored(
             time_s=0.0,
             sample=sample,
             value=value,

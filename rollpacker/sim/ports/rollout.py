@@ -29,7 +29,6 @@ from rollpacker.core.events import (
     SampleGenerated,
     SampleMoved,
 )
-from rollpacker.core.messages import new
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.engine import TokenClockEngine
 from rollpacker.sim.machine import Machine
@@ -266,9 +265,7 @@ class Rollout:
         if self._turns is not None:
             is_cut_off = self._turns.end(key, Home(lane.number, self._incarnations[lane.number]))
             length -= self._turns.start(key)
-        generated = new(SampleGenerated)
-        SampleGenerated.__init__(
-            generated,
+        return SampleGenerated(
             time_s=0.0,
             sample=responses.samples[key],
             num_tokens=length,
@@ -280,7 +277,6 @@ class Rollout:
             engine=lane.number,
             incarnation=self._incarnations[lane.number],
         )
-        return generated
 
     def _abort(self, command: Abort) -> None:
         now, keys = self._clock.time_s, self._responses.keys

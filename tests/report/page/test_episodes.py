@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec import structs
 
 from rollpacker.core.events import Acted, SampleScored, ToolCall
 from rollpacker.core.records import Entry, Record
@@ -19,7 +20,7 @@ def test_tools_have_a_table_and_their_names_are_text(tmp_path: Path) -> None:
         if isinstance(entry, Record) and isinstance(entry.event, SampleScored):
             calls = (ToolCall("search", 0.25, is_well=True), ToolCall(HOSTILE, None, is_well=False))
             answer = Acted(time_s=0.0, sample=entry.event.sample, turn=2, seconds=0.5, calls=calls)
-            entries.append(replace(entry, event=answer, commands=()))
+            entries.append(structs.replace(entry, event=answer, commands=()))
         entries.append(entry)
     folder = tmp_path / "run"
     folder.mkdir()
