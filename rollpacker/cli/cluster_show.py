@@ -139,12 +139,9 @@ HEAD = ("job", "owner", "state", "now", "nodes", "steps", "slowdown")
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines; no cell breaks one, whatever is in it."""
-    rows = [["".join(c if c.isprintable() else "\ufffd" for c in cell) for cell in r] for r in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    from rollpacker.report.table import lines
+
+    return lines(rows, numbers=False, rule=False, gap=2)
 
 
 def jobs_table(status: Status) -> list[str]:

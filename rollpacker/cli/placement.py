@@ -354,13 +354,11 @@ def table_without(config: RunConfig, host: Host, kind: DeviceKind) -> list[str]:
 
 def _rows(rows: Sequence[tuple[str, str, tuple[str, ...], str]]) -> list[str]:
     """Columns under their heads."""
+    from rollpacker.report.table import lines
+
     cells = [("device", "host", "roles", "memory of each")]
     cells += [(numbers, host, ", ".join(units) or "-", m) for numbers, host, units, m in rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(3)]
-    return [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
-        for row in cells
-    ]
+    return lines(cells, numbers=False, rule=False, gap=2)
 
 
 def _numbers(first: int, last: int) -> str:

@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace) -> int:
 
     from rollpacker.cli import output
     from rollpacker.cli.errors import naming
-    from rollpacker.cli.plan_text import explain, table, trust
+    from rollpacker.cli.plan_text import explain, ranking, trust
     from rollpacker.config.load import save_config
     from rollpacker.config.schema import RunConfig
     from rollpacker.sim import plan as planning
@@ -123,7 +123,7 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps(_to_plain(args.target, found, real), allow_nan=False))
     else:
         corrected = config.tail_batching.debias != "none"
-        console.print(table(found, real))
+        console.print(ranking(found, real))
         outside = _outside(args, config, model, found, best)
         off = [] if real is None else trust(found, real)
         for line in [*explain(found, corrected=corrected), *off, outside]:

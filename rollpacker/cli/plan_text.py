@@ -41,13 +41,11 @@ def trust(plan: Plan, real: AsMeasured) -> list[str]:
     return [told + (f", and the {gain:.1%} above are smaller." if small else ".")]
 
 
-def table(plan: Plan, real: AsMeasured | None = None) -> Table:
-    from rich.table import Table
+def ranking(plan: Plan, real: AsMeasured | None = None) -> Table:
+    from rollpacker.report.table import table
 
-    made = Table(box=None, pad_edge=False, header_style="dim")
-    made.add_column("setting", overflow="fold")
-    for name in COLUMNS if plan.prices is None else SHARED_COLUMNS:
-        made.add_column(name, justify="right", no_wrap=True)
+    columns = COLUMNS if plan.prices is None else SHARED_COLUMNS
+    made = table("setting", *columns, expand=False, dense=True)
     if real is not None:
         made.add_row("measured", *_measured_cells(real.measured, plan))
     rows = [("current", plan.current)]

@@ -337,7 +337,7 @@ def _machine_text(scenario: Scenario) -> str:
 def _print_meaning(text: str) -> None:
     import textwrap
 
-    from rollpacker.sim.table import MAX_WIDTH
+    from rollpacker.report.table import MAX_WIDTH
 
     print(f"\n{textwrap.fill(text, MAX_WIDTH)}")
 

@@ -14,13 +14,7 @@ DeviceKind = Literal["cpu", "cuda"]
 
 
 class PlacementError(ValueError):
-    """Roles and devices do not go together. The message names what is short, and the nearest
-    setting that fits."""
-
-    def __init__(self, message: str, nearest: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.nearest: Mapping[str, str] = nearest or {}
-        """Keys and their values with which it fits, as overrides; empty if none were found."""
+    """Roles and devices do not go together. The message names what is short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.report.summary import LAST_STEPS
+from rollpacker.report.table import MAX_WIDTH, cell, table, table_of
 from rollpacker.report.time_book import CAUSES
 from rollpacker.report.writing import clock, printable
 
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-MAX_WIDTH = 100
-"""Of the table, in a terminal that is wider."""
 MANY_LOST = 0.02
 """Share of the responses without a verdict from which it is said once more, below the tables."""
 _NUM_REASONS = 5
@@ -79,25 +78,8 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     return Constrain(Group(*parts), MAX_WIDTH)
 
 
-def _table(*columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", expand=True
-    )
-    for number, column in enumerate(columns):
-        table.add_column(
-            column,
-            justify="right" if number else "left",
-            no_wrap=number > 0,
-            ratio=None if number else 1,
-        )
-    return table
-
-
 def _result_table(summary: Mapping[str, Any]) -> Table:
-    table = _table("learning", "before", "after", "change")
+    made = table("learning", "before", "after", "change")
     evaluations = summary["evaluations"]
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
@@ -105,15 +87,15 @@ def _result_table(summary: Mapping[str, Any]) -> Table:
         for name, key in rows:
             change = _change(first.get(key), last.get(key))[2] if len(evaluations) > 1 else ""
             after = _with_error(last, key) if len(evaluations) > 1 else ""
-            table.add_row(name, _with_error(first, key), after, change)
+            made.add_row(name, _with_error(first, key), after, change)
         if any(one.get("eval/no_verdict") for one in (first, last)):
             after = _without_verdict(last) if len(evaluations) > 1 else ""
-            table.add_row("held out, without a verdict", _without_verdict(first), after, "")
+            made.add_row("held out, without a verdict", _without_verdict(first), after, "")
     reward = summary["training_reward"]
     if reward["first"] is not None:
         name = f"training reward (first, last {LAST_STEPS} {reward['kind'] or ''} rounds)"
-        table.add_row(name, *_change(reward["first"], reward["last"]))
-    return table
+        made.add_row(name, *_change(reward["first"], reward["last"]))
+    return made
 
 
 def _without_verdict(metrics: Mapping[str, float]) -> str:
@@ -135,130 +117,130 @@ def _lost(samples: Mapping[str, Any]) -> str | None:
 
 
 def _rounds_table(summary: Mapping[str, Any]) -> Table:
-    table = _table("rounds", "steps", "step s", "rollout s", "median tokens", "longest")
-    for kind, of_kind in summary["steps"]["by_kind"].items():
-        table.add_row(
-            kind,
-            str(of_kind["steps"]),
-            _number(of_kind["mean_step_s"]),
-            _number(of_kind["mean_rollout_s"]),
-            _number(of_kind["median_tokens"], 0),
-            _number(of_kind["longest_tokens"], 0),
-        )
-    if len(summary["steps"]["by_kind"]) > 1:
-        steps = summary["steps"]
-        means = _number(steps["mean_step_s"]), _number(steps["mean_rollout_s"])
-        table.add_row("all", str(steps["total"]), *means, "", "", style="bold")
-    return table
+    steps = summary["steps"]
+    columns: dict[str, tuple[str, int | str]] = {
+        "steps": ("steps", 0),
+        "step s": ("mean_step_s", 3),
+        "rollout s": ("mean_rollout_s", 3),
+        "median tokens": ("median_tokens", 0),
+        "longest": ("longest_tokens", 0),
+    }
+    made = table_of("rounds", steps["by_kind"], columns)
+    if len(steps["by_kind"]) > 1:
+        means = cell(steps["mean_step_s"]), cell(steps["mean_rollout_s"])
+        made.add_row("all", str(steps["total"]), *means, "", "", style="bold")
+    return made
 
 
 def _seconds_table(summary: Mapping[str, Any]) -> Table:
-    table = _table("where the seconds went", "s", "%")
+    made = table("where the seconds went", "s", "%")
     wall = summary["wall_s"] or 1.0
     for cause, seconds in summary["seconds"].items():
         name = f"{cause.replace('_', ' '):<12} [dim]{CAUSES[cause]}[/]"
-        table.add_row(name, f"{seconds:.2f}", f"{100 * seconds / wall:.1f}")
+        made.add_row(name, f"{seconds:.2f}", f"{100 * seconds / wall:.1f}")
     total = sum(summary["seconds"].values())
     name = f"sum (wall time {summary['wall_s']:.2f} s)"
-    table.add_row(name, f"{total:.2f}", f"{100 * total / wall:.1f}", style="bold")
-    return table
+    made.add_row(name, f"{total:.2f}", f"{100 * total / wall:.1f}", style="bold")
+    return made
 
 
 def _counts_table(summary: Mapping[str, Any]) -> Table:
     from rich.text import Text
 
-    table = _table("tokens, lengths, prompts", "")
     tokens, lengths, prompts = summary["tokens"], summary["lengths"], summary["prompts"]
-    table.add_row("tokens generated", f"{tokens['generated']:,}")
-    table.add_row("tokens trained on", f"{tokens['trained']:,}")
-    table.add_row("generated per trained", _number(tokens["generated_per_trained"], 2))
-    table.add_row("mean trained length, 50 steps", _number(lengths["trained_mean"], 1))
-    table.add_row("the policy's own, estimated", _number(lengths["policy_mean"], 1))
+    rows: list[tuple[str, str]] = [
+        ("tokens generated", cell(tokens["generated"], 0)),
+        ("tokens trained on", cell(tokens["trained"], 0)),
+        ("generated per trained", cell(tokens["generated_per_trained"], 2)),
+        ("mean trained length, 50 steps", cell(lengths["trained_mean"], 1)),
+        ("the policy's own, estimated", cell(lengths["policy_mean"], 1)),
+    ]
     if lengths["shift"] is not None:
-        table.add_row("length shift of training", f"{100 * lengths['shift']:+.0f} %")
-        share = f"{100 * lengths['tail_trained_share']:.0f} %"
-        table.add_row("trained on, of its longest 5 %", share)
+        rows.append(("length shift of training", f"{100 * lengths['shift']:+.0f} %"))
+        rows.append(("trained on, of its longest 5 %", cell(lengths["tail_trained_share"], "%")))
     if lengths["weighted_mean"] is not None:
-        table.add_row("mean trained length, weighted", _number(lengths["weighted_mean"], 1))
-        size = f"{100 * lengths['effective_sample_size']:.0f} %"
-        table.add_row("effective sample size of the weights", size)
+        rows.append(("mean trained length, weighted", cell(lengths["weighted_mean"], 1)))
+        size = cell(lengths["effective_sample_size"], "%")
+        rows.append(("effective sample size of the weights", size))
     if summary["carrying"]:
-        _add_carrying(table, summary["carrying"])
+        rows += _carrying(summary["carrying"])
     streaming = summary["streaming"]
     if streaming["samples"] or streaming["steps_without"]:
         begun = f"{streaming['samples']:,} in {streaming['steps']:,} steps"
-        table.add_row("samples whose gradient was asked for early", begun)
+        rows.append(("samples whose gradient was asked for early", begun))
         if streaming["steps_without"]:
-            table.add_row("steps without", _reasons(streaming["steps_without"]))
-    table.add_row("prompts trained on", f"{prompts['trained']:,}")
-    table.add_row("prompts deferred", f"{prompts['deferred']:,}")
+            rows.append(("steps without", _reasons(streaming["steps_without"])))
+    rows.append(("prompts trained on", cell(prompts["trained"], 0)))
+    rows.append(("prompts deferred", cell(prompts["deferred"], 0)))
     if prompts["long_queue"]:
-        table.add_row("prompts that still wait", f"{prompts['long_queue']:,}")
-    table.add_row("prompts dropped", _reasons(prompts["dropped"]))
+        rows.append(("prompts that still wait", cell(prompts["long_queue"], 0)))
+    rows.append(("prompts dropped", _reasons(prompts["dropped"])))
     for said in prompts.get("dropped_after", {}).values():
-        table.add_row("the first of them after", Text(_short(printable(said))))
-    table.add_row("samples without a verdict", _reasons(summary["samples"]["no_verdict"]))
-    if summary["samples"]["failed"]:
-        table.add_row(
-            "samples that engine or environment failed on", f"{summary['samples']['failed']:,}"
-        )
-    return table
+        rows.append(("the first of them after", _short(printable(said))))
+    rows.append(("samples without a verdict", _reasons(summary["samples"]["no_verdict"])))
+    if failed := summary["samples"]["failed"]:
+        rows.append(("samples that engine or environment failed on", cell(failed, 0)))
+    made = table("tokens, lengths, prompts", "")
+    for name, value in rows:
+        made.add_row(name, Text(value))
+    return made
 
 
-def _add_carrying(table: Table, carrying: Mapping[str, Any]) -> None:
-    table.add_row("tokens carried into a later launch", f"{carrying['tokens']:,}")
+def _carrying(carrying: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "tokens carried into a later launch", cell(carrying["tokens"], 0)
     if carrying["kept_ratio"] is not None:
-        table.add_row("kept, of those looked at", f"{100 * carrying['kept_ratio']:.1f} %")
-        by_age = carrying["mismatch_per_token_by_age"]
-        lines = [f"{rate:.1e} (age {age})" for age, rate in list(by_age.items())[:_NUM_REASONS]]
-        table.add_row("came out differently, per token", "\n".join(lines))
+        yield "kept, of those looked at", f"{100 * carrying['kept_ratio']:.1f} %"
+        by_age = list(carrying["mismatch_per_token_by_age"].items())[:_NUM_REASONS]
+        rates = "\n".join(f"{rate:.1e} (age {age})" for age, rate in by_age)
+        yield "came out differently, per token", rates
     if carrying["redraws"]:
-        table.add_row("early ends drawn once more", f"{carrying['redraws']:,}")
-    table.add_row("oldest carried tokens, in updates", f"{carrying['largest_age']:,}")
+        yield "early ends drawn once more", cell(carrying["redraws"], 0)
+    yield "oldest carried tokens, in updates", cell(carrying["largest_age"], 0)
     if carrying.get("importance_ess") is not None:
         size = f"{100 * carrying['importance_ess']:.1f} %"
-        table.add_row("effective sample size of importance ratios", size)
+        yield "effective sample size of importance ratios", size
         outside = f"{100 * carrying['importance_outside']:.2f} %"
-        table.add_row("tokens whose importance ratio was clipped", outside)
+        yield "tokens whose importance ratio was clipped", outside
 
 
 def _episode_tables(episodes: Mapping[str, Any]) -> list[RenderableType]:
     """Trajectories: their turns, who took the time, how they ended, and what was lost."""
-    from rich.markup import escape
     from rich.text import Text
 
-    table = _table("trajectories", "")
-    table.add_row("whole ones", f"{episodes['trajectories']:,}")
-    turns = f"{_number(episodes['mean_turns'], 1)} (most {episodes['most_turns']:,})"
-    table.add_row("turns of one", turns)
-    table.add_row("policy seconds of one", _number(episodes["mean_policy_s"]))
-    table.add_row("environment seconds of one", _number(episodes["mean_environment_s"]))
-    table.add_row("ended by", _reasons(episodes["ended"]))
+    made = table("trajectories", "")
+    made.add_row("whole ones", cell(episodes["trajectories"], 0))
+    turns = f"{cell(episodes['mean_turns'], 1)} (most {episodes['most_turns']:,})"
+    made.add_row("turns of one", turns)
+    made.add_row("policy seconds of one", cell(episodes["mean_policy_s"]))
+    made.add_row("environment seconds of one", cell(episodes["mean_environment_s"]))
+    made.add_row("ended by", Text(_reasons(episodes["ended"])))
     for one in episodes["lost"]:
         what = _LOST_BY.get(one["cause"], one["cause"])
-        first = escape(_short(printable(one["first"])))
-        table.add_row(f"lost answers, {escape(what)}", f"{one['count']:,} (first: {first})")
-    sources = _table("environments", "answers", "mean s", "longest", "waited s", "lost")
-    for name, one in episodes["sources"].items():
-        sources.add_row(
-            Text(printable(name)),
-            f"{one['answers']:,}",
-            _number(one["mean_s"]),
-            _number(one["longest_s"]),
-            _number(one["mean_waited_s"]),
-            f"{sum(one['lost'].values()):,}",
-        )
-    tools = _table("tools", "calls", "failed", "hung", "mean s", "p99 s", "longest")
-    for name, one in episodes["tools"].items():
-        tools.add_row(
-            Text(printable(name) or "(there is no such tool)"),
-            f"{one['calls']:,}",
-            f"{one['failed']:,}",
-            f"{one['hung']:,}",
-            _number(one["mean_s"]),
-            _number(one["p99_s"]),
-            _number(one["longest_s"]),
-        )
+        first = _short(printable(one["first"]))
+        made.add_row(Text(f"lost answers, {what}"), Text(f"{one['count']:,} (first: {first})"))
+    sources = table_of(
+        "environments",
+        episodes["sources"],
+        {
+            "answers": ("answers", 0),
+            "mean s": ("mean_s", 3),
+            "longest": ("longest_s", 3),
+            "waited s": ("mean_waited_s", 3),
+            "lost": ("lost", 0),
+        },
+    )
+    tools = table_of(
+        "tools",
+        {name or "(there is no such tool)": one for name, one in episodes["tools"].items()},
+        {
+            "calls": ("calls", 0),
+            "failed": ("failed", 0),
+            "hung": ("hung", 0),
+            "mean s": ("mean_s", 3),
+            "p99 s": ("p99_s", 3),
+            "longest": ("longest_s", 3),
+        },
+    )
     slowest = [one for one in episodes["slowest"] if one["seconds"] >= _TELLING_S][:3]
     lines = [
         f"slowest {one['seconds']:9.3f} s  {printable(one['sample'])}, turn {one['turn']}"
@@ -267,22 +249,18 @@ def _episode_tables(episodes: Mapping[str, Any]) -> list[RenderableType]:
         for one in slowest
     ]
     told = Text("\n".join(lines) + "\n", "dim")
-    return [table, sources, *([tools] if tools.row_count else []), *([told] if lines else [])]
+    return [made, sources, *([tools] if tools.row_count else []), *([told] if lines else [])]
 
 
 def _engines_table(engines: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("engines", "samples", "tokens", "busy", "lost", "away s")
-    for one in engines:
-        busy = one["busy_share"]
-        table.add_row(
-            f"engine {one['engine']}",
-            f"{one['samples']:,}",
-            f"{one['tokens']:,}",
-            "-" if busy is None else f"{100 * busy:.0f} %",
-            f"{one['losses']:,}",
-            _number(one["mean_away_s"], 1),
-        )
-    return table
+    columns: dict[str, tuple[str, int | str]] = {
+        "samples": ("samples", 0),
+        "tokens": ("tokens", 0),
+        "busy": ("busy_share", "%"),
+        "lost": ("losses", 0),
+        "away s": ("mean_away_s", 1),
+    }
+    return table_of("engines", {f"engine {one['engine']}": one for one in engines}, columns)
 
 
 def _trainer_line(trainer: Mapping[str, Any]) -> str:
@@ -292,30 +270,32 @@ def _trainer_line(trainer: Mapping[str, Any]) -> str:
 
 
 def _switches_table(switches: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("devices of an engine", "before step", "seconds")
+    made = table("devices of an engine", "before step", "seconds")
     for one in switches:
-        degree = one["tensor_parallel"]
-        table.add_row(f"{degree} each", f"{one['before_step']:,}", _number(one["seconds"], 1))
-    return table
+        degree = f"{one['tensor_parallel']} each"
+        made.add_row(degree, cell(one["before_step"], 0), cell(one["seconds"], 1))
+    return made
 
 
 def _pipeline_tables(pipeline: Mapping[str, Any]) -> list[RenderableType]:
     from rich.text import Text
 
-    stages = _table("pipeline stages", "layers", "busy", "busy s", "waiting s", "live tokens")
-    for one in pipeline["stages"]:
-        busy = one["busy_ratio"]
-        stages.add_row(
-            f"stage {one['stage']}{_since(one)}",
-            f"{one['layers']:,}",
-            "-" if busy is None else f"{100 * busy:.0f} %",
-            _number(one["busy_s"], 2),
-            _number(one["waiting_s"], 2),
-            f"{one['live_tokens']:,}",
-        )
-    links = _table(f"links ({pipeline['links_used']})", "ms a message")
-    for one in pipeline["links"]:
-        links.add_row(f"{_link(one['link'])}{_since(one)}", _ms(one["message_s"]))
+    stages = table_of(
+        "pipeline stages",
+        {f"stage {one['stage']}{_since(one)}": one for one in pipeline["stages"]},
+        {
+            "layers": ("layers", 0),
+            "busy": ("busy_ratio", "%"),
+            "busy s": ("busy_s", 2),
+            "waiting s": ("waiting_s", 2),
+            "live tokens": ("live_tokens", 0),
+        },
+    )
+    links = table_of(
+        f"links ({pipeline['links_used']})",
+        {f"{_link(one['link'])}{_since(one)}": one for one in pipeline["links"]},
+        {"ms a message": ("message_s", "ms")},
+    )
     lines = [_pipeline_line(event) for event in pipeline["events"][-_NUM_EVENTS:]]
     return [stages, links, *([Text("\n".join(lines), "dim")] if lines else [])]
 
@@ -327,12 +307,12 @@ def _pipeline_line(event: Mapping[str, Any]) -> str:
         return f"before step {event['step']}: {event['links']} links, {why}"
     if event["event"] == "layout":
         layers = ", ".join(map(str, event["layers"]))
-        took = f"which took {_number(event['seconds'], 1)} s"
+        took = f"which took {cell(event['seconds'], 1)} s"
         return f"before step {event['step']}: another layout, {layers} layers, {took}"
     state = "slow" if event["event"] == "slow" else "well again"
     if "stage" in event:
         return f"step {event['step']}: stage {event['stage']} was {state}"
-    took = f"{_ms(event['message_s'])} ms a message, usually {_ms(event['usual_s'])}"
+    took = f"{cell(event['message_s'], 'ms')} ms a message, usually {cell(event['usual_s'], 'ms')}"
     return f"step {event['step']}: {_link(event['link'])} was {state} ({took})"
 
 
@@ -341,11 +321,7 @@ def _link(number: int) -> str:
 
 
 def _since(one: Mapping[str, Any]) -> str:
-    return "" if one["slow_since"] is None else f" [yellow]slow since step {one['slow_since']}[/]"
-
-
-def _ms(seconds: float | None) -> str:
-    return _number(None if seconds is None else 1e3 * seconds, 1)
+    return "" if one["slow_since"] is None else f" slow since step {one['slow_since']}"
 
 
 def _is_telling(kind: Mapping[str, Any]) -> bool:
@@ -358,64 +334,57 @@ def _checks_table(kinds: Mapping[str, Mapping[str, Any]]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    table = _table("checks", "count", "mean s", "longest", "queued s", "limit", "out", "failed")
-    for name, kind in kinds.items():
-        table.add_row(
-            Text(printable(name)),
-            f"{kind['checks']:,}",
-            _number(kind["mean_s"]),
-            _number(kind["longest_s"]),
-            _number(kind["mean_queue_s"]),
-            _number(kind["deadline_s"], 2),
-            f"{kind['timed_out']:,}",
-            f"{sum(kind['failed'].values()):,}",
-        )
+    made = table_of(
+        "checks",
+        kinds,
+        {
+            "count": ("checks", 0),
+            "mean s": ("mean_s", 3),
+            "longest": ("longest_s", 3),
+            "queued s": ("mean_queue_s", 3),
+            "limit": ("deadline_s", 2),
+            "out": ("timed_out", 0),
+            "failed": ("failed", 0),
+        },
+    )
     slowest = sorted(
         (one for kind in kinds.values() for one in kind["slowest"]),
         key=lambda one: -one["seconds"],
     )
     lines = [f"slowest {one['seconds']:9.3f} s  {printable(one['sample'])}" for one in slowest[:3]]
-    return Group(table, Text("\n".join(lines) + "\n", style="dim", overflow="fold"))
+    return Group(made, Text("\n".join(lines) + "\n", style="dim", overflow="fold"))
 
 
 def _paths_table(paths: Mapping[str, str]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
+    made = Table(box=None, show_header=False, pad_edge=False)
+    made.add_column(style="bold")
+    made.add_column(overflow="fold")
     for name, path in paths.items():
-        table.add_row(name, Text(printable(path)))
-    return table
+        made.add_row(name, Text(printable(path)))
+    return made
 
 
 def _change(before: float | None, after: float | None) -> tuple[str, str, str]:
     if before is None or after is None:
-        return _number(before), _number(after), ""
-    return _number(before), _number(after), f"{after - before:+.3f}"
+        return cell(before), cell(after), ""
+    return cell(before), cell(after), f"{after - before:+.3f}"
 
 
 def _with_error(metrics: Mapping[str, float], key: str) -> str:
     """A metric of an evaluation, and its standard error where that is known."""
     error = metrics.get(key.replace("eval/", "eval/stderr/"))
-    return _number(metrics.get(key)) + ("" if error is None else f" ± {error:.3f}")
-
-
-def _number(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
+    return cell(metrics.get(key)) + ("" if error is None else f" ± {error:.3f}")
 
 
 def _reasons(counts: Mapping[str, int]) -> str:
-    """As markup, in which a reason is text."""
-    from rich.markup import escape
-
+    """The most frequent reasons and how often each was given, a line each."""
     if not counts:
         return "0"
     most = sorted(counts.items(), key=lambda item: -item[1])
-    lines = [
-        f"{num:,} ({escape(_short(printable(reason)))})" for reason, num in most[:_NUM_REASONS]
-    ]
+    lines = [f"{num:,} ({_short(printable(reason))})" for reason, num in most[:_NUM_REASONS]]
     if len(most) > _NUM_REASONS:
         lines.append(f"{sum(num for _, num in most[_NUM_REASONS:]):,} (other reasons)")
     return "\n".join(lines)

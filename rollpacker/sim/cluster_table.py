@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
+from rollpacker.report.table import MAX_WIDTH, lines
 from rollpacker.sim.cluster_policies import POLICIES
 from rollpacker.sim.cluster_result import PolicyResult
-from rollpacker.sim.table import MAX_WIDTH, aligned
 
 Results = Mapping[str, PolicyResult]
 """By policy; the first is what the others are compared with."""
@@ -28,7 +28,7 @@ def render(results: Results) -> str:
     for name, one in results.items():
         for pool, peak in one.peak_devices.items():
             pools.append([name, pool, f"{peak:,}", f"{one.busy[pool]:.0%}"])
-    return f"{aligned(rows)}\n\n{aligned(pools)}"
+    return "\n".join([*lines(rows), "", *lines(pools)])
 
 
 def explain(results: Results) -> str:

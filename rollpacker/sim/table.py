@@ -4,9 +4,10 @@ mean."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from rollpacker.core.commands import RoundKind
+from rollpacker.report.table import lines
 from rollpacker.report.turn_book import ENVIRONMENT
 from rollpacker.sim.pipeline_table import pipeline_tables
 from rollpacker.sim.result import (
@@ -28,7 +29,6 @@ STAGES = {
 }
 """The stages of a step in their order, with their fields of `StepResult`."""
 ORACLE = "oracle"
-MAX_WIDTH = 100
 MIN_FASTER = 0.02
 """Steps, or tokens per second, closer together than this are called the same."""
 MANY_TIMES = 2.0
@@ -58,7 +58,7 @@ def render(
         *([_idle_table(results)] if idle else []),
         *pipeline_tables(results),
     ]
-    return "\n\n".join(map(aligned, tables))
+    return "\n\n".join("\n".join(lines(rows)) for rows in tables)
 
 
 def _seconds_table(results: Results, reference: str, last_stage: str) -> list[list[str]]:
@@ -136,20 +136,6 @@ def _idle_table(results: Results) -> list[list[str]]:
         shares = [_over(seconds, result.device_seconds) for seconds in (*idle, sum(idle))]
         rows.append([name, *(_percent(share, 1) for share in shares)])
     return rows
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, the others to the right, a rule below the first row."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    gap = "   " if sum(widths) + 3 * (len(widths) - 1) <= MAX_WIDTH else " "
-    lines = [
-        gap.join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 # -- in words ----------------------------------------------------------------------

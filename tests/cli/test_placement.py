@@ -98,22 +98,18 @@ def test_a_gpu_that_is_not_there_is_said(command: Command, two_cores: None) -> N
     assert "there is no CUDA device on this host" in told
 
 
-def test_what_is_short_is_one_message_and_what_it_names_is_taken(
-    command: Command, two_cores: None
-) -> None:
+def test_what_is_short_is_one_message(command: Command, two_cores: None) -> None:
     lines = {"rollout": {"devices": 2}, "train": {"devices": 1}}
     for option in ((), ("--dry-run",)):
         told = command.refused(*option, placement=lines)
-        assert "at least 3 devices, and there are 2 on this host. The nearest that fits: " in told
-    changes = told.rpartition(": ")[2].split()
-    assert changes == ["placement.rollout.devices=1"]
-    assert command("train", command.config(placement=lines), *changes, "--dry-run") == 0
+        assert "at least 3 devices, and there are 2 on this host" in told
 
 
 def test_a_memory_that_is_too_small_is_short(command: Command, two_cores: None) -> None:
     lines = {"rollout": {"devices": 1, "memory_gib": 6}, "train": {"devices": 1, "memory_gib": 5}}
     told = command.refused("--dry-run", placement=lines)
-    assert "rollout takes 6.0 GiB on each core; train takes 5.0 GiB on each core: more than" in told
+    assert "train asks for 1 device, 1 replica, and this host has 8.0 GiB" in told
+    assert "(rollout takes 6.0 GiB on each core; train takes 5.0 GiB on each core)" in told
 
 
 def test_keys_that_do_not_agree_and_turns_on_other_devices(
@@ -225,22 +221,15 @@ def test_a_larger_replica_takes_less_of_each_device(shape: Path) -> None:
     assert need.stays > 7e9 * 12 / 4  # a quarter of the weights and both moments, in float32
 
 
-def test_a_model_too_large_for_its_devices_names_a_degree_that_fits(shape: Path) -> None:
+def test_a_model_too_large_for_its_devices_names_the_device_and_what_it_takes(shape: Path) -> None:
     config = config_with(
         *ON_GPUS, folder=shape, rollout={"devices": 4}, train={"devices": 8, "per_replica": 1}
     )
     with pytest.raises(
-        PlacementError, match=r"train takes .* GiB on each device, .* while it works"
-    ) as error:
+        PlacementError,
+        match=r"device \d+ on node0 has 80.0 GiB, .*train takes .* GiB on each device, .* while",
+    ):
         plan_of(config, CLUSTER)
-    [(key, value)] = error.value.nearest.items()
-    assert key == "placement.train.per_replica"
-    lines = config.placement
-    assert lines is not None
-    fits = replace(
-        config, placement=replace(lines, train=replace(lines.train, per_replica=int(value)))
-    )
-    assert len(plan_of(fits, CLUSTER).of("train")) == 8 // int(value)
 
 
 def test_a_process_takes_what_the_estimate_of_the_run_says(shape: Path) -> None:

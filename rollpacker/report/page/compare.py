@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.report.page.seeds import SeedGroup
+from rollpacker.report.table import table, text
 from rollpacker.report.writing import clock, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
-    from rich.text import Text
 
 MAX_RUNS = 8
 """As many as a page has colours for."""
@@ -50,7 +50,7 @@ def render_comparison(
         parts += _tables("settings that differ", runs, rows, width, least_key=_MAX_KEY)
         if len(differing) > _MAX_SETTINGS:
             more = len(differing) - _MAX_SETTINGS
-            parts.append(_text(f"... and {more} more settings that differ, in the page"))
+            parts.append(text(f"... and {more} more settings that differ, in the page"))
     return Group(*parts)
 
 
@@ -179,29 +179,13 @@ def _shares(wanted: Sequence[int], room: int) -> list[int]:
 
 def _table(title: str, heads: Sequence[str], rows: Rows, key: int, widths: Sequence[int]) -> Table:
     """Texts in columns of these widths."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, _GAP - 1, 0, 0),
-        header_style="bold",
-    )
-    table.add_column(_text(title), overflow="fold", width=key)
-    for head, width in zip(heads, widths, strict=True):
-        table.add_column(_text(head), justify="right", overflow="fold", width=width)
+    made = table(title, *heads, expand=False)
+    made.show_edge = False  # a line is as long as its columns
+    for column, width in zip(made.columns, (key, *widths), strict=True):
+        column.width, column.no_wrap = width, False
     for name, cells in rows:
-        table.add_row(_text(name), *map(_text, cells), style="bold" if name == "all" else None)
-    return table
-
-
-def _text(text: str) -> Text:
-    """Neither markup nor an escape of the terminal, whatever a run was called."""
-    from rich.text import Text
-
-    return Text(printable(text))
+        made.add_row(text(name), *map(text, cells), style="bold" if name == "all" else None)
+    return made
 
 
 def _cut(value: str) -> str:
