@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def cluster(config: RunConfig) -> list[Finding]:
     """Token, hosts, their versions and their memory; whether what the config asks for fits. Joins
     the cluster for that, or where there is none starts one of this machine, and leaves it again."""
-    from rollpacker.cli.hosts import join_cluster
+    from rollpacker.cli.cluster_facts import join_cluster
 
     try:
         joined = join_cluster()
@@ -65,7 +65,7 @@ def _ports(facts: Mapping[str, HostFacts]) -> Finding:
 
 
 def _placement(config: RunConfig, cluster: Cluster, facts: Mapping[str, HostFacts]) -> Finding:
-    from rollpacker.cli.hosts import rooms_of
+    from rollpacker.cli.cluster_facts import rooms_of
     from rollpacker.cli.placement import plan_of
 
     try:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rollpacker.config.check import Checker, field_types
+from rollpacker.config.check import Checker
 from rollpacker.config.document import ConfigError, parse_document, read_text
+from rollpacker.config.fields import field_types
 from rollpacker.config.load import load_config
 from rollpacker.core.routing import Routing
 from rollpacker.core.stream_plan import StreamConfig

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from tests.structure.layers import circles, row_of
-from tests.structure.source import Definition, Function, Module, Package
+from tests.structure.source import Definition, Function, Package
 
 MAX_FUNCTION_LINES = 60
 MIN_MODULE_LINES = 60
