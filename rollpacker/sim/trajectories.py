@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ class Turn(NamedTuple):
     """With it the episode is."""
 
 
-AtRank = Callable[[Mapping[float, float], SampleId, int, int], NDArray[np.float64]]
+AtRank = Callable[[Mapping[float, float], SampleId, int, int], NDArray[np.floating[Any]]]
 """`Workload.at_rank`."""
 Message = Callable[[SampleId, int], int]
 """`Workload.message`."""
