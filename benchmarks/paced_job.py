@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rollpacker.cli.seats import RunSeat
-from rollpacker.cluster.seat import open_seat
+from rollpacker.cluster.open_seat import open_seat
 from rollpacker.config.running import CheckpointConfig, EvalConfig
 from rollpacker.core.cadence import Cadence
 from rollpacker.core.ids import SampleId

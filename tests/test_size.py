@@ -1,82 +1,134 @@
-"""Files, functions and classes stay small enough to be read in one go.
+"""Functions can be read in one go, and code is cut where it falls apart by itself.
 
-What is larger says why in a comment `# size: ...` on the line above it (a file: among its first
-lines).
-"""
+The rules are in `tests/structure/limits.py`. What breaks one and is known to stands in
+`tests/structure/known_offenders.txt`, which may only shrink."""
 
-from __future__ import annotations
-
-import ast
-from collections.abc import Iterator
-from pathlib import Path
+from collections import Counter
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "rollpacker"
-FILES = sorted(PACKAGE.rglob("*.py"))
-
-MAX_FILE_LINES = 450
-MAX_FUNCTION_LINES = 60
-MAX_ATTRIBUTES = 16
+from tests.structure import limits
+from tests.structure.offenders import FILE, RULES, differences, known
+from tests.structure.source import Package, rollpacker
 
 
-def too_large(source: str) -> Iterator[str]:
-    lines = source.splitlines()
-    if len(lines) > MAX_FILE_LINES and not any(line.startswith("# size: ") for line in lines[:25]):
-        yield f"{len(lines)} lines"
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            length = node.end_lineno - node.lineno + 1
-            if length > MAX_FUNCTION_LINES and not _has_reason(node, lines):
-                yield f"{node.name}: {length} lines"
-        elif isinstance(node, ast.ClassDef):
-            number = len(attributes(node))
-            if number > MAX_ATTRIBUTES and not _has_reason(node, lines):
-                yield f"{node.name}: {number} attributes"
+@pytest.mark.parametrize("rule", RULES)
+def test_no_code_breaks_a_rule_but_what_is_known_to(rule: str) -> None:
+    assert "\n".join(differences(rule, rollpacker(), known(rule))) == ""
 
 
-def _has_reason(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, lines: list[str]):
-    """The comment stands above the decorators, if there are some."""
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    above = first - 2
-    while above >= 0 and lines[above].lstrip().startswith("#"):
-        if lines[above].lstrip().startswith("# size: "):
-            return True
-        above -= 1
-    return False
+def test_each_known_offender_names_a_rule() -> None:
+    lines = [line for line in FILE.read_text().splitlines() if line and line[0] != "#"]
+    assert [line for line in lines if line.partition(": ")[0] not in RULES] == []
 
 
-def attributes(node: ast.ClassDef) -> set[str]:
-    """Annotated fields, constants of the class aside, and what is assigned to `self`."""
-    fields = {
-        statement.target.id
-        for statement in node.body
-        if isinstance(statement, ast.AnnAssign)
-        and isinstance(statement.target, ast.Name)
-        and not ast.unparse(statement.annotation).startswith("ClassVar")
-    }
-    stored = {
-        inner.attr
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.Attribute)
-        and isinstance(inner.ctx, ast.Store)
-        and isinstance(inner.value, ast.Name)
-        and inner.value.id == "self"
-    }
-    return fields | stored
+def test_rooms_keep_their_budgets() -> None:
+    assert "\n".join(limits.over_budget(rollpacker(), limits.BUDGETS)) == ""
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_it_can_be_read_in_one_go(path: Path) -> None:
-    assert list(too_large(path.read_text())) == []
+def package(source: str, **others: str) -> Package:
+    """A package of `a.py` with this source, and of other files by name."""
+    texts = {"a": source, **others}
+    return Package.of_texts({f"rollpacker/{name}.py": text for name, text in texts.items()})
 
 
-def test_the_check_finds_what_it_should() -> None:
-    long = "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES
-    wide = "class C:\n" + "".join(f"    a{n}: int\n" for n in range(MAX_ATTRIBUTES + 1))
-    assert list(too_large(long)) == [f"f: {MAX_FUNCTION_LINES + 1} lines"]
-    assert list(too_large(wide)) == [f"C: {MAX_ATTRIBUTES + 1} attributes"]
-    assert list(too_large("x = 1\n" * (MAX_FILE_LINES + 1))) == [f"{MAX_FILE_LINES + 1} lines"]
-    for source in (long, wide):
-        assert list(too_large("# size: one row for each of them\n" + source)) == []
+def test_the_list_refuses_new_offenders_and_mended_ones() -> None:
+    bad = package("f(*(a, b))\n")
+    line = "rollpacker/a.py at module level"
+    rule = "starred-literal-in-call"
+    assert differences(rule, bad, Counter([line])) == []
+    assert differences(rule, bad, Counter()) == [f"new: {line}"]
+    (mended,) = differences(rule, package(""), Counter([line]))
+    assert mended.startswith("mended") and mended.endswith(line)
+
+
+def test_long_functions_are_found() -> None:
+    long = "class C:\n    def f():\n" + "        pass\n" * 60
+    assert list(limits.long_functions(package(long))) == ["rollpacker/a.py C.f"]
+    assert list(limits.long_functions(package(long.removesuffix("        pass\n")))) == []
+    reason = long.replace("    def", "    # size: one row for each of them\n    @cache\n    def")
+    assert list(limits.long_functions(package(reason))) == []
+
+
+def test_starred_literals_in_calls_are_found() -> None:
+    for call in ("f(*(a, b), c)", "f(c, *[a, b])", "f(g(*(a, *b)))"):
+        source = f"def here():\n    return {call}\n"
+        assert list(limits.starred_literals(package(source))) == ["rollpacker/a.py here"]
+    for right in ("f(*a)", "x = (*(a, b), c)", "f((a, b))", "f(*g(a))"):
+        assert list(limits.starred_literals(package(right + "\n"))) == []
+
+
+def test_bases_of_one_subclass_are_found() -> None:
+    pair = "class A: ...\nclass B(A): ...\nb = B()\n"
+    assert list(limits.lone_bases(package(pair))) == ["rollpacker/a.py A"]
+    assert list(limits.lone_bases(package(pair + "a = A()\n"))) == []
+    assert list(limits.lone_bases(package(pair + "a = A.of(1)\n"))) == []
+    assert list(limits.lone_bases(package(pair), ["module.A(1)"])) == []
+    assert list(limits.lone_bases(package(pair + "class C(A): ...\n"))) == []
+    elsewhere = "from rollpacker.a import A\nclass C(A): ...\n"
+    assert list(limits.lone_bases(package(pair, b=elsewhere))) == []
+    assert list(limits.lone_bases(package(pair.replace("A:", "A(Protocol):")))) == []
+
+
+def test_small_modules_of_one_importer_are_found() -> None:
+    taker = "from rollpacker.a import x\n"
+    found = limits.lone_modules(package("x = 1\n", b=taker), ())
+    assert list(found) == ["rollpacker/a.py imported by rollpacker.b"]
+    for right in (
+        limits.lone_modules(package("x = 1\n" * 60, b=taker), ()),
+        limits.lone_modules(package("x = 1\n", b=taker, c=taker), ()),
+        limits.lone_modules(package("x = 1\n", b=taker), ("a",)),
+        limits.lone_modules(package("x = 1\n"), ()),
+        limits.lone_modules(package(taker, **{"algo/x": "", "b": "import rollpacker.algo.x"}), ()),
+    ):
+        assert list(right) == []
+
+
+SPLIT = """
+class C:
+    def __init__(self): self.x = self.y = self.z = 1
+    def a(self): return self.x
+    def b(self): self.x += 1
+    def c(self): return self.y
+"""
+
+
+def test_classes_in_two_parts_are_found() -> None:
+    assert list(limits.split_classes(package(SPLIT))) == ["rollpacker/a.py C 2+1"]
+    for tie in (
+        "return self.x + self.y",
+        "return self.a() + self.c()",
+        "return f(self)",
+    ):
+        assert list(limits.split_classes(package(SPLIT + f"    def d(self): {tie}\n"))) == []
+    for right in (
+        SPLIT.replace("self.y", "self.x"),
+        SPLIT.replace("return self.y", "return 1"),
+        SPLIT.replace("C:", "C(Protocol):"),
+        SPLIT.replace("C:", "C(torch.nn.Module):"),
+        "@dataclass\nclass C:\n    x: int\n    y: int\n"
+        "    def a(self): return self.x\n    def c(self): return self.y\n",
+    ):
+        assert list(limits.split_classes(package(right))) == []
+
+
+def test_a_base_ties_the_methods_of_its_subclass() -> None:
+    base = "class B:\n    def d(self): return self.x, self.y\n"
+    assert list(limits.split_classes(package(base + SPLIT.replace("C:", "C(B):")))) == []
+    base = "class B:\n    def d(self): return self.z\n"
+    found = limits.split_classes(package(base + SPLIT.replace("C:", "C(B):")))
+    assert list(found) == ["rollpacker/a.py C 2+1+1"]
+
+
+def test_rooms_over_their_budget_are_found() -> None:
+    texts = {"rollpacker/core/job.py": "x\n" * 10, "rollpacker/core/__init__.py": "y\n"}
+    texts |= {"rollpacker/bus.py": "z\n", "rollpacker/core/lengths/fit.py": "x\n" * 5}
+    made_up = Package.of_texts(texts)
+    assert list(limits.over_budget(made_up, {"": 1, "core": 16})) == []
+    assert list(limits.over_budget(made_up, {"": 1, "core": 15})) == [
+        "rollpacker/core has 16 lines, over its budget of 15"
+    ]
+    assert list(limits.over_budget(made_up, {"": 1, "core": 11, "core.lengths": 5})) == []
+    assert list(limits.over_budget(made_up, {"": 1})) == [
+        "rollpacker/core has 16 lines and no budget"
+    ]

@@ -4,6 +4,7 @@ by `rollpacker.cluster.phase`."""
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -17,7 +18,6 @@ SUFFIX = ".py"
 
 def job_of_program(args: argparse.Namespace, owner: str) -> ClusterJob:
     """As the options say. Raises `ValueError`."""
-    from rollpacker.cli.cluster_submit import seconds_of
     from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
 
     path = Path(args.config)
@@ -92,3 +92,16 @@ def _devices(text: str | None) -> tuple[int, int]:
             "8,8"
         ) from None
     return rollout, train
+
+
+def seconds_of(text: str) -> tuple[float, float]:
+    """Of a rollout and of a training. Raises `ValueError`."""
+    try:
+        rollout_s, train_s = map(float, text.split(","))
+        if not all(math.isfinite(one) and one > 0 for one in (rollout_s, train_s)):
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"--phases {text}: give mean seconds of a rollout and of a training, such as 12.5,8"
+        ) from None
+    return rollout_s, train_s

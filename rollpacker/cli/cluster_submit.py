@@ -247,6 +247,7 @@ def _of_phases(
 ) -> ClusterJob:
     """What a profile would measure of sizes is taken from the model's: three numbers of 4 bytes a
     parameter in the trainer, one of its own width in an engine."""
+    from rollpacker.cli.cluster_program import seconds_of
     from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
     from rollpacker.report.job_profile import devices_of, needs_of, steps_of
     from rollpacker.trainer.estimate import estimate
@@ -263,16 +264,3 @@ def _of_phases(
     )
     rounds = (RoundTimes(rollout_s=(rollout_s,), train_s=(train_s,)),)
     return ClusterJob(**needs, **own, rounds=rounds, steps=steps_of(config, None, config.name))
-
-
-def seconds_of(text: str) -> tuple[float, float]:
-    """Of a rollout and of a training. Raises `ValueError`."""
-    try:
-        rollout_s, train_s = map(float, text.split(","))
-        if not all(math.isfinite(one) and one > 0 for one in (rollout_s, train_s)):
-            raise ValueError
-    except ValueError:
-        raise ValueError(
-            f"--phases {text}: give mean seconds of a rollout and of a training, such as 12.5,8"
-        ) from None
-    return rollout_s, train_s

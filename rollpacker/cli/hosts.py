@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
-    from rollpacker.core.roles import Host as Room
     from rollpacker.core.roles import Placement
     from rollpacker.remote.facts import HostFacts
     from rollpacker.remote.ray_agents import Cluster
@@ -119,6 +118,7 @@ def open_hosts(config: RunConfig) -> tuple[RunConfig, Hosts]:
     Raises `ValueError` for hosts that cannot be reached, differ or have too little, with one
     message.
     """
+    from rollpacker.cli.cluster_facts import facts_of, join_cluster, rooms_of
     from rollpacker.cli.placement import on_nodes, on_this_host, placed, plan_of
 
     if config.runtime == "local":
@@ -141,56 +141,6 @@ def nodes_of(environ: Mapping[str, str]) -> dict[str, list[str]]:
     from rollpacker.remote.warden import HOSTS
 
     return {role: environ[name].split(",") for role, name in HOSTS.items() if name in environ}
-
-
-def rooms() -> list[Room]:
-    """What the hosts of the cluster have. Raises `ValueError`."""
-    cluster = join_cluster()
-    try:
-        return rooms_of(cluster, facts_of(cluster))
-    finally:
-        cluster.close()
-
-
-def join_cluster() -> Cluster:
-    """The ray cluster that RAY_ADDRESS names, or this machine is of. Raises `ValueError`."""
-    from rollpacker.imports import require
-
-    require("ray", extra="ray", what="runtime=ray")
-    from rollpacker.remote.token import demand_token
-
-    demand_token()
-    from rollpacker.remote.ray_agents import join
-
-    return join()
-
-
-def facts_of(cluster: Cluster) -> dict[str, HostFacts]:
-    """Of every host, by address, this one's first. Raises `ValueError` if they differ in what must
-    be the same."""
-    from rollpacker.remote.facts import differences
-
-    facts = {address: cluster.facts(address) for address in cluster.nodes}
-    if differs := differences(facts):
-        raise ValueError("; ".join(differs))
-    return facts
-
-
-def rooms_of(cluster: Cluster, facts: Mapping[str, HostFacts]) -> list[Room]:
-    """What placement asks of hosts: on a CPU as many devices as ray has cores of each."""
-    from rollpacker.core.roles import Host
-
-    return [
-        Host(
-            name=address,
-            cores=cluster.nodes[address].num_cpus,
-            memory_bytes=one.memory_bytes,
-            gpu_bytes=one.gpu_bytes[: cluster.nodes[address].num_gpus],
-            address=address,
-            shm_bytes=one.shm_bytes,
-        )
-        for address, one in facts.items()
-    ]
 
 
 def _on_cluster(

@@ -64,7 +64,7 @@ def _shm_bytes() -> int | None:
 def hosts_of(config: RunConfig) -> list[Host]:
     """Those that the run has. Raises `ValueError`."""
     if config.runtime == "ray":
-        from rollpacker.cli.hosts import rooms
+        from rollpacker.cli.cluster_facts import rooms
 
         return rooms()
     return [this_host(device_kind(config))]

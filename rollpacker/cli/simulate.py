@@ -223,8 +223,8 @@ def _names(text: str, own: Scenario) -> list[str]:
 
 def _named(own: Scenario, name: str) -> Scenario:
     """The scenario with the system, or with the order of stages, of this name."""
-    from rollpacker.sim.pipeline_spec import PIPELINES, with_pipeline
-    from rollpacker.sim.scenario import with_system
+    from rollpacker.sim.pipeline_spec import PIPELINES
+    from rollpacker.sim.scenario import with_pipeline, with_system
 
     return with_pipeline(own, name) if name in PIPELINES else with_system(own, name)
 
@@ -290,6 +290,7 @@ def _outside(args: argparse.Namespace, own: Scenario, results: Mapping[str, Syst
 
 def _run_what_if(args: argparse.Namespace, picture: Path | None) -> int:
     from rollpacker.report.log import events_path
+    from rollpacker.sim.fitted_range import outside_of_run
     from rollpacker.sim.table import explain_what_if, render
     from rollpacker.sim.whatif import what_if
 
@@ -309,7 +310,7 @@ def _run_what_if(args: argparse.Namespace, picture: Path | None) -> int:
         # Idle time is left out: of a real run empty slots are known, here empty engines.
         print(render(results, reference=SIMULATED, idle=False, last_stage="sync, commit"))
         _print_meaning(explain_what_if(results))
-        _print_meaning(found.outside)
+        _print_meaning(outside_of_run(found.model, found.config, found.predicted))
     _draw(results, picture, _run_name(args.from_run), reference=SIMULATED, told=not args.json)
     return 0
 

@@ -263,7 +263,8 @@ def cluster(config: RunConfig) -> list[Finding]:
     """Hosts, their versions and memory, and whether what the config asks for fits. Joins the
     cluster for that, or where there is none starts one of this machine, and leaves it again. Raises
     `ValueError` if it cannot be joined or a host does not answer."""
-    from rollpacker.cli.hosts import SHM_BYTES, join_cluster, rooms_of
+    from rollpacker.cli.cluster_facts import join_cluster, rooms_of
+    from rollpacker.cli.hosts import SHM_BYTES
     from rollpacker.cli.placement import plan_of
     from rollpacker.remote.facts import differences
 

@@ -36,7 +36,7 @@ class Mailbox(Protocol):
 
     @property
     def address(self) -> str:
-        """By which other processes open it: `open_mailbox` of its module (`seat.MAILBOXES`)."""
+        """By this other processes open it: `open_mailbox` of its module in `MAILBOXES`."""
         ...
 
     @property

@@ -30,7 +30,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, get_args
 
-from rollpacker.cluster.seat import SEAT_VARIABLE, Iteration, LeaseLost, Seat, open_seat
+from rollpacker.cluster.open_seat import open_seat
+from rollpacker.cluster.seat import SEAT_VARIABLE, Iteration, LeaseLost, Seat
 from rollpacker.core.ids import PoolName
 from rollpacker.warn_once import WarnOnce
 from rollpacker.workers.loopback import gloo_on_loopback

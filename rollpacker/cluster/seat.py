@@ -10,9 +10,8 @@ a process that is stopped or dead loses it. `lost` says so; then nothing may be 
 
 from __future__ import annotations
 
-import importlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 from rollpacker.core.coexecution.iteration import Iteration as Iteration
@@ -73,33 +72,6 @@ class Alone:
         pass
 
 
-MAILBOXES = {"file": "rollpacker.cluster.mail_file", "ray": "rollpacker.remote.ray_mail"}
-"""Modules that know mailboxes by address (`open_mailbox`), by its begin. They are loaded by name
-when a seat needs one: what is behind ray is no part of this package."""
-
-
 def seat_variable(address: str, job: str, incarnation: int) -> str:
     """The value of `SEAT_VARIABLE` for one start of a job, whose mailbox has this address."""
     return f"{address}#{job}#{incarnation}"
-
-
-def open_seat(environ: Mapping[str, str]) -> Seat | None:
-    """The seat that the environment names; None: the job runs by itself. Raises `ValueError` for
-    what names none, and `OSError` where it cannot be reached."""
-    where = environ.get(SEAT_VARIABLE)
-    if where is None:
-        return None
-    if where == "alone":
-        return Alone()
-    address, _, incarnation = where.rpartition("#")
-    address, _, job = address.rpartition("#")
-    scheme = address.partition(":")[0]
-    if not (job and incarnation.isdecimal() and scheme in MAILBOXES):
-        raise ValueError(
-            f"{SEAT_VARIABLE}={where}: no such seat; it is set by `rollpacker cluster`. Unset it "
-            "to run alone"
-        )
-    from rollpacker.cluster.mailbox_seat import MailboxSeat
-
-    mailbox = importlib.import_module(MAILBOXES[scheme]).open_mailbox(address)
-    return MailboxSeat(mailbox, job, int(incarnation))

@@ -11,14 +11,20 @@ import functools
 import math
 import re
 import types
-import typing
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rollpacker.config.document import Path_, dotted, nearest
 from rollpacker.config.earlier import GONE
+from rollpacker.config.fields import (
+    field_types,
+    item_kind,
+    item_schema,
+    members,
+    nested_schema,
+)
 from rollpacker.config.synonyms import (
     TRL,
     Synonym,
@@ -35,35 +41,8 @@ _DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
 @functools.cache
-def field_types(schema: type) -> dict[str, Any]:
-    """The resolved type of every field of a dataclass."""
-    return typing.get_type_hints(schema)
-
-
-@functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
-
-
-def members(kind: Any) -> tuple[Any, ...]:
-    """The alternatives of a union; a tuple of one for anything else."""
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-
-
-def nested_schema(kind: Any) -> type | None:
-    """The dataclass that a value of this type is made into, if it is one."""
-    return next((m for m in members(kind) if dataclasses.is_dataclass(m)), None)  # type: ignore[return-value]
-
-
-def item_schema(kind: Any) -> type | None:
-    """The dataclass of the items, where the type is `tuple[SomeDataclass, ...]`."""
-    item = _item_kind(kind)
-    return None if item is None else nested_schema(item)
-
-
-def _item_kind(kind: Any) -> Any:
-    """The type of a list's items; None for what is no list."""
-    return next((get_args(m)[0] for m in members(kind) if get_origin(m) is tuple), None)
 
 
 def allowed(kind: Any) -> str:
@@ -158,7 +137,7 @@ class Checker:
                 problem = f"is {_show(value)}. Allowed: {allowed_value(kind)}"
                 if theirs := self._of_value(path, value):
                     problem += f".{theirs}"
-                elif isinstance(value, str) and _may_be_text(_item_kind(kind)):
+                elif isinstance(value, str) and _may_be_text(item_kind(kind)):
                     problem += f" (in brackets: [{value}])"
                 return self._refuse(path, problem)
             items = [self._item(kind, schema, v, (*path, i)) for i, v in enumerate(value)]
@@ -167,7 +146,7 @@ class Checker:
 
     def _item(self, kind: Any, schema: type, value: Any, path: Path_) -> Any:
         """An item of a list whose items are mappings, or a name that stands for one."""
-        item = _item_kind(kind)
+        item = item_kind(kind)
         if isinstance(value, Mapping) or not _may_be_text(item):
             return self.build(schema, value, path)
         return self._leaf(item, value, path)
@@ -261,8 +240,8 @@ def allowed_value(kind: Any) -> str:
     listed = f" with at least {', '.join(required)}" if required else ""
     if nested_schema(kind):
         return ("a text or " if _may_be_text(kind) else "") + "a mapping" + listed
-    if _may_be_text(_item_kind(kind)):
-        either = allowed(_item_kind(kind)).replace("a mapping", "a mapping" + listed, 1)
+    if _may_be_text(item_kind(kind)):
+        either = allowed(item_kind(kind)).replace("a mapping", "a mapping" + listed, 1)
         return f"a list (each item {either})"
     return "a list of mappings" + listed
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from rollpacker.config.schema import RunConfig
+from rollpacker.config.rollout import RolloutConfig
+from rollpacker.core.parallelism import ParallelismConfig
+from rollpacker.trainer.trainer import TrainConfig
 
 RoleName = Literal["rollout", "train", "judge"]
 MAX_DEVICE = 99_999
@@ -144,17 +145,16 @@ def num_devices(line: int | str) -> int | None:
     return devices if isinstance(devices, int) else len(devices)
 
 
-def check_placement(config: RunConfig) -> None:
+def check_placement(
+    placement: PlacementConfig,
+    rollout: RolloutConfig,
+    train: TrainConfig,
+    planner: ParallelismConfig,
+) -> None:
     """Raises `ValueError` with one message where keys that follow from `placement` are set to
     something else."""
-    if config.rewards_hosts is not None and config.runtime == "local":
-        raise ValueError(
-            "rewards_hosts is for several hosts: set runtime=ray, or leave rewards_hosts out"
-        )
-    placement, planner = config.placement, config.parallelism_planner
-    if placement is None:
-        return
-    per_engine, engine = placement.rollout.per_engine, config.rollout.engine
+    sections = {"rollout": rollout, "train": train, "parallelism_planner": planner}
+    per_engine, engine = placement.rollout.per_engine, rollout.engine
     if per_engine > 1 and not engine.is_tensor_parallel:
         raise ValueError(
             f"placement.rollout.per_engine={per_engine} does not go with rollout.engine.name="
@@ -168,7 +168,7 @@ def check_placement(config: RunConfig) -> None:
         )
     for one in derived(placement):
         part, name = one.key.split(".")
-        value = getattr(getattr(config, part), name)
+        value = getattr(sections[part], name)
         if one.value is not None and value not in (one.unset, one.value):
             raise ValueError(
                 f"{one.key}={_word(value)}, but {one.lines} makes it {_word(one.value)}: placement "
@@ -203,13 +203,17 @@ def derived(
     lines = f"placement.train.devices={train.devices}"
     return [
         Derived(
-            *("rollout.engines", 1, engines),
+            "rollout.engines",
+            1,
+            engines,
             f"placement.rollout.devices={rollout.devices} with per_engine={rollout.per_engine}",
         ),
         Derived("train.processes", None, processes, lines),
         Derived("train.replicas", 1, replicas, f"{lines} with per_replica={train.per_replica}"),
         Derived(
-            *("train.colocate", False, placement.turns),
+            "train.colocate",
+            False,
+            placement.turns,
             f"placement.colocate=[{','.join(placement.colocate)}]",
         ),
         Derived("parallelism_planner.initial", 1, rollout.per_engine, per_engine),

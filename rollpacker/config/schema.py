@@ -104,7 +104,7 @@ class RunConfig:
         self._check_algorithm()
         self._check_quantization()
         check_devices(self.rollout, self.train, self.parallelism_planner, self.model)
-        check_placement(self)
+        self._check_placement()
         self._check_stream_trainer()
         self._check_carrying()
         self._check_environment()
@@ -188,6 +188,15 @@ class RunConfig:
                 f"model.quantization={self.model.quantization} does not go with a critic, which is "
                 "trained as a whole: use an algorithm without one (algorithm.advantage=reward)"
             )
+
+    def _check_placement(self) -> None:
+        if self.rewards_hosts is not None and self.runtime == "local":
+            raise ValueError(
+                "rewards_hosts is for several hosts: set runtime=ray, or leave rewards_hosts out"
+            )
+        if self.placement is not None:
+            planner = self.parallelism_planner
+            check_placement(self.placement, self.rollout, self.train, planner)
 
     def _check_stream_trainer(self) -> None:
         stream = self.stream_trainer

@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from rollpacker.config.fields import field_types, item_schema, nested_schema
+
 TABLE = Path(__file__).with_name("synonyms.yaml")
 MOST_PLACES = 2
 """A key of ours that stands in the wrong section is pointed to its own, if it has no more."""
@@ -171,8 +173,6 @@ def _sentence(one: Synonym, among_others: bool) -> str:
 
 def all_keys(schema: type, prefix: str = "") -> Iterator[str]:
     """Every dotted key of a schema, `N` for a list's index."""
-    from rollpacker.config.check import field_types, item_schema, nested_schema
-
     for name, kind in field_types(schema).items():
         yield prefix + name
         inner, items = nested_schema(kind), item_schema(kind)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from msgspec import structs
 
@@ -21,9 +21,6 @@ from rollpacker.core.events import (
 from rollpacker.core.ids import SampleId
 from rollpacker.rollout.engine import Carried, Engine, GenerationRequest, Response
 
-if TYPE_CHECKING:
-    from rollpacker.controller.salvage import Salvage
-
 Ended = SampleGenerated | SampleAborted | SampleFailed
 
 
@@ -35,6 +32,16 @@ class Layout:
     """How often they were shared out anew."""
     tensor_parallel: int
     """Devices of each engine."""
+
+
+class KnownEnds(Protocol):
+    """Knows how some samples end before an engine is asked, as `Salvage` does."""
+
+    def keep_back(
+        self, handle: Handle, requests: Sequence[GenerationRequest]
+    ) -> Sequence[GenerationRequest]: ...
+
+    def stop(self, samples: Sequence[SampleId]) -> Sequence[SampleId]: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +62,7 @@ class Handle:
     """... and this is what it was told meanwhile."""
     version: int | None = None
     """Of the weights that it was brought to. None: it was not yet."""
-    salvage: Salvage | None = None
+    salvage: KnownEnds | None = None
     """Knows how some of its samples end."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:

@@ -33,19 +33,17 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from rollpacker.codec import from_plain, to_plain
 from rollpacker.controller.checkpoint import MANIFEST
+from rollpacker.controller.held import Handle
 from rollpacker.core.events import Event, SampleAborted, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.core.messages import EVENTS
 from rollpacker.rollout.engine import EngineOutput, GenerationRequest, Response
-
-if TYPE_CHECKING:
-    from rollpacker.controller.held import Handle
 
 logger = logging.getLogger(__name__)
 

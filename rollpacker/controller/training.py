@@ -21,9 +21,9 @@ from rollpacker.controller.shared_devices import SharedDevices
 from rollpacker.controller.update_metrics import metrics_of_updates
 from rollpacker.controller.watch import Watch
 from rollpacker.core.commands import StartGradients, TrainOn
+from rollpacker.core.dynamic_sampling import updates_of
 from rollpacker.core.events import Trained
 from rollpacker.core.ids import SampleId
-from rollpacker.core.updates import updates_of
 from rollpacker.rewards.reward import Reward
 from rollpacker.trainer.trainer import (
     NonFiniteError,

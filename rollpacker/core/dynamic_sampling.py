@@ -91,3 +91,12 @@ class StepGroups:
     def note_streamed(self, num_samples: int, why_not: str) -> None:
         """What was streamed of one more round."""
         self.streamed = (self.streamed[0] + num_samples, why_not)
+
+
+def updates_of(num_groups: int, num_updates: int) -> tuple[int, ...]:
+    """Which of a step's optimizer steps trains on each group, numbered from 0. Groups are dealt out
+    in turn: whatever order they came in, every update has some of all of it, and numbers of groups
+    differ by at most one. A step that is short of groups has fewer updates rather than empty ones.
+    """
+    assert num_groups >= 0 and num_updates >= 1, (num_groups, num_updates)
+    return tuple(group % num_updates for group in range(num_groups))

@@ -27,10 +27,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
+from rollpacker.codec import OMIT_DEFAULT, absent
 from rollpacker.core.commands import (
     NOWHERE,
     Abort,
@@ -53,10 +55,9 @@ from rollpacker.core.events import (
     SampleGenerated,
     SampleMoved,
 )
-from rollpacker.core.fleet_config import FleetConfig as FleetConfig
 from rollpacker.core.ids import SampleId
-from rollpacker.core.losses import Losses
-from rollpacker.core.routing import Engine, Known, Router
+from rollpacker.core.losses import EngineLosses
+from rollpacker.core.routing import Engine, Known, Router, Routing
 from rollpacker.core.seats import Seats
 
 ZOMBIE = "zombie"
@@ -67,6 +68,37 @@ HEEDED = frozenset({SampleGenerated, SampleAborted, SampleFailed, Committed})
 
 _DIRECTED = frozenset({Abort, *MOVERS})
 """Commands that are about engines or their devices; most are checks of responses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """Engines that can be lost, and replaced."""
+
+    num_engines: int = 1
+    routing: Routing = "spread"
+    """How each sample is given its engine: `core/routing.py`."""
+    max_losses: int = 3
+    """So many losses of one engine without a committed step between them end the run."""
+    losses_of_all: bool = field(default=False, metadata=absent(True))
+    """Losses of all engines together count, as they did in older logs."""
+    moves: bool = False
+    """Samples under way may move to an engine that has joined, and from one that is released; the
+    engines can go on with each other's tokens."""
+    num_devices: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    """Devices that `num_engines` engines share at first, and others at another degree of tensor
+    parallelism. None: the engines stay as they are."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_engines", "max_losses"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.num_devices is not None and (
+            self.num_devices < 1 or self.num_devices % self.num_engines
+        ):
+            raise ValueError(
+                f"num_devices must be a multiple of num_engines ({self.num_engines}), not "
+                f"{self.num_devices}"
+            )
 
 
 class Fleet:
@@ -94,7 +126,8 @@ class Fleet:
         self._degree = (config.num_devices or config.num_engines) // config.num_engines
         """Devices of one engine."""
         self.devices = Devices(
-            *(config.num_engines, self._degree),
+            config.num_engines,
+            self._degree,
             train_group=train_group,
             trainer_apart=trainer_apart,
         )
@@ -112,7 +145,7 @@ class Fleet:
         """Of the last round that brought something."""
         self._seen = Known()
         """Of this round."""
-        self._losses = Losses(config.max_losses, of_all=config.losses_of_all)
+        self._losses = EngineLosses(config.max_losses, of_all=config.losses_of_all)
 
     @property
     def num_ready(self) -> int:

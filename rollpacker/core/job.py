@@ -20,9 +20,12 @@ is its phase; `core/phases.py` has the table. Its parts:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from rollpacker.codec import to_plain
+from rollpacker.core.acting import Acting
 from rollpacker.core.commands import (
     Command,
     FetchPrompts,
@@ -52,19 +55,23 @@ from rollpacker.core.events import (
     TrainerReady,
     WeightsSynced,
 )
-from rollpacker.core.fleet import HEEDED
+from rollpacker.core.fleet import HEEDED, Fleet
 from rollpacker.core.groups import RoundPlan
 from rollpacker.core.job_config import JobConfig
-from rollpacker.core.job_parts import JobParts
-from rollpacker.core.job_state import restore_parts, saved
-from rollpacker.core.phases import Phase, ProtocolError, expect
-from rollpacker.core.progress import MAX_EMPTY_STEPS
-from rollpacker.core.queues import NextRound
+from rollpacker.core.ledger import Ledger
+from rollpacker.core.lengths.learned import Learned
+from rollpacker.core.losses import TrainerLosses
+from rollpacker.core.parallelism import ParallelismPlanner
+from rollpacker.core.phases import WAITS_FOR, Phase, ProtocolError, expect
+from rollpacker.core.progress import MAX_EMPTY_STEPS, Progress
+from rollpacker.core.queues import NextRound, Queues
+from rollpacker.core.reward_schedule import RewardSchedule
 from rollpacker.core.rounds import Round, StrayEventError
+from rollpacker.core.stream_plan import StreamPlan
 from rollpacker.core.turn_round import TurnRound
 
 
-class Job(JobParts):
+class Job:
     HANDLERS: ClassVar[dict[type, str]] = {
         RunStarted: "_on_started",
         PromptsFetched: "_on_fetched",
@@ -83,6 +90,41 @@ class Job(JobParts):
     }
     """Kind of event -> name of the method that answers it."""
 
+    def __init__(self, config: JobConfig) -> None:
+        self.config = config
+        self.phase = Phase.NEW
+        self.progress = Progress()
+        self.ledger = Ledger()
+        self.queues = Queues(config)
+        self.lengths = Learned(config)
+        self.rewards = RewardSchedule(config.rewards)
+        self.acting = None if config.acting is None else Acting(config.acting)
+        self.parallelism = ParallelismPlanner(config.parallelism)
+        self.num_late = Counter[str]()  # by event name, and zombies
+        layout, apart = config.layouts[0], config.trainer_apart
+        self.fleet: Fleet | None = None
+        if config.fleet is not None:
+            by_turn = config.acting is not None and config.acting.work_by_turn
+            self.fleet = Fleet(
+                config.fleet,
+                self.num_late,
+                layout.train_group,
+                trainer_apart=apart,
+                by_turn=by_turn,
+            )
+        self.stream = StreamPlan(
+            config.stream,
+            layout,
+            max_response_tokens=config.max_response_tokens,
+            trainer_apart=apart,
+            why_kept=str if self.fleet is None else self.fleet.why_kept,
+        )
+        self.trainer = TrainerLosses(config.max_trainer_losses)
+        self._round: Round | None = None
+        self._gathered: StepGroups | None = None
+        """What the rounds of this step have brought; None between steps."""
+        self._stop_reason: str | None = None
+
     def handle(self, event: Event) -> list[Command]:
         """The core's answer to what happened. Raises `ProtocolError`, `StrayEventError` or another
         `AssertionError` for what cannot happen: a bug in the driver."""
@@ -100,6 +142,47 @@ class Job(JobParts):
         if fleet is not None and (answer or fleet.unanswered):
             return fleet.direct(answer, self._on_aborted)
         return answer
+
+    # -- what others ask between two events --------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Steps committed."""
+        return self.progress.step
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps applied."""
+        return self.progress.version
+
+    @property
+    def num_queued(self) -> int:
+        """Deferred prompts, whatever they wait for."""
+        return len(self.queues)
+
+    def waiting_for(self) -> str:
+        """In words, for the message of a deadline."""
+        if self._round is not None:
+            nobody = self.fleet is not None and self._round.num_under_way and self.fleet.nobody()
+            return nobody or self._round.waiting_for()
+        what = WAITS_FOR.get(self.phase, "nothing")
+        return what.format(step=self.step, next_step=self.step + 1, version=self.version)
+
+    @property
+    def waits_for_rewards(self) -> bool:
+        """The engine is done; only verdicts are missing."""
+        return self._round is not None and not self._round.num_under_way
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Before the run goes on: it is about to begin, or its step is committed. A driver that
+        starts or resumes a run asks; later `Commit` says it."""
+        return self.progress.evaluation_is_due(self.config.cadence, last=self.nothing_left())
+
+    def nothing_left(self) -> bool:
+        """Whether a run that stands here is over: no step is to come, and nobody waits."""
+        ends = self.progress.data_ended or self.progress.out_of_steps(self.config.max_steps)
+        return ends and not self.num_queued
 
     # -- choosing the next round -------------------------------------------------------
 
@@ -392,11 +475,22 @@ class Job(JobParts):
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds. Only between `Commit` and `Committed`, when nothing is in
-        flight."""
+        """What a checkpoint holds, part by part, as JSON has it. Only between `Commit` and
+        `Committed`, when nothing is in flight."""
         if self.phase is not Phase.COMMITTING:
             raise ProtocolError(f"a job cannot be saved in phase {self.phase}")
-        return saved(self)
+        return {
+            **to_plain(self.progress),
+            **self.queues.state(),
+            **self.lengths.state(),
+            "rewards": self.rewards.state(),
+            "parallelism": self.parallelism.state(),
+            "stream": self.stream.state(),
+            "num_late": dict(sorted(self.num_late.items())),
+            "ledger": self.ledger.state(),
+            **({} if self.acting is None else {"acting": self.acting.state()}),
+            **({} if self.fleet is None else {"fleet": self.fleet.state()}),
+        }
 
     @classmethod
     def restore(
@@ -409,7 +503,18 @@ class Job(JobParts):
         """
         job = cls(config)
         job.phase = Phase.COMMITTING
-        restore_parts(job, state)
+        job.progress = Progress.restore(state)
+        job.queues.restore(state)
+        job.lengths.restore(state)
+        job.rewards.restore(state["rewards"])
+        if job.acting is not None and "acting" in state:
+            job.acting.restore(state["acting"])
+        job.parallelism.restore(state["parallelism"])
+        job.stream.restore(state["stream"])
+        job.num_late.update(state["num_late"])
+        if job.fleet is not None and "fleet" in state:
+            job.fleet.restore(state["fleet"])
+        job.ledger = Ledger.restore(state["ledger"])
         if data_ended is not None:
             job.progress.data_ended = data_ended
         return job

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rollpacker.sim.hardware import GPUS, GpuSpec
-from rollpacker.sim.scenario_checks import at_least_one, check_known
+from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES, at_least_one, check_known
 
 MIN_SPEC, MAX_SPEC = 1e-6, 1e9
 """Of any number in a GPU's datasheet."""
@@ -75,6 +76,24 @@ class Cluster:
         if self.train_gpu is None:
             return self.gpu_spec
         return GPUS[self.train_gpu] if isinstance(self.train_gpu, str) else self.train_gpu
+
+
+def check_training_memory(params: float, cluster: Cluster) -> None:
+    """Whether the GPUs together hold what is trained, shared out evenly, without activations."""
+    gpus, gpus_per_node = cluster.trainer_gpus, cluster.gpus_per_node
+    key = "train_gpus" if cluster.is_apart else "gpus"
+    gpu_gb = cluster.trainer_gpu_spec.memory_gb
+    needed, there = params * TRAINED_PARAMETER_BYTES / 1e9, gpus * gpu_gb
+    if needed > there:
+        least = math.ceil(needed / gpu_gb)
+        if least > gpus_per_node:  # whole nodes
+            least = math.ceil(least / gpus_per_node) * gpus_per_node
+        raise ValueError(
+            f"cluster.{key} is {gpus}: training needs {TRAINED_PARAMETER_BYTES} bytes of each of "
+            f"{params / 1e9:.1f}e9 parameters (weights, gradients, optimizer), {needed:,.1f} GB in "
+            f"all, but {gpus} x {gpu_gb:g} GB are {there:,.1f}: take "
+            f"{least} GPUs or more, larger ones, or a smaller model"
+        )
 
 
 def _check_numbers(key: str, gpu: GpuSpec) -> None:

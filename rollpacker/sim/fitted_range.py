@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
@@ -19,9 +18,7 @@ from rollpacker.sim.presets import LENGTH_LAWS
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.scenario import CarrySpec, Scenario
 from rollpacker.sim.simulate import machine_of, simulate
-
-if TYPE_CHECKING:
-    from rollpacker.sim.whatif import RunModel
+from rollpacker.sim.whatif import RunModel
 
 FITTED = "Qwen2.5 of 7B, 14B and 32B, 16 to 128 H800s, caps of 8k to 32k"
 FITTED_PARAMS = (7.6e9, 14.8e9, 32.8e9)

@@ -5,21 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from rollpacker.core.pipeline import ORDERS, Order
 from rollpacker.core.pipeline_layout import faster_split
 from rollpacker.core.pipeline_order import orders_from_csv
 from rollpacker.core.pipeline_split import check_layers, split_layers
 from rollpacker.core.pipeline_work import Link, Load, OpCost, StageCost
-from rollpacker.sim.hardware import DTYPE_BYTES
+from rollpacker.sim.devices_spec import Cluster
+from rollpacker.sim.hardware import DTYPE_BYTES, ModelShape
 from rollpacker.sim.latency import TRAIN_FLOPS_PER_PARAM, LatencyModel
 from rollpacker.sim.pipeline import Pipeline, PipelineMachine
 from rollpacker.sim.pipeline_spec import OpTimes, PipelineSpec
 from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES
-
-if TYPE_CHECKING:
-    from rollpacker.sim.scenario import Scenario
+from rollpacker.sim.train_spec import TrainSpec
 
 OP_FLOPS_PER_PARAM = 2.0
 """Per token, of each of F, I and W."""
@@ -32,33 +31,43 @@ NOMINAL_MICRO_BATCHES = 4
 """A stage's, of the sweep by which splits of the layers are compared."""
 
 
-def pipeline_of(scenario: Scenario, latency: LatencyModel) -> Pipeline | None:
-    """The trainer's stages; None: it has none. Raises `ValueError` as `check_pipeline` does."""
-    spec = scenario.train.pipeline
+class Trainer(NamedTuple):
+    """The parts of a scenario that the cost and the memory of a trainer's stages hang on."""
+
+    train: TrainSpec
+    cluster: Cluster
+    shape: ModelShape
+
+
+def pipeline_of(trainer: Trainer, latency: LatencyModel, *, seed: int) -> Pipeline | None:
+    """The trainer's stages; None: it has none. `seed` is that of drawn delays. Raises `ValueError`
+    as `check_pipeline` does."""
+    spec = trainer.train.pipeline
     if spec is None:
         return None
-    even = split(scenario)
-    faster = _faster(scenario, spec, even, latency)
+    even = split(trainer)
+    faster = _faster(trainer, spec, even, latency)
     layers = (faster or even) if spec.relayout == "do" else even
-    stage_gpus = scenario.train.replica_gpus // spec.stages
+    stage_gpus = trainer.train.replica_gpus // spec.stages
     machine = PipelineMachine(
-        costs=_costs(scenario, spec, layers, latency),
+        costs=_costs(trainer, spec, layers, latency),
         layers=() if spec.op_times is not None else layers,
-        caps=_caps(scenario, layers),
-        num_replicas=scenario.cluster.trainer_gpus // scenario.train.replica_gpus,
+        caps=_caps(trainer, layers),
+        num_replicas=trainer.cluster.trainer_gpus // trainer.train.replica_gpus,
         stage_gpus=stage_gpus,
-        bytes_per_token=_bytes_per_token(scenario, spec),
+        bytes_per_token=_bytes_per_token(trainer, spec),
         relayout=faster if spec.relayout == "propose" else (),
     )
-    return Pipeline(spec, machine, orders=_orders(spec), seed=scenario.seed)
+    return Pipeline(spec, machine, orders=_orders(spec), seed=seed)
 
 
-def check_pipeline(scenario: Scenario) -> None:
-    """Raises `ValueError`, which names the key, for stages that cannot be."""
-    train, spec = scenario.train, scenario.train.pipeline
+def check_pipeline(trainer: Trainer, *, longest_tokens: int) -> None:
+    """Raises `ValueError`, which names the key, for stages that cannot be. `longest_tokens` are
+    those of a response of full length with its prompt."""
+    train, spec = trainer.train, trainer.train.pipeline
     if spec is None:
         return
-    layers = scenario.shape.layers
+    layers = trainer.shape.layers
     if train.pipeline_parallel not in (1, spec.stages):
         raise ValueError(
             f"train.pipeline_parallel is {train.pipeline_parallel} and train.pipeline.stages "
@@ -77,35 +86,34 @@ def check_pipeline(scenario: Scenario) -> None:
             "set train.pipeline.micro_batches"
         )
     _orders(spec)
-    caps = [cap for cap in _caps(scenario, split(scenario)) if cap is not None]
-    longest = scenario.rollout.prompt_tokens + scenario.rollout.max_response_tokens
-    if caps and min(caps) < longest:
+    caps = [cap for cap in _caps(trainer, split(trainer)) if cap is not None]
+    if caps and min(caps) < longest_tokens:
         raise ValueError(
             f"train.pipeline.live_tokens leaves a stage room for {min(caps):,} tokens, less than "
-            f"one response of full length with its prompt ({longest:,}): raise it, take more "
-            "stages or GPUs, or lower rollout.max_response_tokens"
+            f"one response of full length with its prompt ({longest_tokens:,}): raise it, take "
+            "more stages or GPUs, or lower rollout.max_response_tokens"
         )
 
 
-def split(scenario: Scenario) -> tuple[int, ...]:
+def split(trainer: Trainer) -> tuple[int, ...]:
     """Layers of each stage, as if none was slow."""
-    spec = scenario.train.pipeline
+    spec = trainer.train.pipeline
     assert spec is not None
     if spec.layers != "auto":
         return spec.layers
-    layers = [1.0] * scenario.shape.layers
+    layers = [1.0] * trainer.shape.layers
     return tuple(split_layers(layers, spec.stages, last_s=spec.head_layers))
 
 
 def _faster(
-    scenario: Scenario, spec: PipelineSpec, layers: Sequence[int], latency: LatencyModel
+    trainer: Trainer, spec: PipelineSpec, layers: Sequence[int], latency: LatencyModel
 ) -> tuple[int, ...]:
     """Another split, as a run would find it that measures what stages take. Empty: none."""
     if spec.layers != "auto" or spec.op_times is not None:
         return ()
     count = spec.micro_batches or NOMINAL_MICRO_BATCHES * spec.stages
     found = faster_split(
-        _costs(scenario, spec, layers, latency),
+        _costs(trainer, spec, layers, latency),
         layers,
         [Load.of([spec.micro_batch_tokens])] * count,
         [Link()] * (spec.stages - 1),
@@ -115,13 +123,13 @@ def _faster(
 
 
 def _costs(
-    scenario: Scenario, spec: PipelineSpec, layers: Sequence[int], latency: LatencyModel
+    trainer: Trainer, spec: PipelineSpec, layers: Sequence[int], latency: LatencyModel
 ) -> tuple[StageCost, ...]:
     if spec.op_times is not None:
         return op_costs(spec)
     token_s = latency.train_s(1.0, 1) * OP_FLOPS_PER_PARAM / TRAIN_FLOPS_PER_PARAM
     whole = sum(layers) + spec.head_layers
-    stage_gpus = scenario.train.replica_gpus // spec.stages
+    stage_gpus = trainer.train.replica_gpus // spec.stages
     costs = []
     for stage, count in enumerate(layers):
         work = count + (spec.head_layers if stage == spec.stages - 1 else 0.0)
@@ -152,21 +160,21 @@ def _given(times: OpTimes, stage: int, slower: float) -> StageCost:
     return StageCost(f, i, w)
 
 
-def _bytes_per_token(scenario: Scenario, spec: PipelineSpec) -> float:
+def _bytes_per_token(trainer: Trainer, spec: PipelineSpec) -> float:
     """Of hidden states. Where op times are the same whatever the tokens, so are messages: they take
     the given delays and no more."""
     if spec.op_times is not None and spec.op_times.tokens is None:
         return 0.0
-    return float(scenario.shape.hidden * DTYPE_BYTES[scenario.shape.dtype])
+    return float(trainer.shape.hidden * DTYPE_BYTES[trainer.shape.dtype])
 
 
-def _caps(scenario: Scenario, layers: Sequence[int]) -> tuple[int | None, ...]:
+def _caps(trainer: Trainer, layers: Sequence[int]) -> tuple[int | None, ...]:
     """Live tokens by stage."""
-    spec = scenario.train.pipeline
+    spec = trainer.train.pipeline
     assert spec is not None
     if spec.live_tokens != "auto":
         return (spec.live_tokens,) * spec.stages
-    cluster, shape, train = scenario.cluster, scenario.shape, scenario.train
+    cluster, shape, train = trainer.cluster, trainer.shape, trainer.train
     trained = TRAINED_PARAMETER_BYTES * shape.params / cluster.trainer_gpus
     room = max(MEMORY_SHARE * cluster.trainer_gpu_spec.memory_gb * 1e9 - trained, 0.0)
     sharing = train.tensor_parallel * train.context_parallel

@@ -3,17 +3,13 @@ links that `--compare` knows by name."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rollpacker.core.pipeline import check_order_name
 from rollpacker.sim.scenario_checks import at_least_one, check_seconds
-
-if TYPE_CHECKING:
-    from rollpacker.sim.scenario import Scenario
 
 LinkKind = Literal["auto", "direct", "host"]
 PIPELINES: Mapping[str, tuple[str, LinkKind]] = {
@@ -167,18 +163,3 @@ class PipelineSpec:
                     f"there is no link {link}: {self.stages} stages have the links 0 to "
                     f"{self.stages - 2}"
                 )
-
-
-def with_pipeline(scenario: Scenario, name: str) -> Scenario:
-    """The scenario with the order and the links of a name of `PIPELINES`.
-
-    Raises `ValueError` if the scenario has no pipeline."""
-    if scenario.train.pipeline is None:
-        raise ValueError(
-            f"{name} is the order of a pipeline, and the scenario has none: set "
-            "train.pipeline.stages"
-        )
-    order, links = PIPELINES[name]
-    pipeline = dataclasses.replace(scenario.train.pipeline, order=order, links=links)
-    train = dataclasses.replace(scenario.train, pipeline=pipeline)
-    return dataclasses.replace(scenario, train=train)

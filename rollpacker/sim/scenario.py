@@ -12,27 +12,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rollpacker.config.check import Checker, field_types
+from rollpacker.config.check import Checker
 from rollpacker.config.document import ConfigError, parse_document, read_text
+from rollpacker.config.fields import field_types
 from rollpacker.config.load import load_config
 from rollpacker.core.routing import Routing
 from rollpacker.core.stream_plan import StreamConfig
 from rollpacker.core.tail_batching import TailBatchingConfig
 from rollpacker.sim.devices_spec import Cluster as Cluster
+from rollpacker.sim.devices_spec import check_training_memory
 from rollpacker.sim.drafts import Drafts, Speculation
 from rollpacker.sim.given_constants import given_constants
 from rollpacker.sim.hardware import MODELS, ModelShape
 from rollpacker.sim.latency import DatasheetModel
-from rollpacker.sim.pipeline_spec import PipelineSpec
+from rollpacker.sim.pipeline_machine import Trainer, check_pipeline
+from rollpacker.sim.pipeline_spec import PIPELINES
 from rollpacker.sim.presets import SWITCHES, SYSTEMS
 from rollpacker.sim.scenario_checks import (
     at_least_one,
-    check_engines,
     check_known,
     check_seconds,
-    check_training_memory,
     listed,
 )
+from rollpacker.sim.train_spec import TrainSpec as TrainSpec
 from rollpacker.sim.turns_spec import TurnsSpec
 from rollpacker.sim.unkind import UnkindConfig
 from rollpacker.sim.workload_spec import LengthLaw, RewardStage
@@ -86,36 +88,6 @@ class RolloutSpec:
             at_least_one(self, "max_running")
         if self.speculation is not None and self.drafts is not None:
             raise ValueError("speculation and drafts are two models of the same: set one of them")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSpec:
-    """The optimizer step (`train.*`)."""
-
-    tensor_parallel: int = 1
-    """The three degrees together are the GPUs of a replica, which are released together; they have
-    no price of their own."""
-    pipeline_parallel: int = 1
-    """See `tensor_parallel`."""
-    context_parallel: int = 1
-    """See `tensor_parallel`."""
-    fixed_s: float | None = None
-    """Seconds of a step that do not depend on its tokens; None: a power law of the parameters."""
-    pipeline: PipelineSpec | None = None
-    """None: the work of a step is shared out over the GPUs without a remainder."""
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "tensor_parallel", "pipeline_parallel", "context_parallel")
-        check_seconds("fixed_s", self.fixed_s)
-
-    @property
-    def replica_gpus(self) -> int:
-        """GPUs of one data-parallel replica."""
-        return self.tensor_parallel * self.stages * self.context_parallel
-
-    @property
-    def stages(self) -> int:
-        return self.pipeline_parallel if self.pipeline is None else self.pipeline.stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +205,7 @@ class Scenario:
         self._check_pipeline()
         self._check_degrees()
         self._check_memory()
-        check_engines(self)
+        self._check_engines()
         if self.cluster.is_apart and self.stream_trainer.enabled:
             key = "train_gpu" if self.cluster.train_gpus is None else "train_gpus"
             raise ValueError(
@@ -267,6 +239,11 @@ class Scenario:
     @property
     def shape(self) -> ModelShape:
         return MODELS[self.model] if isinstance(self.model, str) else self.model
+
+    @property
+    def trainer(self) -> Trainer:
+        """What the cost and the memory of the trainer's stages hang on."""
+        return Trainer(self.train, self.cluster, self.shape)
 
     @property
     def stages(self) -> tuple[RewardStage, ...]:
@@ -354,10 +331,17 @@ class Scenario:
             )
 
     def _check_pipeline(self) -> None:
-        if self.train.pipeline is not None:
-            from rollpacker.sim.pipeline_machine import check_pipeline
+        longest = self.rollout.prompt_tokens + self.rollout.max_response_tokens
+        check_pipeline(self.trainer, longest_tokens=longest)
 
-            check_pipeline(self)
+    def _check_engines(self) -> None:
+        stream = self.stream_trainer
+        if stream.enabled and stream.kinds and not self.rollout.moves:
+            raise ValueError(
+                "rollout.moves is false, and stream_trainer.kinds are set, but devices are "
+                "released only where samples can move: set rollout.moves=true or "
+                "stream_trainer.kinds=[]"
+            )
 
     def _check_memory(self) -> None:
         check_training_memory(self.shape.params, self.cluster)
@@ -422,6 +406,21 @@ def with_system(scenario: Scenario, system: str) -> Scenario:
     }
     assert not checker.problems, checker.problems
     return dataclasses.replace(scenario, system=system, **switches)
+
+
+def with_pipeline(scenario: Scenario, name: str) -> Scenario:
+    """The scenario with the order and the links of a name of `PIPELINES`.
+
+    Raises `ValueError` if the scenario has no pipeline."""
+    if scenario.train.pipeline is None:
+        raise ValueError(
+            f"{name} is the order of a pipeline, and the scenario has none: set "
+            "train.pipeline.stages"
+        )
+    order, links = PIPELINES[name]
+    pipeline = dataclasses.replace(scenario.train.pipeline, order=order, links=links)
+    train = dataclasses.replace(scenario.train, pipeline=pipeline)
+    return dataclasses.replace(scenario, train=train)
 
 
 def _preset(tree: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from rollpacker.config.document import nearest
-
-if TYPE_CHECKING:
-    from rollpacker.sim.devices_spec import Cluster
-    from rollpacker.sim.scenario import Scenario
 
 MAX_SECONDS = 1e9
 """Of any one thing."""
@@ -36,24 +31,6 @@ def check_known(name: str, value: str, known: Iterable[str]) -> None:
     if value not in known:
         hint = nearest(value.rpartition("/")[2], known)  # on the hub a name has an owner before it
         raise ValueError(f'{name} is "{value}". Known: {", ".join(known)}.{hint}')
-
-
-def check_training_memory(params: float, cluster: Cluster) -> None:
-    """Whether the GPUs together hold what is trained, shared out evenly, without activations."""
-    gpus, gpus_per_node = cluster.trainer_gpus, cluster.gpus_per_node
-    key = "train_gpus" if cluster.is_apart else "gpus"
-    gpu_gb = cluster.trainer_gpu_spec.memory_gb
-    needed, there = params * TRAINED_PARAMETER_BYTES / 1e9, gpus * gpu_gb
-    if needed > there:
-        least = math.ceil(needed / gpu_gb)
-        if least > gpus_per_node:  # whole nodes
-            least = math.ceil(least / gpus_per_node) * gpus_per_node
-        raise ValueError(
-            f"cluster.{key} is {gpus}: training needs {TRAINED_PARAMETER_BYTES} bytes of each of "
-            f"{params / 1e9:.1f}e9 parameters (weights, gradients, optimizer), {needed:,.1f} GB in "
-            f"all, but {gpus} x {gpu_gb:g} GB are {there:,.1f}: take "
-            f"{least} GPUs or more, larger ones, or a smaller model"
-        )
 
 
 def check_quantiles(
@@ -85,13 +62,3 @@ def check_quantiles(
 def listed(values: Iterable[int]) -> str:
     *most, last = (str(value) for value in values)
     return f"{', '.join(most)} or {last}" if most else last
-
-
-def check_engines(scenario: Scenario) -> None:
-    """Whether devices can be released."""
-    stream = scenario.stream_trainer
-    if stream.enabled and stream.kinds and not scenario.rollout.moves:
-        raise ValueError(
-            "rollout.moves is false, and stream_trainer.kinds are set, but devices are released "
-            "only where samples can move: set rollout.moves=true or stream_trainer.kinds=[]"
-        )

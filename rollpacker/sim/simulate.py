@@ -82,7 +82,7 @@ def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
         carries_turns=scenario.turns is not None and scenario.tail_batching.carries,
         mismatch=scenario.carry.mismatch,
         resize_s=scenario.parallelism_planner.resize_s,
-        pipeline=pipeline_of(scenario, latency),
+        pipeline=pipeline_of(scenario.trainer, latency, seed=scenario.seed),
     )
 
 

@@ -7,16 +7,14 @@ as responses are: the message of turn t has the length of a further response to 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.sim.turns_spec import TurnsSpec
-
-if TYPE_CHECKING:
-    from rollpacker.sim.workload import Workload
 
 MAX_KEPT = 50_000
 """Trajectories that are kept, so that none is drawn at every turn."""
@@ -37,11 +35,24 @@ class Turn(NamedTuple):
     """With it the episode is."""
 
 
+AtRank = Callable[[Mapping[float, float], SampleId, int, int], NDArray[np.floating[Any]]]
+"""`Workload.at_rank`."""
+Message = Callable[[SampleId, int], int]
+"""`Workload.message`."""
+
+
 class Trajectories:
     """Turns by sample."""
 
-    def __init__(self, workload: Workload, spec: TurnsSpec, max_response_tokens: int) -> None:
-        self._workload, self._spec, self._cap = workload, spec, max_response_tokens
+    def __init__(
+        self,
+        at_rank: AtRank,
+        message: Message,
+        spec: TurnsSpec,
+        max_response_tokens: int,
+    ) -> None:
+        self._at_rank, self._message = at_rank, message
+        self._spec, self._cap = spec, max_response_tokens
         self.turns = functools.lru_cache(MAX_KEPT)(self._draw)
         """Of a sample, under the ids that its noise has: up to its last message."""
 
@@ -66,20 +77,23 @@ class Trajectories:
         return float(totals.mean()), float(np.percentile(totals, 95))
 
     def _draw(self, sample: SampleId) -> tuple[Turn, ...]:
-        spec, workload = self._spec, self._workload
-        num = int(workload.at_rank(spec.messages_quantiles, sample, 0, 1)[0])
+        spec, at_rank = self._spec, self._at_rank
+        num = int(at_rank(spec.messages_quantiles, sample, 0, 1)[0])
         most = num if spec.max_turns is None else min(num, spec.max_turns)
-        given = workload.at_rank(spec.given_tokens_quantiles, sample, 1, most)
-        seconds = workload.at_rank(spec.seconds_quantiles, sample, 2, most)
+        given = at_rank(spec.given_tokens_quantiles, sample, 1, most)
+        seconds = at_rank(spec.seconds_quantiles, sample, 2, most)
         turns: list[Turn] = []
         tokens = 0
         for turn in range(most):
-            message = workload.message(sample, turn)
+            message = self._message(sample, turn)
             room = spec.max_tokens - tokens
             is_cut_off = message >= min(self._cap, room)
             message = min(message, room)
             answer = Turn(
-                *(message, is_cut_off, int(given[turn]), round(float(seconds[turn]), 6)),
+                tokens=message,
+                is_cut_off=is_cut_off,
+                given=int(given[turn]),
+                seconds=round(float(seconds[turn]), 6),
                 is_over=turn + 1 == num,
             )
             turns.append(answer)

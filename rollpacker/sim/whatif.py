@@ -33,7 +33,6 @@ from rollpacker.report.fit import fit_run
 from rollpacker.report.fitted_run import FittedRun
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.step_summary import StepSummary
-from rollpacker.sim.fitted_range import outside_of_run
 from rollpacker.sim.latency import MeasuredModel, StepCost
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.recorded_checks import RecordedChecks
@@ -68,8 +67,10 @@ class WhatIf:
     """Simulated with the overrides."""
     fit_text: str
     """The fitted constants, as a table."""
-    outside: str
-    """What of the change lies outside of what the run measured, in a sentence or two."""
+    model: RunModel
+    """What was simulated both times."""
+    config: RunConfig
+    """The settings with the overrides."""
     scenario: Mapping[str, Any]
     """The config that was simulated, as plain values."""
 
@@ -361,6 +362,7 @@ def what_if(run: str | Path, overrides: Sequence[str] = ()) -> WhatIf:
         predicted_same=model.simulate(),
         predicted=predicted,
         fit_text=model.fitted.describe(),
-        outside=outside_of_run(model, config, predicted),
+        model=model,
+        config=config,
         scenario=to_plain(config),
     )

@@ -60,7 +60,8 @@ class Workload:
         window = scenario.oracle.reorder_window * scenario.rollout.prompts_per_step
         self._set_up(parts, scenario.seed, None, window, scenario.rollout.samples_per_prompt)
         if scenario.turns is not None:
-            self.trajectories = trajectories = Trajectories(self, scenario.turns, cap)
+            trajectories = Trajectories(self.at_rank, self.message, scenario.turns, cap)
+            self.trajectories = trajectories
             lengths = trajectories.policy_lengths(self._sources)
             self.policy_length_mean, self.policy_length_p95 = lengths
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,15 @@ from rollpacker.trainer.losses import Outputs
 from rollpacker.trainer.micro_batch import MicroBatch
 from rollpacker.trainer.policy import Policy
 
-if TYPE_CHECKING:
-    from rollpacker.trainer.pipeline.stage import Stage
+
+class Cut(Protocol):
+    """Cuts models down to the part that one stage of a pipeline has, each in place."""
+
+    def policy(self, whole: Policy) -> Policy: ...
+
+    def critic(self, whole: Critic) -> Critic: ...
+
+    def frozen(self, whole: FrozenPolicy) -> FrozenPolicy: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +61,7 @@ class ModelSet:
         gradient_checkpointing: bool,
         compiled: bool,
         scores_policy: bool = False,
-        stage: Stage | None = None,
+        stage: Cut | None = None,
     ) -> ModelSet:
         """Around `model`, which is trained in place. A reference is a copy of it as it is now.
         With a `stage` all models are cut down to its parts of them, in place."""

@@ -16,7 +16,7 @@ from benchmarks.cluster_same_bits import JOBS, compared
 from benchmarks.resume import run, start, write_config, write_model
 from rollpacker.cli.errors import classify
 from rollpacker.cli.seats import RunSeat, take_seat
-from rollpacker.cluster import seat as seats
+from rollpacker.cluster import open_seat as seats
 from rollpacker.cluster.seat import SEAT_VARIABLE, Alone, LeaseLost
 from rollpacker.controller.errors import HostsLost
 from tests.cli.test_bad_input import Command, command, model

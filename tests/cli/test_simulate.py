@@ -23,7 +23,7 @@ from rollpacker.cli.main import main
 from rollpacker.core import records
 from rollpacker.report.log import EventLog
 from rollpacker.report.spans import read_steps
-from rollpacker.sim import plan_workers, whatif
+from rollpacker.sim import fitted_range, plan_workers, whatif
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.whatif import WhatIf
 from tests.sim.test_table import RACING, step, system
@@ -173,11 +173,14 @@ def asked(folder, monkeypatch) -> list[tuple[str, list[str]]]:
             predicted_same=system(*[step(total_s=60.0)] * 5, tail_trained_share=math.nan),
             predicted=RACING,
             fit_text="decode step: 2 ms",
-            outside="480 samples at once, 192 were measured.",
+            model=None,
+            config=None,
             scenario={"name": "real", "limit": math.inf},
         )
 
+    told = "480 samples at once, 192 were measured."
     monkeypatch.setattr(whatif, "what_if", what_if)
+    monkeypatch.setattr(fitted_range, "outside_of_run", lambda *of: told)
     return asked
 
 

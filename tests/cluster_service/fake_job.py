@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 from rollpacker.cluster.local_runner import ROLLOUT_NODES, TRAIN_NODES
-from rollpacker.cluster.seat import SEAT_VARIABLE, Iteration, Seat, open_seat
+from rollpacker.cluster.open_seat import open_seat
+from rollpacker.cluster.seat import SEAT_VARIABLE, Iteration, Seat
 from tests.cluster_service.witness import devices_of
 
 STOPPED = 130

@@ -14,13 +14,13 @@ from rollpacker.cluster import mailbox_seat
 from rollpacker.cluster.mail_file import FileMailbox
 from rollpacker.cluster.mailbox import SERVICE, Letter
 from rollpacker.cluster.mailbox_seat import MailboxSeat
+from rollpacker.cluster.open_seat import open_seat
 from rollpacker.cluster.seat import (
     SEAT_VARIABLE,
     START,
     Alone,
     Iteration,
     LeaseLost,
-    open_seat,
     seat_variable,
 )
 

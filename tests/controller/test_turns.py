@@ -18,7 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks.file_seat import sit, turns
 from rollpacker.bus import Bus
 from rollpacker.cli.main import main
-from rollpacker.cluster import seat as seats
+from rollpacker.cluster import open_seat as seats
 from rollpacker.controller.generation import Generation
 from rollpacker.controller.reasons import Reasons
 from rollpacker.controller.replay import replay

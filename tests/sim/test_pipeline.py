@@ -13,9 +13,9 @@ from rollpacker.core.pipeline_order import orders_to_csv
 from rollpacker.core.pipeline_plan import plan_1f1b
 from rollpacker.sim.latency import Calibration
 from rollpacker.sim.pipeline import NUM_FORWARD_SWEEPS, DelayAt, Pipeline, PipelineResult
-from rollpacker.sim.pipeline_spec import DrawnDelays, with_pipeline
+from rollpacker.sim.pipeline_spec import DrawnDelays
 from rollpacker.sim.result import PIPELINE, SystemResult
-from rollpacker.sim.scenario import Scenario, load_scenario
+from rollpacker.sim.scenario import Scenario, load_scenario, with_pipeline
 from rollpacker.sim.simulate import machine_of, simulate
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from rollpacker.sim.result import StepResult, SystemResult
 from rollpacker.report.table import MAX_WIDTH
+from rollpacker.sim.result import StepResult, SystemResult
 from rollpacker.sim.table import explain, explain_what_if, render
 from rollpacker.sim.timeline import FORMATS, choose_steps, draw
 

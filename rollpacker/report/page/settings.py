@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollpacker.config.check import field_types, item_schema, nested_schema, to_plain_value
+from rollpacker.config.check import to_plain_value
 from rollpacker.config.document import ConfigError, parse_document, read_text
+from rollpacker.config.fields import field_types, item_schema, nested_schema
 
 _MISSING = dataclasses.MISSING
 CONFIG_FILE = "config.yaml"
