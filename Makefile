@@ -12,8 +12,10 @@ VLLM_BIN := $(VLLM_VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# The tests start hundreds of processes, and each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart vllm test-vllm cluster test-cluster test-adapters test sandbox browser lint bench docs site package clean
+.PHONY: help quickstart vllm test-vllm cluster test-cluster test-adapters check test nightly sandbox browser lint bench docs site package clean
 
 help:
 	@echo "make quickstart   set up .venv, warm up a tiny model and train it by RL (a few minutes, CPU)"
@@ -22,7 +24,9 @@ help:
 	@echo "make cluster      the same with ray, and a token for it"
 	@echo "make test-cluster run the tests of several hosts there (Linux, as root)"
 	@echo "make test-adapters run the tests of environments of gem, verifiers and openenv"
-	@echo "make test         set up .venv and run linter, type checker and tests"
+	@echo "make check        set up .venv and run linter, type checker and the quick tests (4 minutes)"
+	@echo "make test         the same and all tests but the nightly ones: what must pass (12 minutes)"
+	@echo "make nightly      run the tests of attacks, kills, browsers, packages, ray (an hour)"
 	@echo "make sandbox      install bubblewrap, in which model-written programs run, or say how to"
 	@echo "make browser      install Chromium, in which the tests look at pages, or say how to"
 	@echo "make bench        run every benchmark, rewriting benchmarks/results (about two hours, quiet machine)"
@@ -165,8 +169,17 @@ browser:
 	  echo; \
 	fi
 
-test: sandbox browser $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+# Which test is in which tier: tests/tiers.py.
+check: $(VENV)/.installed-dev lint
+	$(BIN)/python -m pytest --tier quick -n auto --dist worksteal
+
+test: sandbox $(VENV)/.installed-dev lint
+	$(BIN)/python -m pytest --tier full -n auto --dist worksteal
+
+# By file: what one file has in common, such as a browser or a wheel, is expensive here. A test may
+# stand for hundreds, which then run inside of it.
+nightly: sandbox browser $(VENV)/.installed-dev
+	ROLLPACKER_FULL=1 $(BIN)/python -m pytest --tier nightly -n auto --dist loadfile --timeout 1800
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,0 +1,226 @@
+"""Which tests run when: quick, full or nightly.
+
+A test has the tier of the longest row that its id begins with: of its folder, its file, or its own
+name. A fixture in `FIXTURES` moves whatever uses it to a later tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+Tier = Literal["quick", "full", "nightly"]
+"""When a test runs. quick: `make check`, and with every other; full: `make test`, with quick;
+nightly: `make nightly` alone."""
+
+QUICK_EXAMPLES = 15
+"""Most examples of a property in a quick run; elsewhere as many as the property says, or 100."""
+NIGHTLY_EXAMPLES = 1000
+"""Examples of a property in a nightly run, if it is so cheap that it is in no list of durations."""
+LONGEST_S = 3.0
+"""A test that takes longer is nightly, or `SLOW` says why it is not."""
+
+FOLDERS: dict[str, Tier] = {
+    "tests/": "full",
+    **dict.fromkeys(
+        (
+            *("tests/algo/", "tests/config/", "tests/controller/", "tests/core/", "tests/data/"),
+            *("tests/dialogue/", "tests/docker/", "tests/drills/", "tests/endpoints/"),
+            *("tests/golden/", "tests/report/", "tests/sim/", "tests/serving/", "tests/test_"),
+        ),
+        "quick",
+    ),
+    "tests/report/page/": "nightly",
+    "tests/cluster/": "nightly",
+    "tests/cluster_phase/": "nightly",
+    "tests/package/": "nightly",
+}
+"""Beginning of the ids of a folder's tests -> their tier. Where a row below begins longer, it holds."""
+
+FIXTURES: dict[str, Tier] = {"built": "nightly", "command": "nightly"}
+"""Fixture -> the earliest tier of a test that uses it."""
+
+
+def _rows(tier: Tier, reason: str, *tests: str) -> dict[str, tuple[Tier, str]]:
+    return dict.fromkeys(tests, (tier, reason))
+
+
+MOVED: dict[str, tuple[Tier, str]] = {
+    # -- out of quick: what its guard refuses, or what takes longer than the whole is worth
+    **_rows(
+        "full",
+        "runs with processes of their own",
+        "tests/controller/test_adapter_runs.py",
+        "tests/controller/test_callbacks.py",
+        "tests/controller/test_carried_turns.py",
+        "tests/controller/test_order_only.py",
+        "tests/controller/test_programs.py",
+        "tests/controller/test_reward_hosts_run.py",
+        "tests/controller/test_rewritten_turns.py",
+        "tests/controller/test_sample_rows.py",
+        "tests/controller/test_streaming_run.py",
+        "tests/controller/test_turn_credit.py",
+        "tests/controller/test_turns.py",
+        "tests/controller/test_weighted_carrying.py",
+        "tests/controller/test_worth_at_the_end.py",
+    ),
+    # -- into quick
+    **_rows(
+        "quick",
+        "texts alone, no run is started",
+        "tests/cli/test_cluster_grown.py",
+        "tests/cli/test_cluster_texts.py",
+        "tests/cli/test_engines.py",
+        "tests/cli/test_schedule.py",
+        "tests/cli/test_simulate_bad_input.py",
+        "tests/docs/test_many_jobs_page.py",
+    ),
+    **_rows(
+        "quick",
+        "pure",
+        "tests/environments/adapters/test_gymnasium.py",
+        "tests/environments/adapters/test_load.py",
+        "tests/environments/adapters/test_reasoning_gym.py",
+        "tests/processes/test_codec.py",
+        "tests/report/page/test_settings.py",
+        "tests/rewards/test_held_loop.py",
+        "tests/rewards/test_verdicts.py",
+        "tests/rewards/test_weighted.py",
+    ),
+    # -- into nightly
+    **_rows(
+        "nightly",
+        "runs that are killed, resumed and compared bit for bit, tens of processor seconds each; "
+        "test_salvage.py and test_turns.py compare such runs in full",
+        "tests/controller/test_controller_faults.py",
+        "tests/controller/test_engine_faults.py",
+        "tests/controller/test_process_run.py",
+        "tests/controller/test_resume.py",
+        "tests/controller/test_released.py::test_a_run_that_releases_devices_learns",
+        "tests/cli/test_seats.py::test_two_jobs_that_share_pools_compute",
+        "tests/trainer/pipeline/test_stage_faults.py",
+        "tests/trainer/pipeline/test_stage_run.py",
+    ),
+    **_rows(
+        "nightly",
+        "several sets of ranks, each of which loads torch and transformers; one such set is "
+        "started in full for sharding, stages, replicas and faults",
+        "tests/trainer/pipeline/test_order_ranks.py",
+        "tests/trainer/pipeline/test_relayout.py::test_a_layout_in_which_a_process_is_lost",
+        "tests/trainer/pipeline/test_relayout.py::test_other_layers_and_stages_go_on",
+        "tests/trainer/pipeline/test_relayout.py::test_ranks_change_places",
+        "tests/trainer/pipeline/test_relayout.py::test_state_that_nobody_can_read",
+        "tests/trainer/pipeline/test_relayout.py::test_the_same_layout_goes_on",
+        "tests/trainer/pipeline/test_slow.py",
+        "tests/trainer/pipeline/test_stage_trainer.py",
+        "tests/trainer/test_compiling.py::test_sharded_and_checkpointed_layers",
+        "tests/trainer/test_launch.py::test_a_rank_that_stays_stopped_is_lost",
+        "tests/trainer/test_launch.py::test_a_silent_stranger",
+        "tests/trainer/test_lora.py::test_two_processes_with_sharded_adapters",
+        "tests/controller/test_rewritten_turns.py::test_turns_are_trained_on_behind_the_prompts_"
+        "that_they_were_drawn_behind[train.processes=2]",
+        "tests/cli/test_given_environment.py::test_a_class_and_tools_of_this_program",
+        "tests/cli/test_order_bad_input.py::test_a_file_of_another_size",
+        "tests/cli/test_own_functions.py::test_a_loss_is_called_wherever_training_is[2]",
+        "tests/cli/test_stages_bad_input.py::test_a_model_whose_stages_do_not_reproduce_it",
+        "tests/cli/test_stages_bad_input.py::test_fewer_micro_batches_than_stages",
+        "tests/docs/test_pages.py::test_a_command_runs[train CONFIG train.processes=4",
+        "tests/docs/test_pages.py::test_a_command_runs[train configs/quickstart.yaml "
+        "rollout.engines=2 train.processes=2",
+    ),
+    **_rows(
+        "nightly",
+        "starts the command, or a script, in a terminal or a process again and again",
+        "tests/cli/test_interrupt.py::test_a_script_gets_the_run",
+        "tests/cli/test_interrupt.py::test_it_trains_in_a_thread",
+        "tests/cli/test_operating.py::test_a_closed_terminal_saves",
+        "tests/cli/test_operating.py::test_an_interrupt_that_a_library_catches_is_not_lost[1]",
+        "tests/cli/test_operating.py::test_an_interrupt_that_a_library_catches_is_not_lost[15]",
+        "tests/cli/test_operating.py::test_on_a_terminal_the_panel_stays",
+        "tests/cli/test_operating.py::test_under_nohup",
+        "tests/cli/test_operating.py::test_verbose_shows",
+        "tests/cluster_service/test_cold_start.py",
+        "tests/cluster_service/test_together.py",
+    ),
+    **_rows(
+        "nightly",
+        "a long learning run, or one of several that differ in a number",
+        "tests/controller/test_order_only.py::test_a_frozen_policy_is_trained_on_the_same_"
+        "responses[1]",
+        "tests/controller/test_order_only.py::test_a_frozen_policy_is_trained_on_the_same_"
+        "responses[2]",
+        "tests/controller/test_programs.py::test_one_that_fails_is_no_zero",
+        "tests/controller/test_turns.py::test_a_round_leaves_its_pool_to_others",
+        "tests/examples/test_turns.py::test_a_few_steps_of_the_game",
+        "tests/examples/test_turns.py::test_a_few_steps_with_the_calculator",
+        "tests/sim/test_purity.py::test_the_log_is_the_same_under_every_hash_seed_and_replays["
+        "128-gpus]",
+    ),
+    **_rows("nightly", "a notebook, run in a kernel", "tests/examples/test_notebook.py"),
+    **_rows(
+        "nightly",
+        "the libraries themselves, which start services and processes of their own",
+        "tests/remote/test_ray.py",
+        "tests/trackers/test_tracked_run.py::test_a_library_holds_metrics_jsonl",
+        "tests/trackers/test_trackers.py::test_a_killed_run_goes_on_as_the_same_run",
+        "tests/trackers/test_trackers.py::test_doctor_says_which_can_be_used",
+    ),
+    **_rows(
+        "nightly",
+        "needs vLLM, which the environment of make test has not (make test-vllm)",
+        "tests/cli/test_vllm_bad_input.py",
+        "tests/rollout/test_vllm.py",
+        "tests/rollout/test_vllm_adapters.py",
+        "tests/rollout/test_vllm_adapters_apart.py",
+        "tests/rollout/test_vllm_carry.py",
+        "tests/rollout/test_vllm_hybrid.py",
+        "tests/rollout/test_vllm_life.py",
+        "tests/rollout/test_vllm_parallel.py",
+    ),
+    **_rows(
+        "nightly",
+        "600 attacks; in full those below",
+        "tests/sandbox/test_attacks.py::test_contained",
+        "tests/sandbox/test_attacks.py::test_without_a_sandbox_the_harness_sees_the_escape",
+    ),
+    **_rows(
+        "full",
+        "an attack of each class, in the default sandbox",
+        *(
+            f"tests/sandbox/test_attacks.py::test_contained[bwrap python: {name}]"
+            for name in (
+                *("own environment", "environment of pid 1", "create a file in the home folder"),
+                *("TCP", "fork bomb", "kill a bystander", "new namespaces by unshare"),
+                *("memory: bytes", "output: one line", "crash: null pointer", "later: builtins"),
+            )
+        ),
+        "tests/sandbox/test_attacks.py::test_without_a_sandbox_the_harness_sees_the_escape[own env",
+        "tests/sandbox/test_attacks.py::test_without_a_sandbox_the_harness_sees_the_escape[TCP]",
+    ),
+}
+"""Beginning of the ids of tests -> their tier, and why it is not that of their folder."""
+
+SLOW: dict[str, str] = {
+}
+"""Beginning of the ids of tests over `LONGEST_S` -> why they are not nightly."""
+
+
+def row(test: str) -> str:
+    """The longest beginning of a test's id that `FOLDERS` or `MOVED` has."""
+    fitting = [begin for table in (FOLDERS, MOVED) for begin in table if test.startswith(begin)]
+    return max(fitting, key=len)
+
+
+def tier_of(test: str, fixtures: Iterable[str] = ()) -> Tier:
+    """The tier of the test with that id, which uses those fixtures."""
+    begin = row(test)
+    own = MOVED[begin][0] if begin in MOVED else FOLDERS[begin]
+    return max((own, *(FIXTURES.get(name, own) for name in fixtures)), key=_LATER.index)
+
+
+_LATER: tuple[Tier, ...] = ("quick", "full", "nightly")
+
+
+def runs(own: Tier, asked: str) -> bool:
+    """Whether a test of that tier runs if that one is asked for."""
+    return asked in ("all", own) or (asked == "full" and own == "quick")
