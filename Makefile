@@ -94,18 +94,18 @@ vllm: $(VLLM_VENV)/.installed
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_BIN)/pip install --quiet --editable ".[test]"
-	$(VLLM_BIN)/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_carry.py \
-	  tests/rollout/test_vllm_life.py tests/rollout/test_vllm_parallel.py \
-	  tests/rollout/test_vllm_hybrid.py \
-	  tests/rollout/test_vllm_adapters.py tests/rollout/test_vllm_adapters_apart.py \
-	  tests/rollout/test_conformance.py tests/cli/test_vllm_bad_input.py
+	$(VLLM_BIN)/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_carry.py \
+	  tests/engines/test_vllm_life.py tests/engines/test_vllm_parallel.py \
+	  tests/engines/test_vllm_hybrid.py \
+	  tests/engines/test_vllm_adapters.py tests/engines/test_vllm_adapters_apart.py \
+	  tests/engines/test_conformance.py tests/cli/test_vllm_bad_input.py
 
 # A token of its own for this machine's ray, which is never without one.
 cluster: $(VLLM_VENV)/.installed-ray
 
 $(VLLM_VENV)/.installed-ray: $(VLLM_VENV)/.installed
 	$(VLLM_BIN)/pip install --quiet --editable ".[ray,test]"
-	$(VLLM_BIN)/python -m rollpacker.remote.token
+	$(VLLM_BIN)/python -m rollpacker.workers.hosts.token
 	@touch $@
 
 test-cluster: cluster
@@ -115,7 +115,7 @@ test-cluster: cluster
 ADAPTED := gem verifiers openenv
 test-adapters: $(ADAPTED:%=.venv-%/.installed)
 	for name in $(ADAPTED); do .venv-$$name/bin/python -m pytest tests/environments/adapters \
-	  tests/controller/test_adapter_runs.py || exit 1; done
+	  tests/run/test_adapter_runs.py || exit 1; done
 
 $(ADAPTED:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-$*

@@ -23,9 +23,9 @@ from machine import RESULTS, write_result
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.collect import collect
-from rollpacker.rollout.engine import EngineConfig, GenerationRequest, Response, SamplingParams
-from rollpacker.rollout.torch_engine import TorchEngine
+from rollpacker.engines.collect import collect
+from rollpacker.engines.embedded.engine import TorchEngine
+from rollpacker.engines.engine import EngineConfig, GenerationRequest, Response, SamplingParams
 
 END = 1
 ARMS = ((512, True), (64, False), (64, True), (16, False), (1, False))

@@ -30,8 +30,8 @@ from machine import write_result
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rollpacker.cli.main import main as rollpacker
-from rollpacker.rollout.torch_engine import TorchEngine
-from tests.controller.test_turns import save_model
+from rollpacker.engines.embedded.engine import TorchEngine
+from tests.run.test_turns import save_model
 
 TALK = """
 class Talk:

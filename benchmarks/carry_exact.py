@@ -34,10 +34,12 @@ from machine import write_result
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from rollpacker.cli import parts
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.engine import (
+from rollpacker.engines.embedded.engine import TorchEngine
+from rollpacker.engines.embedded.extend import MAX_REDRAWS
+from rollpacker.engines.embedded.sampling import exponentials, noise_size, num_groups, sample_key
+from rollpacker.engines.engine import (
     Carried,
     EngineConfig,
     EngineOutput,
@@ -45,9 +47,7 @@ from rollpacker.rollout.engine import (
     Response,
     SamplingParams,
 )
-from rollpacker.rollout.extend import MAX_REDRAWS
-from rollpacker.rollout.sampling import exponentials, noise_size, num_groups, sample_key
-from rollpacker.rollout.torch_engine import TorchEngine
+from rollpacker.run.parts import parts
 
 TIE = 1e-5
 SLOTS = 64

@@ -19,14 +19,14 @@ from typing import Any
 from cluster_optimum import OptimumSimulation
 from machine import ROOT, write_result
 
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
-from rollpacker.core.coexecution.placement import Choice, Policy, Rest, State
-from rollpacker.core.coexecution.published import AsPublished
-from rollpacker.sim import cluster
-from rollpacker.sim.cluster_jobs import arrivals
-from rollpacker.sim.cluster_result import PolicyResult
-from rollpacker.sim.cluster_spec import load_cluster
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
+from rollpacker.cluster.decide.placement import Choice, Policy, Rest, State
+from rollpacker.cluster.decide.published import AsPublished
+from rollpacker.cluster.sim import simulation as cluster
+from rollpacker.cluster.sim.jobs import arrivals
+from rollpacker.cluster.sim.result import PolicyResult
+from rollpacker.cluster.sim.spec import load_cluster
 
 MIXED = ROOT / "configs/clusters/mixed.yaml"
 PROFILES = ("balanced", "rollout-heavy", "train-heavy", "mixed")

@@ -42,8 +42,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from machine import write_result
 
-from rollpacker.cluster.local_runner import LocalRunner
-from rollpacker.cluster.mailbox_seat import BEAT_S, LEASE_S
+from rollpacker.cluster.seats.mailbox_seat import BEAT_S, LEASE_S
+from rollpacker.cluster.service.local_runner import LocalRunner
 from rollpacker.workers.child import children
 from tests.cluster_service import lab
 from tests.cluster_service.witness import violations

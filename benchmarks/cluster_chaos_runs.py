@@ -46,7 +46,7 @@ from exactly_once import check
 from machine import write_result
 from resume import fingerprints, write_config, write_model
 
-from rollpacker.cluster.seat import SEAT_VARIABLE
+from rollpacker.cluster.seats.seat import SEAT_VARIABLE
 from rollpacker.core.ids import PoolName
 from tests.cluster_service import lab
 from tests.cluster_service.witness import devices_of, violations
@@ -75,7 +75,7 @@ DEVICES = "CHAOS_DEVICES"
 def be_job(arguments: list[str]) -> int:
     """`rollpacker train`, whose seat shows the witness what it holds."""
     from rollpacker.cli.main import main as command
-    from rollpacker.cluster import mailbox_seat
+    from rollpacker.cluster.seats import mailbox_seat
 
     folder = Path(os.environ[DEVICES])
     pools: tuple[PoolName, ...] = get_args(PoolName)

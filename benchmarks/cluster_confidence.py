@@ -20,10 +20,10 @@ from typing import Any
 
 from machine import ROOT, write_result
 
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.sim import cluster
-from rollpacker.sim.cluster_jobs import arrivals
-from rollpacker.sim.cluster_spec import load_cluster
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.sim import simulation as cluster
+from rollpacker.cluster.sim.jobs import arrivals
+from rollpacker.cluster.sim.spec import load_cluster
 
 MIXED = ROOT / "configs/clusters/mixed.yaml"
 STATED = (0.9, 0.95, 0.99)

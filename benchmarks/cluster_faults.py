@@ -533,8 +533,8 @@ def main() -> int:
     args = parser.parse_args()
     if why := why_impossible():
         sys.exit(why)
-    from rollpacker.controller.replay import replay
     from rollpacker.report.log import EventLog
+    from rollpacker.run.replay import replay
 
     plan, moments = random.Random(args.seed), random.Random(args.seed)
     wanted = 6 if args.quick else args.faults

@@ -21,9 +21,9 @@ from typing import Any
 from cluster_optimum import OptimumSimulation
 from machine import RESULTS, ROOT, write_result
 
-from rollpacker.sim.cluster import Simulation, hours_alone
-from rollpacker.sim.cluster_jobs import arrivals
-from rollpacker.sim.cluster_spec import load_cluster
+from rollpacker.cluster.sim.jobs import arrivals
+from rollpacker.cluster.sim.simulation import Simulation, hours_alone
+from rollpacker.cluster.sim.spec import load_cluster
 
 MIXED = ROOT / "configs/clusters/mixed.yaml"
 PROFILES = ("balanced", "rollout-heavy", "train-heavy", "mixed")

@@ -13,20 +13,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollpacker.cluster.local_runner import LocalRunner
-from rollpacker.cluster.mail_file import FileMailbox
-from rollpacker.cluster.mailbox import SERVICE, Mailbox
-from rollpacker.cluster.runner import Runner
-from rollpacker.cluster.service import Service
-from rollpacker.cluster.store import Store
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.iteration import Iteration
+from rollpacker.cluster.decide.job import ClusterJob
+from rollpacker.cluster.decide.nodes import Pool
+from rollpacker.cluster.profile.phase_times import PhaseTimes
+from rollpacker.cluster.seats.mail_file import FileMailbox
+from rollpacker.cluster.seats.mailbox import SERVICE, Mailbox
+from rollpacker.cluster.service.local_runner import LocalRunner
+from rollpacker.cluster.service.runner import Runner
+from rollpacker.cluster.service.service import Service
+from rollpacker.cluster.service.store import Store
 from rollpacker.codec import to_plain
-from rollpacker.core.cluster import Cluster
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.core.coexecution.iteration import Iteration
-from rollpacker.core.coexecution.job import ClusterJob
-from rollpacker.core.coexecution.nodes import Pool
 from rollpacker.report.log import EventLog
-from rollpacker.report.phase_times import PhaseTimes
 
 ROOT = Path(__file__).parents[1]
 CONFIDENCE = 0.9
@@ -105,17 +105,17 @@ def _on_this_host(folder: Path) -> tuple[Mailbox, Runner]:
 
 def connect_to_ray() -> None:
     """By RAY_ADDRESS."""
-    from rollpacker.remote.token import demand_token
+    from rollpacker.workers.hosts.token import demand_token
 
     demand_token()
-    from rollpacker.remote.ray_connection import connect
+    from rollpacker.workers.hosts.ray_connection import connect
 
     connect(os.environ["RAY_ADDRESS"])
 
 
 def _on_ray(folder: Path) -> tuple[Mailbox, Runner]:
-    from rollpacker.remote.ray_jobs import RayRunner
-    from rollpacker.remote.ray_mail import RayMailbox
+    from rollpacker.cluster.on_ray.jobs import RayRunner
+    from rollpacker.cluster.on_ray.mail import RayMailbox
 
     name = f"benchmark-{folder.name}"
     return RayMailbox(f"mail-{name}"), RayRunner(

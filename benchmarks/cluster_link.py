@@ -39,11 +39,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import torch.distributed as dist
 
-from rollpacker.remote.arriving import Shipment
-from rollpacker.remote.copies import read
-from rollpacker.remote.host_weights import HostWeights
-from rollpacker.remote.spread import Spread
-from rollpacker.weight_buffer import ALIGNMENT, BufferLayout, WeightBuffer, WeightSource
+from rollpacker.weights.between_hosts.arriving import Shipment
+from rollpacker.weights.between_hosts.copies import read
+from rollpacker.weights.between_hosts.host_weights import HostWeights
+from rollpacker.weights.between_hosts.spread import Spread
+from rollpacker.weights.buffer import ALIGNMENT, BufferLayout, WeightBuffer, WeightSource
 from tests.cluster.netns import Network, why_impossible
 
 GLOO_PORT = 6400

@@ -20,13 +20,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rollpacker.core.coexecution.job import ClusterJob
-from rollpacker.core.coexecution.layout import Layout, Pin
-from rollpacker.core.coexecution.nodes import pairs
-from rollpacker.sim.cluster import hours_alone
-from rollpacker.sim.cluster_jobs import Arrival, arrivals
-from rollpacker.sim.cluster_result import Bill, JobResult, PolicyResult
-from rollpacker.sim.cluster_spec import ClusterSpec, load_cluster
+from rollpacker.cluster.decide.job import ClusterJob
+from rollpacker.cluster.decide.layout import Layout, Pin
+from rollpacker.cluster.decide.nodes import pairs
+from rollpacker.cluster.sim.jobs import Arrival, arrivals
+from rollpacker.cluster.sim.result import Bill, JobResult, PolicyResult
+from rollpacker.cluster.sim.simulation import hours_alone
+from rollpacker.cluster.sim.spec import ClusterSpec, load_cluster
 
 EPSILON = 1e-9
 

@@ -24,12 +24,12 @@ from typing import Any
 
 from machine import write_result
 
-from rollpacker.core import cluster as core
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.core.coexecution.job import ClusterJob, Phase, RoundTimes, Times
-from rollpacker.core.coexecution.nodes import Node, Pool, memory_gib
-from rollpacker.core.coexecution.placement import Choice, Policy, Rest, Standing, State
-from rollpacker.core.coexecution.turns import ORDERS
+from rollpacker.cluster.decide import cluster as core
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.job import ClusterJob, Phase, RoundTimes, Times
+from rollpacker.cluster.decide.nodes import Node, Pool, memory_gib
+from rollpacker.cluster.decide.placement import Choice, Policy, Rest, Standing, State
+from rollpacker.cluster.decide.turns import ORDERS
 
 POOLS = (
     Pool(name="cheap", phase="rollout", nodes=6, devices_per_node=8, price_per_device_h=1.85,

@@ -18,12 +18,12 @@ from typing import Any
 
 from machine import ROOT, write_result
 
-from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
-from rollpacker.core.coexecution.layout import Layout, Pin, alone_price
-from rollpacker.core.coexecution.nodes import Pool
-from rollpacker.sim.cluster import Simulation
-from rollpacker.sim.cluster_jobs import Arrival, iteration_factors, model_needs
-from rollpacker.sim.cluster_spec import ClusterSpec, load_cluster
+from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
+from rollpacker.cluster.decide.layout import Layout, Pin, alone_price
+from rollpacker.cluster.decide.nodes import Pool
+from rollpacker.cluster.sim.jobs import Arrival, iteration_factors, model_needs
+from rollpacker.cluster.sim.simulation import Simulation
+from rollpacker.cluster.sim.spec import ClusterSpec, load_cluster
 
 MIXED = ROOT / "configs/clusters/mixed.yaml"
 FIG_2 = {

@@ -34,9 +34,9 @@ from cluster_lab import Told, ended, read, serving, submit
 from machine import write_result
 from resume import write_config, write_model
 
-from rollpacker.cluster.local_runner import MARK
-from rollpacker.core.coexecution.group import Holds, period_s
-from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
+from rollpacker.cluster.decide.group import Holds, period_s
+from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
+from rollpacker.cluster.service.local_runner import MARK
 
 ROLLOUT_CORE, TRAIN_CORE = 0, 1
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}

@@ -25,16 +25,24 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from machine import write_result
 
-from rollpacker.cluster.book import Book
-from rollpacker.cluster.local_runner import LocalRunner
-from rollpacker.cluster.mail_file import FileMailbox
-from rollpacker.cluster.past import State
-from rollpacker.cluster.service import Service
-from rollpacker.cluster.status import Status
-from rollpacker.cluster.store import Position, Store, entry_of
-from rollpacker.core.cluster import Asked, Cluster, Committed, Ended, Event, Left, Submitted
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.core.coexecution.job import Phase
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import (
+    Asked,
+    Cluster,
+    Committed,
+    Ended,
+    Event,
+    Left,
+    Submitted,
+)
+from rollpacker.cluster.decide.job import Phase
+from rollpacker.cluster.seats.mail_file import FileMailbox
+from rollpacker.cluster.service.book import Book
+from rollpacker.cluster.service.local_runner import LocalRunner
+from rollpacker.cluster.service.past import State
+from rollpacker.cluster.service.service import Service
+from rollpacker.cluster.service.status import Status
+from rollpacker.cluster.service.store import Position, Store, entry_of
 from tests.cluster_service import lab
 
 NUM_JOBS = 12

@@ -27,11 +27,11 @@ from unittest.mock import patch
 
 from machine import ROOT, write_result
 
-from rollpacker.core.cluster import Command, Start, Stop
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.sim.cluster import Simulation
-from rollpacker.sim.cluster_jobs import Arrival, arrivals
-from rollpacker.sim.cluster_spec import ClusterSpec, load_cluster
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import Command, Start, Stop
+from rollpacker.cluster.sim.jobs import Arrival, arrivals
+from rollpacker.cluster.sim.simulation import Simulation
+from rollpacker.cluster.sim.spec import ClusterSpec, load_cluster
 
 MIXED = ROOT / "configs/clusters/mixed.yaml"
 FEW = ("pools.0.nodes=12", "pools.1.nodes=6", "jobs.mean_hours=4", "jobs.hours=60")
@@ -80,7 +80,9 @@ def run(work: tuple[str, str, Sequence[str]]) -> dict[str, float]:
     ]
     with ExitStack() as stack:
         for name in ARMS[arm]:
-            stack.enter_context(patch(f"rollpacker.core.cluster.{name}", return_value=None))
+            stack.enter_context(
+                patch(f"rollpacker.cluster.decide.cluster.{name}", return_value=None)
+            )
         simulation = Watched(spec, jobs, arm)
         result = simulation.run()
     waits_h = simulation.waits_h

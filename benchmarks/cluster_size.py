@@ -30,11 +30,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cluster_lab import ROOT, Told, connect_to_ray, new_cluster, read, serving, submit
 from machine import write_result
 
-from rollpacker.cluster.store import Store
+from rollpacker.cluster.decide import cluster as core
+from rollpacker.cluster.decide.forecast import Forecast, foresee
+from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
+from rollpacker.cluster.service.store import Store
 from rollpacker.codec import from_plain
-from rollpacker.core import cluster as core
-from rollpacker.core.coexecution.forecast import Forecast, foresee
-from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
 
 PACED = Path(__file__).parent / "paced_job.py"
 JOBS = {

@@ -16,11 +16,11 @@ from typing import Any
 from cluster_optimum import Columns, cheapest_partition
 from machine import ROOT, write_result
 
-from rollpacker.core.cluster import Cluster, Command, Committed, Ended, Event, Submitted
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.sim.cluster import Simulation
-from rollpacker.sim.cluster_jobs import arrivals
-from rollpacker.sim.cluster_spec import load_cluster
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import Cluster, Command, Committed, Ended, Event, Submitted
+from rollpacker.cluster.sim.jobs import arrivals
+from rollpacker.cluster.sim.simulation import Simulation
+from rollpacker.cluster.sim.spec import load_cluster
 
 MIXED = ROOT / "configs/clusters/mixed.yaml"
 NUM_JOBS = 2_000

@@ -16,7 +16,7 @@ from typing import Any
 
 from machine import write_result
 
-from rollpacker.core.coexecution.group import (
+from rollpacker.cluster.decide.group import (
     Holds,
     closed_form_holds,
     closed_period_s,
@@ -24,7 +24,7 @@ from rollpacker.core.coexecution.group import (
     load_s,
     period_s,
 )
-from rollpacker.core.coexecution.timeline import GroupTimeline
+from rollpacker.cluster.decide.timeline import GroupTimeline
 
 MAX_ITERATIONS = 4000
 MAX_CYCLICITY = 12

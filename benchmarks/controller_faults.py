@@ -76,11 +76,11 @@ class Strike:
     """Of a round: at so many responses (`rollout`)."""
 
     def arm(self) -> None:
-        from rollpacker.controller import commits
-        from rollpacker.controller.event_log import LogWriter
         from rollpacker.core.commands import Commit, Launch, TrainOn
         from rollpacker.core.events import SampleGenerated
         from rollpacker.core.records import Record
+        from rollpacker.run import commits
+        from rollpacker.run.event_log import LogWriter
 
         if self.moment == "start":
             self._strike()
@@ -276,10 +276,10 @@ def salvaged_by(folder: Path) -> dict[str, int]:
 def cost(folder: Path, responses: int = 1000, tokens: int = 1000) -> dict[str, float]:
     """What it takes to keep a response of so many tokens: bytes, the processor seconds of those who
     report it, and of the thread that writes it."""
-    from rollpacker.controller.salvage import FILE, Salvage
     from rollpacker.core.events import SampleGenerated
     from rollpacker.core.ids import PromptId, SampleId
-    from rollpacker.rollout.engine import GenerationRequest, Response, SamplingParams
+    from rollpacker.engines.engine import GenerationRequest, Response, SamplingParams
+    from rollpacker.run.salvage import FILE, Salvage
 
     folder.mkdir()
     (folder / "manifest.json").write_text("{}")
@@ -338,7 +338,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         for arm in ARMS if args.arm is None else (args.arm,):
             if arm == "ray":
-                from rollpacker.remote.token import make_token
+                from rollpacker.workers.hosts.token import make_token
 
                 os.environ |= {"RAY_ADDRESS": "local", "RAY_AUTH_TOKEN_PATH": f"{name}/token"}
                 make_token()

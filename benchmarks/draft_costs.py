@@ -2,7 +2,7 @@
 
 For the quickstart's model and two larger ones with random weights: seconds of the processor of a
 plain step and of an extend step over the same rows, at two depths, in turns. `predicted` is what
-the constants in `rollpacker/rollout/drafts.py` say.
+the constants in `rollpacker/engines/embedded/drafts.py` say.
 
     python benchmarks/draft_costs.py [--repeats 15]
 """
@@ -21,11 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from workload import add_workload_arguments, load_workload
 
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.drafts import MAX_ROWS, STEP_COST
-from rollpacker.rollout.engine import EngineConfig, GenerationRequest, SamplingParams
-from rollpacker.rollout.extend import Guess
-from rollpacker.rollout.rows import Pending
-from rollpacker.rollout.torch_engine import TorchEngine
+from rollpacker.engines.embedded.drafts import MAX_ROWS, STEP_COST
+from rollpacker.engines.embedded.engine import TorchEngine
+from rollpacker.engines.embedded.extend import Guess
+from rollpacker.engines.embedded.rows import Pending
+from rollpacker.engines.engine import EngineConfig, GenerationRequest, SamplingParams
 
 SIZES = {
     "1 M": (512, 128, 512, 4, 4, 2),

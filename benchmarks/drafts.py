@@ -26,11 +26,11 @@ import torch
 from machine import write_result
 from workload import add_workload_arguments, describe_workload, load_workload
 
-from rollpacker.cli.parts import Policy, load_policy
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.drafts import KINDS, Drafter
-from rollpacker.rollout.engine import EngineOutput, GenerationRequest, SamplingParams
+from rollpacker.engines.embedded.drafts import KINDS, Drafter
+from rollpacker.engines.engine import EngineOutput, GenerationRequest, SamplingParams
+from rollpacker.run.parts.parts import Policy, load_policy
 
 SAMPLES = 8
 ROUNDS = {8: 40, 16: 30, 64: 10}

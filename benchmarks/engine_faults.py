@@ -185,8 +185,8 @@ def _is_of(fault: Fault, event: EngineLost | EngineReady, incarnation: int) -> b
 def sabotage(folder: Path, plan: Sequence[tuple[str, str]], *, engine: str = "torch") -> Saboteur:
     """Train in `folder`, which gets model, config and run, until all faults are through, and then
     to the end."""
-    from rollpacker.cli import engines
-    from rollpacker.controller.event_log import LogWriter
+    from rollpacker.run.event_log import LogWriter
+    from rollpacker.run.parts import engines
 
     more, shape = ENGINES[engine]
     saboteur = Saboteur(plan, one_by_one=engine == "vllm")
@@ -216,8 +216,8 @@ def sabotage(folder: Path, plan: Sequence[tuple[str, str]], *, engine: str = "to
 
 
 def result_of(folder: Path, faults: list[Fault]) -> dict[str, Any]:
-    from rollpacker.controller.replay import replay
     from rollpacker.report.log import EventLog
+    from rollpacker.run.replay import replay
 
     events = folder / "runs" / "faults" / "events.jsonl"
     checked = check(events)

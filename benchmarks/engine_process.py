@@ -28,20 +28,20 @@ from typing import Any
 import torch
 from machine import write_result
 
-from rollpacker.cli.engines import engine_setup, make_engine
 from rollpacker.core.events import SampleAborted
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.engine import (
+from rollpacker.engines.engine import (
     Engine,
     EngineConfig,
     EngineOutput,
     GenerationRequest,
     SamplingParams,
 )
-from rollpacker.rollout.process_engine import ProcessEngine
+from rollpacker.engines.process_engine import ProcessEngine
+from rollpacker.run.parts.engines import engine_setup, make_engine
 from rollpacker.trainer.model import load_model, new_model, write_character_tokenizer
 from rollpacker.trainer.trainer import ModelConfig
-from rollpacker.weight_buffer import WeightBuffer
+from rollpacker.weights.buffer import WeightBuffer
 
 ARCHITECTURE = {
     "model_type": "qwen2",

@@ -39,9 +39,9 @@ from transformers import (
 )
 
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.collect import collect
-from rollpacker.rollout.engine import EngineConfig, GenerationRequest, SamplingParams
-from rollpacker.rollout.torch_engine import TorchEngine
+from rollpacker.engines.collect import collect
+from rollpacker.engines.embedded.engine import TorchEngine
+from rollpacker.engines.engine import EngineConfig, GenerationRequest, SamplingParams
 
 BATCH = 64
 PROMPT_TOKENS = 16

@@ -28,8 +28,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollpacker.cluster import open_seat as seats
-from rollpacker.cluster.seat import SEAT_VARIABLE, Iteration, LeaseLost, Seat
+from rollpacker.cluster.seats import open_seat as seats
+from rollpacker.cluster.seats.seat import SEAT_VARIABLE, Iteration, LeaseLost, Seat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -169,8 +169,8 @@ def handed_over(folder: Path) -> Counter[str]:
 
 def main() -> None:
     """Run the script that the command line names."""
-    from rollpacker import host_store
-    from rollpacker.cluster import phases
+    from rollpacker.cluster.seats import phases
+    from rollpacker.weights import host_store
 
     class AlsoOnCpu(host_store.HostStore):
         """Of storages of a CPU, those that were read from a file cannot be emptied."""

@@ -49,13 +49,13 @@ from rollpacker.core.events import (
     Trained,
     WeightsSynced,
 )
-from rollpacker.core.fleet import FleetConfig
+from rollpacker.core.fleet.fleet import FleetConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import Job
-from rollpacker.core.job_config import JobConfig
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.job import Job
 from rollpacker.core.messages import COMMANDS
 from rollpacker.core.records import Entry, encode
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 
 BOUND_S = 1.5
 NUM_ENGINES, NUM_SAMPLES = 100, 16_000

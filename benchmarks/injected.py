@@ -1,6 +1,6 @@
 """A sender made slow on purpose, for tests and emulated runs.
 
-The delays follow the model of `core/pipeline_time.py`: a link is latency plus bytes over rate, and
+The delays follow the model of `pipeline/plan/virtual_time.py`: a link is latency plus bytes over rate, and
 serial in each direction, so that messages queue behind each other's bytes.
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rollpacker.trainer.pipeline.links.link import Sender, SendTimes
+from rollpacker.pipeline.links.link import Sender, SendTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

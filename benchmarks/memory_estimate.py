@@ -30,8 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rollpacker.config.schema import RolloutConfig, RunConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.data.dataset import DataConfig, DatasetConfig
+from rollpacker.engines.embedded.attention import install_attention
 from rollpacker.rewards.reward import RewardConfig
-from rollpacker.rollout.attention import install_attention
 from rollpacker.trainer.estimate import estimate
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.memory import PeakMemory

@@ -25,19 +25,19 @@ import torch
 from engine_process import request, write_model
 from machine import write_result
 
-from rollpacker.cli.engines import engine_setup
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.rollout.collect import collect
-from rollpacker.rollout.engine import (
+from rollpacker.engines.collect import collect
+from rollpacker.engines.engine import (
     Carried,
     EngineConfig,
     EngineOutput,
     GenerationRequest,
     Response,
 )
-from rollpacker.rollout.messages import EngineSetup
-from rollpacker.rollout.process_engine import ProcessEngine
+from rollpacker.engines.messages import EngineSetup
+from rollpacker.engines.process_engine import ProcessEngine
+from rollpacker.run.parts.engines import engine_setup
 
 ROWS = 48
 LENGTHS = (60, 300)

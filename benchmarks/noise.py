@@ -36,11 +36,17 @@ import torch
 import torch.nn.functional as F
 from machine import write_result
 
-from rollpacker.cli import parts
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.collect import collect
-from rollpacker.rollout.engine import GenerationRequest, Response, SamplingParams
-from rollpacker.rollout.sampling import DrawMode, draw, exponentials, noise_size, num_groups
+from rollpacker.engines.collect import collect
+from rollpacker.engines.embedded.sampling import (
+    DrawMode,
+    draw,
+    exponentials,
+    noise_size,
+    num_groups,
+)
+from rollpacker.engines.engine import GenerationRequest, Response, SamplingParams
+from rollpacker.run.parts import parts
 
 KINDS = ("inversion", "frequent", "ranked", "gumbel", "rounds")
 REAL_PAIRS = ((20, 21), (20, 22), (20, 25), (40, 41), (40, 42), (40, 45), (55, 56), (55, 60))

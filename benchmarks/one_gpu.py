@@ -26,7 +26,7 @@ from rollpacker.algo import AlgorithmConfig
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.engine import Response
+from rollpacker.engines.engine import Response
 from rollpacker.trainer.estimate import Estimate, estimate
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.model import new_model, write_character_tokenizer

@@ -21,9 +21,9 @@ from machine import ROOT, write_result
 from tail_batching import SYNC, Arm
 from workload import load_workload
 
-from rollpacker.cli.parts import load_policy
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.tail_batching import Stragglers, TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import Stragglers, TailBatchingConfig
+from rollpacker.run.parts.parts import load_policy
 
 CONFIGS = ("quickstart", "code-tiny")
 FACTORS = (1.25, 1.5, 2.0)

@@ -37,7 +37,7 @@ OVERRIDES = [
 
 def full(config_path: str, steps: int) -> dict[str, float]:
     """Seconds a step of the real thing, and the controller's own account of itself."""
-    from rollpacker.cli.training import train
+    from rollpacker.run.train import train
 
     with tempfile.TemporaryDirectory() as folder:
         overrides = [*OVERRIDES, f"train.steps={steps}", f"runs_dir={folder}"]
@@ -57,9 +57,9 @@ def full(config_path: str, steps: int) -> dict[str, float]:
 
 def bare(config_path: str, steps: int) -> dict[str, float]:
     """Seconds a step of a loop with nothing but engine, reward and trainer."""
-    from rollpacker.cli import parts
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
+    from rollpacker.run.parts import parts
 
     config = load_config(config_path, [*OVERRIDES, f"train.steps={steps}"], RunConfig)
     policy = parts.load_policy(config)
@@ -67,12 +67,12 @@ def bare(config_path: str, steps: int) -> dict[str, float]:
 
 
 async def _bare_loop(config: Any, policy: Any, steps: int) -> dict[str, float]:
-    from rollpacker.cli import parts
-    from rollpacker.controller.evaluation import reward_input
     from rollpacker.core.ids import SampleId
+    from rollpacker.engines.collect import collect
+    from rollpacker.engines.engine import GenerationRequest, SamplingParams
     from rollpacker.rewards.reward import UNKNOWN
-    from rollpacker.rollout.collect import collect
-    from rollpacker.rollout.engine import GenerationRequest, SamplingParams
+    from rollpacker.run.evaluation import reward_input
+    from rollpacker.run.parts import parts
 
     trainer, build = parts.build_trainer(config, policy, None), parts.build_samples_function(config)
     cursor = parts.build_cursor(config, policy)

@@ -18,16 +18,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from rollpacker.cli.seats import RunSeat
-from rollpacker.cluster.open_seat import open_seat
+from rollpacker.cluster.seats.open_seat import open_seat
 from rollpacker.config.running import CheckpointConfig, EvalConfig
-from rollpacker.core.cadence import Cadence
 from rollpacker.core.ids import SampleId
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.pooled_job import make_job
+from rollpacker.core.job.cadence import Cadence
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.pooled_job import make_job
 from rollpacker.core.records import Entry
-from rollpacker.core.tail_batching import TailBatchingConfig
-from tests.controller.fakes import FakeEngine, FakeTrainer, drive, make, run_config
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
+from rollpacker.run.parts.seats import RunSeat
+from tests.run.fakes import FakeEngine, FakeTrainer, drive, make, run_config
 
 TOKENS = 9
 """Of every response; the fake config's limit."""

@@ -36,13 +36,13 @@ from injected import Delay, InjectedSender
 from machine import write_result
 from torch import Tensor
 
-from rollpacker.core.pipeline import Chooser, FixedOrder, Op
-from rollpacker.core.pipeline_plan import plan_zero_bubble, ready_choosers
-from rollpacker.core.pipeline_time import Timeline, replay, run
-from rollpacker.core.pipeline_work import Link, Load, Work, constant
-from rollpacker.trainer.pipeline.connect import Connected
-from rollpacker.trainer.pipeline.cut import Place
-from rollpacker.trainer.pipeline.orders import Ready, SweepChooser
+from rollpacker.pipeline.plan.choosers import Chooser, FixedOrder, Op
+from rollpacker.pipeline.plan.plan import plan_zero_bubble, ready_choosers
+from rollpacker.pipeline.plan.virtual_time import Timeline, replay, run
+from rollpacker.pipeline.plan.work import Link, Load, Work, constant
+from rollpacker.pipeline.stages.connect import Connected
+from rollpacker.pipeline.stages.cut import Place
+from rollpacker.pipeline.stages.orders import Ready, SweepChooser
 from rollpacker.trainer.trainer import PipelineConfig
 
 NUM_STAGES = 4

@@ -32,15 +32,15 @@ import torch.distributed as dist
 from machine import write_result
 from torch import Tensor
 
-from rollpacker.trainer.pipeline.links.direct_link import (
+from rollpacker.pipeline.links.direct_link import (
     DirectReceiver,
     DirectSender,
     direct_group,
 )
-from rollpacker.trainer.pipeline.links.host_receiver import HostReceiver
-from rollpacker.trainer.pipeline.links.host_route import decode_routes, encode_routes
-from rollpacker.trainer.pipeline.links.host_sender import HostSender
-from rollpacker.trainer.pipeline.links.link import Border, LinkLost, Receiver, Sender
+from rollpacker.pipeline.links.host_receiver import HostReceiver
+from rollpacker.pipeline.links.host_route import decode_routes, encode_routes
+from rollpacker.pipeline.links.host_sender import HostSender
+from rollpacker.pipeline.links.link import Border, LinkLost, Receiver, Sender
 
 KINDS = ("direct", "host")
 SIZES = {64 << 10: 200, 1 << 20: 60, 16 << 20: 8}

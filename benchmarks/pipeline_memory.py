@@ -41,21 +41,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.config.schema import RolloutConfig, RunConfig
-from rollpacker.core.pipeline import Op, StageState
-from rollpacker.core.pipeline_plan import ready_choosers
-from rollpacker.core.pipeline_split import split_layers
-from rollpacker.core.pipeline_time import run
-from rollpacker.core.pipeline_work import Link, Load, Work, constant
 from rollpacker.data.dataset import DataConfig, DatasetConfig
+from rollpacker.engines.embedded.attention import install_attention
+from rollpacker.pipeline.plan.choosers import Op, StageState
+from rollpacker.pipeline.plan.plan import ready_choosers
+from rollpacker.pipeline.plan.split import split_layers
+from rollpacker.pipeline.plan.virtual_time import run
+from rollpacker.pipeline.plan.work import Link, Load, Work, constant
+from rollpacker.pipeline.stages.connect import Connected
+from rollpacker.pipeline.stages.orders import Ready, SweepChooser
+from rollpacker.pipeline.stages.peers import GroupPeers
+from rollpacker.pipeline.stages.stage import Stage
 from rollpacker.rewards.reward import RewardConfig
-from rollpacker.rollout.attention import install_attention
 from rollpacker.trainer.estimate import estimate
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.memory import PeakMemory
-from rollpacker.trainer.pipeline.connect import Connected
-from rollpacker.trainer.pipeline.orders import Ready, SweepChooser
-from rollpacker.trainer.pipeline.peers import GroupPeers
-from rollpacker.trainer.pipeline.stage import Stage
 from rollpacker.trainer.sharding import join, leave
 from rollpacker.trainer.trainer import ModelConfig, PipelineConfig, TrainConfig
 

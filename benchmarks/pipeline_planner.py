@@ -33,12 +33,12 @@ from machine import RESULTS, write_result
 from pipeline_optimum import kept_optima
 
 from rollpacker.core.packs import plan_packs
-from rollpacker.core.pipeline import KINDS, ReadyFirst, StageState, adapted_quotas
-from rollpacker.core.pipeline_plan import plan_adapted, plan_zero_bubble, ready_choosers
-from rollpacker.core.pipeline_split import plan_budget
-from rollpacker.core.pipeline_time import replay, run
-from rollpacker.core.pipeline_watch import PipelineWatch, SweepTimes
-from rollpacker.core.pipeline_work import (
+from rollpacker.pipeline.plan.choosers import KINDS, ReadyFirst, StageState, adapted_quotas
+from rollpacker.pipeline.plan.plan import plan_adapted, plan_zero_bubble, ready_choosers
+from rollpacker.pipeline.plan.split import plan_budget
+from rollpacker.pipeline.plan.virtual_time import replay, run
+from rollpacker.pipeline.plan.watch import PipelineWatch, SweepTimes
+from rollpacker.pipeline.plan.work import (
     Link,
     Load,
     OpCost,

@@ -18,13 +18,13 @@ from typing import Any
 
 from machine import write_result
 
-from rollpacker.core.pipeline import Op, StageState
-from rollpacker.core.pipeline_plan import plan_zero_bubble, ready_choosers
-from rollpacker.core.pipeline_time import replay, run
-from rollpacker.core.pipeline_work import Link, Work, constant
-from rollpacker.sim.pipeline import Pipeline, PipelineMachine
-from rollpacker.sim.pipeline_machine import op_costs
-from rollpacker.sim.pipeline_spec import PIPELINES, DrawnDelays, OpTimes, PipelineSpec
+from rollpacker.pipeline.plan.choosers import Op, StageState
+from rollpacker.pipeline.plan.plan import plan_zero_bubble, ready_choosers
+from rollpacker.pipeline.plan.virtual_time import replay, run
+from rollpacker.pipeline.plan.work import Link, Work, constant
+from rollpacker.pipeline.sim.machine import op_costs
+from rollpacker.pipeline.sim.phase import Pipeline, PipelineMachine
+from rollpacker.pipeline.sim.spec import PIPELINES, DrawnDelays, OpTimes, PipelineSpec
 
 OP_MS: Mapping[str, Sequence[Sequence[float]]] = {
     "7b": ([8, 9, 9.5, 9], [10, 10, 10, 9], [5, 6, 6, 6]),

@@ -53,20 +53,20 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.packs import plan_packs
-from rollpacker.core.pipeline import FixedOrder, Kind, Op, StageState
-from rollpacker.core.pipeline_plan import plan_zero_bubble, ready_choosers
-from rollpacker.core.pipeline_time import replay, run
-from rollpacker.core.pipeline_work import Link, Load, Work, constant
+from rollpacker.pipeline.links.host_receiver import LOOPBACK
+from rollpacker.pipeline.links.link import Sender, SendTimes
+from rollpacker.pipeline.plan.choosers import FixedOrder, Kind, Op, StageState
+from rollpacker.pipeline.plan.plan import plan_zero_bubble, ready_choosers
+from rollpacker.pipeline.plan.virtual_time import replay, run
+from rollpacker.pipeline.plan.work import Link, Load, Work, constant
+from rollpacker.pipeline.stages.connect import Connected
+from rollpacker.pipeline.stages.orders import Ready, SweepChooser
+from rollpacker.pipeline.stages.passes import StagedPasses, _Training
+from rollpacker.pipeline.stages.peers import GroupPeers
+from rollpacker.pipeline.stages.stage import Stage
 from rollpacker.trainer.batches import Batcher, MicroBatch, Row
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.model_set import ModelSet
-from rollpacker.trainer.pipeline.connect import Connected
-from rollpacker.trainer.pipeline.links.host_receiver import LOOPBACK
-from rollpacker.trainer.pipeline.links.link import Sender, SendTimes
-from rollpacker.trainer.pipeline.orders import Ready, SweepChooser
-from rollpacker.trainer.pipeline.passes import StagedPasses, _Training
-from rollpacker.trainer.pipeline.peers import GroupPeers
-from rollpacker.trainer.pipeline.stage import Stage
 from rollpacker.trainer.trainer import PipelineConfig, TrainConfig, TrainSample
 from rollpacker.trainer.varlen import ROWS_KEYWORD, PackedRows
 from tests.cluster.netns import Network, why_impossible

@@ -63,8 +63,8 @@ THIS = Path(__file__).resolve()
 
 def work_slowly() -> None:
     """A process of the trainer, whose ops sleep for each layer that they run."""
-    from rollpacker.trainer.pipeline import passes
-    from rollpacker.trainer.pipeline.cut import Absent, decoder_of
+    from rollpacker.pipeline.stages import passes
+    from rollpacker.pipeline.stages.cut import Absent, decoder_of
     from rollpacker.trainer.worker import main
 
     slow_file = os.environ.get(SLOW_FILE)

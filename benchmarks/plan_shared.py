@@ -13,8 +13,8 @@ from typing import Any
 
 from machine import ROOT, write_result
 
-from rollpacker.sim.cluster_profiles import on_pools
-from rollpacker.sim.cluster_spec import load_cluster
+from rollpacker.cluster.sim.profiles import on_pools
+from rollpacker.cluster.sim.spec import load_cluster
 from rollpacker.sim.plan import compare
 from rollpacker.sim.plan_ideas import OFF, Candidate, ScenarioEvaluate, order_idea, plan_base
 from rollpacker.sim.plan_shared import on_shared_pools, pool_prices

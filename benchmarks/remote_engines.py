@@ -31,14 +31,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from machine import write_result
 
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.remote.copies import read
-from rollpacker.remote.remote_host import RemoteHost
-from rollpacker.remote.spread import Spread
-from rollpacker.remote.token import demand_token, make_token
-from rollpacker.rollout.engine import EngineConfig, EngineOutput, GenerationRequest, SamplingParams
-from rollpacker.rollout.messages import EngineSetup
-from rollpacker.rollout.process_engine import ProcessEngine
+from rollpacker.engines.engine import EngineConfig, EngineOutput, GenerationRequest, SamplingParams
+from rollpacker.engines.messages import EngineSetup
+from rollpacker.engines.process_engine import ProcessEngine
+from rollpacker.weights.between_hosts.copies import read
+from rollpacker.weights.between_hosts.spread import Spread
 from rollpacker.workers.host import Host, ThisHost
+from rollpacker.workers.hosts.remote_host import RemoteHost
+from rollpacker.workers.hosts.token import demand_token, make_token
 
 STEP_S = 0.02
 LONGEST = 1000
@@ -174,7 +174,7 @@ def main() -> int:
     rounds = 1 if args.quick else args.rounds
     make_token()
     demand_token()
-    from rollpacker.remote.ray_agents import join
+    from rollpacker.workers.hosts.ray_agents import join
 
     cluster = join("local")
     address = cluster.own_address

@@ -25,10 +25,10 @@ from rollpacker.core.commands import Launch, TrainOn
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Record
+from rollpacker.engines.embedded.engine import TorchEngine
+from rollpacker.engines.engine import EngineOutput, GenerationRequest
+from rollpacker.engines.table import ENGINES
 from rollpacker.report.log import EventLog
-from rollpacker.rollout.engine import EngineOutput, GenerationRequest
-from rollpacker.rollout.table import ENGINES
-from rollpacker.rollout.torch_engine import TorchEngine
 
 WHOLE: dict[tuple[PromptId, int], tuple[int, ...]] = {}
 """What the policy would have written, by prompt and index."""

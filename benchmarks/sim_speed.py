@@ -20,7 +20,7 @@ import time
 from machine import ROOT, write_result
 
 from rollpacker.bus import Sink
-from rollpacker.core.job import Job
+from rollpacker.core.job.job import Job
 from rollpacker.core.records import Entry
 from rollpacker.report.history import History
 from rollpacker.sim.scenario import load_scenario

@@ -13,7 +13,7 @@ from rollpacker.core.commands import Commit, Launch, TrainOn
 from rollpacker.core.events import RunStarted, SampleGenerated, Trained
 from rollpacker.core.ids import SampleId
 from rollpacker.core.records import Entry, Record
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 
 
 @dataclass(frozen=True, slots=True)

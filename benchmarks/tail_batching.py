@@ -29,10 +29,7 @@ from machine import write_result
 from workload import add_workload_arguments, describe_workload, load_workload
 
 from rollpacker.bus import Bus, Recorded, Routes
-from rollpacker.cli.parts import Policy, load_policy
 from rollpacker.config.schema import RolloutConfig, RunConfig
-from rollpacker.controller.carried import CarriedTokens
-from rollpacker.controller.clock import RealClock
 from rollpacker.core.commands import (
     Abort,
     CancelScore,
@@ -65,11 +62,14 @@ from rollpacker.core.events import (
     WeightsSynced,
 )
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import Job
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.job import Job
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.data.cursor import PromptCursor
-from rollpacker.rollout.engine import EngineOutput, SamplingParams
+from rollpacker.engines.engine import EngineOutput, SamplingParams
+from rollpacker.run.carried import CarriedTokens
+from rollpacker.run.clock import RealClock
+from rollpacker.run.parts.parts import Policy, load_policy
 
 SYNC = TailBatchingConfig(enabled=False)
 PUBLISHED = TailBatchingConfig(selection="published", flush_each_epoch=False)

@@ -29,7 +29,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.engine import Response
+from rollpacker.engines.engine import Response
 from rollpacker.trainer.batches import Batcher, MicroBatch, Row, collate, row_length
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.micro_batch import row_of

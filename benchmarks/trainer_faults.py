@@ -144,8 +144,8 @@ class Saboteur:
 
 def sabotage(config: Path, overrides: Sequence[str], plan: Sequence[str]) -> tuple[Path, Saboteur]:
     """Train to the end, with a kill at each of these moments. Returns the run's folder."""
-    from rollpacker.cli import engines
-    from rollpacker.controller.event_log import LogWriter
+    from rollpacker.run.event_log import LogWriter
+    from rollpacker.run.parts import engines
     from rollpacker.trainer.launch import Ranks
 
     saboteur = Saboteur(plan)
@@ -188,8 +188,8 @@ def largest_difference(one: Path, other: Path) -> float:
 
 
 def result_of(run: Path, saboteur: Saboteur) -> dict[str, Any]:
-    from rollpacker.controller.replay import replay
     from rollpacker.report.log import EventLog
+    from rollpacker.run.replay import replay
 
     checked = check(run / "events.jsonl")
     summary = json.loads((run / "summary.json").read_text())

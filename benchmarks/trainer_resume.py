@@ -118,8 +118,8 @@ def _train(
     delay_from_first_entry_s: float | None,
 ) -> None:
     import rollpacker
-    from rollpacker.cli.errors import report_error
     from rollpacker.config import schema
+    from rollpacker.run.error_messages import report_error
 
     os.setsid()
     schema.MAX_TRAINER_LOSSES = 1

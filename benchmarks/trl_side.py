@@ -28,7 +28,7 @@ class TrlSetting:
     samples_per_pass: int | None
     options: Mapping[str, Any] = field(default_factory=dict)
     rollout: Mapping[str, Any] | None = None
-    """What `rollpacker.trl.rollout_function` is given; None: TRL alone."""
+    """What `rollpacker.integrations.trl.rollout_function` is given; None: TRL alone."""
 
 
 def continuous_batching(samples: int, num_blocks: int) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _with_rollpacker(
     data: Any, keys: Mapping[str, Any], callbacks: Sequence[Any], clock: Clock
 ) -> dict[str, Any]:
     """The three lines. What is timed is the step's generation, wherever it happens."""
-    from rollpacker.trl import rollout_function
+    from rollpacker.integrations.trl import rollout_function
 
     rollout = rollout_function(data, **keys)
     rollout.dataset._decide = clock.timed(rollout.dataset._decide)

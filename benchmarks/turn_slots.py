@@ -27,14 +27,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rollpacker.core.events import SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.engine import (
+from rollpacker.engines.embedded.engine import TorchEngine
+from rollpacker.engines.engine import (
     EngineConfig,
     EngineOutput,
     GenerationRequest,
     Response,
     SamplingParams,
 )
-from rollpacker.rollout.torch_engine import TorchEngine
 
 TRAJECTORIES, TURNS = 64, 8
 DRAWN = (16, 64)

@@ -94,8 +94,8 @@ class Follows:
         write("followed.txt", f"{{self.row['number']}} {{self.total!r}}")
         return [{{"role": "user", "content": "Go on."}}], reward, self.turn == self.last
 """
-ADAPTIVE = f"import rollpacker.cli.environments as e; e.SLOW_S = {30.0 / SCALE}"
-FIXED = "import rollpacker.cli.environments as e; e.SLOW_S = 1e9"
+ADAPTIVE = f"import rollpacker.run.parts.environments as e; e.SLOW_S = {30.0 / SCALE}"
+FIXED = "import rollpacker.run.parts.environments as e; e.SLOW_S = 1e9"
 NO_RACES = "tail_batching.enabled=false"
 ARMS: dict[str, tuple[str, float, tuple[str, ...], int]] = {
     "as_it_is": (ADAPTIVE, FIXED_S, (), 8),

@@ -40,29 +40,29 @@ from machine import ROOT, write_result
 sys.path.insert(0, str(ROOT))  # for the tests' fakes and tokenizers
 
 from rollpacker.chat_template import Detokenizer
-from rollpacker.cli.driving import python_set_for_runs
-from rollpacker.cli.environments import Turns
-from rollpacker.controller.driver import Controller, Parts
-from rollpacker.controller.engines import Engines, Weights
-from rollpacker.controller.event_log import LogWriter
-from rollpacker.controller.samples import SampleWriter
-from rollpacker.core.acting import TurnLimits
-from rollpacker.core.cadence import Cadence
+from rollpacker.core.checks.acting import TurnLimits
 from rollpacker.core.events import SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.core.job import Job
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.job.cadence import Cadence
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.job import Job
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.data.cursor import PromptCursor
 from rollpacker.data.dataset import PromptRow, PromptSet
 from rollpacker.dialogue.parsing import TemplateDialogue
 from rollpacker.dialogue.template import DialogueTemplate
+from rollpacker.engines.engine import EngineOutput, EngineStatus, GenerationRequest, Response
 from rollpacker.environments.environment import EnvironmentConfig
 from rollpacker.environments.supervised import SupervisedEnvironments
-from rollpacker.rollout.engine import EngineOutput, EngineStatus, GenerationRequest, Response
+from rollpacker.run.driver import Controller, Parts
+from rollpacker.run.driving import python_set_for_runs
+from rollpacker.run.engines import Engines, Weights
+from rollpacker.run.event_log import LogWriter
+from rollpacker.run.parts.environments import Turns
+from rollpacker.run.samples import SampleWriter
 from rollpacker.trainer.trainer import HandOver
-from tests.controller.fakes import FakeReward, FakeTrainer, build_samples, run_config
 from tests.dialogue.families import FAMILIES, tokenizer_of
+from tests.run.fakes import FakeReward, FakeTrainer, build_samples, run_config
 
 PROMPTS, SAMPLES, TURNS = 200, 8, 8
 MESSAGE_TOKENS = (50, 150)
@@ -84,13 +84,13 @@ class AtOnce:
 """
 PARTS = {
     "core": ("rollpacker/core/",),
-    "bus and log": ("rollpacker/bus.py", "controller/event_log.py", "core/records.py"),
+    "bus and log": ("rollpacker/bus.py", "run/event_log.py", "core/records.py"),
     "tokens": ("rollpacker/dialogue/", "rollpacker/chat_template.py", "tokenizers", "transformers"),
     "calls of environments": (
         *("rollpacker/environments/", "rollpacker/workers/", "rollpacker/rewards/"),
         *("/json/", "/asyncio/", "/selectors.py", "/socket.py"),
     ),
-    "player and episodes": ("controller/player.py", "controller/episodes.py"),
+    "player and episodes": ("run/player.py", "run/episodes.py"),
     "other ports": ("rollpacker/controller/",),
 }
 """By parts of a file's path; the last that fits."""

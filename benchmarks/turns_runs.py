@@ -22,7 +22,7 @@ PROMPTS = 8
 
 def write_model(folder: Path) -> None:
     """With random weights: what it says does not matter."""
-    from tests.controller.test_turns import save_model
+    from tests.run.test_turns import save_model
 
     save_model(folder, max_positions=1024)
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from engine_process import Heard, request, write_model
 from machine import write_result
 
-from rollpacker.cli.engines import engine_setup
-from rollpacker.rollout.engine import EngineConfig, GenerationRequest
-from rollpacker.rollout.process_engine import ProcessEngine
+from rollpacker.engines.engine import EngineConfig, GenerationRequest
+from rollpacker.engines.process_engine import ProcessEngine
+from rollpacker.run.parts.engines import engine_setup
 
 PROMPTS, SAMPLES = 64, 8
 LONGEST = 400

@@ -32,10 +32,10 @@ from transformers import PreTrainedModel
 from vllm_engine import BATCH, KV_CACHE_GIB, LENGTH, SHAPES, make_engine, make_model, prompts
 from vllm_engine import requests as requests_for
 
-from rollpacker.rollout.collect import collect
-from rollpacker.rollout.engine import Carried, EngineConfig, GenerationRequest, Response
-from rollpacker.rollout.torch_engine import TorchEngine
-from rollpacker.rollout.vllm_engine import VllmEngine
+from rollpacker.engines.collect import collect
+from rollpacker.engines.embedded.engine import TorchEngine
+from rollpacker.engines.engine import Carried, EngineConfig, GenerationRequest, Response
+from rollpacker.engines.vllm.engine import VllmEngine
 
 MOVED = 1e-3
 """By how much, in the spread of each tensor."""

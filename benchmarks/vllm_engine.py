@@ -38,15 +38,15 @@ from machine import versions, write_result
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.collect import collect
-from rollpacker.rollout.engine import (
+from rollpacker.engines.collect import collect
+from rollpacker.engines.engine import (
     EngineConfig,
     GenerationRequest,
     Response,
     SamplingParams,
 )
-from rollpacker.rollout.vllm_engine import VllmEngine
-from rollpacker.rollout.vllm_setup import BLOCK_TOKENS
+from rollpacker.engines.vllm.engine import VllmEngine
+from rollpacker.engines.vllm.setup import BLOCK_TOKENS
 from rollpacker.trainer.lora import add_adapter
 from rollpacker.trainer.trainer import LoraConfig
 

@@ -38,9 +38,9 @@ from machine import versions, write_result
 from vllm_engine import make_engine, make_model, requests
 
 from rollpacker.core.events import SampleAborted
-from rollpacker.rollout.engine import EngineOutput, GenerationRequest
-from rollpacker.rollout.vllm_engine import VllmEngine
-from rollpacker.rollout.vllm_setup import BLOCK_TOKENS
+from rollpacker.engines.engine import EngineOutput, GenerationRequest
+from rollpacker.engines.vllm.engine import VllmEngine
+from rollpacker.engines.vllm.setup import BLOCK_TOKENS
 
 REQUESTS = 30_000
 WAVE = 500

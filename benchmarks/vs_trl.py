@@ -30,7 +30,7 @@ from trl_side import TrlSetting, continuous_batching, trl_steps
 from workload import add_workload_arguments, describe_workload, load_workload
 
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.rewards.reward import RewardConfig
 
 SYNC = TailBatchingConfig(enabled=False)

@@ -15,8 +15,8 @@ from typing import Any
 from make_simulation import figure, filled, result, save, table
 from matplotlib.patches import Patch
 
-from rollpacker.sim.pipeline_picture import OP_COLOURS, OP_WORDS, draw_sweep, longest_s
-from rollpacker.sim.pipeline_spec import with_pipeline
+from rollpacker.pipeline.sim.picture import OP_COLOURS, OP_WORDS, draw_sweep, longest_s
+from rollpacker.pipeline.sim.spec import with_pipeline
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.simulate import simulate
 

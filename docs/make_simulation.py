@@ -26,16 +26,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from rollpacker.core.checks.deadlines import AdaptiveDeadlineConfig
 from rollpacker.core.commands import Abort, Command, Launch, Release, TrainOn
-from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.core.events import (
     SampleGenerated,
     SampleScored,
     Trained,
     WeightsSynced,
 )
+from rollpacker.core.fleet.parallelism import ParallelismConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.parallelism import ParallelismConfig
 from rollpacker.core.records import Record
 from rollpacker.sim import latency, presets, workload
 from rollpacker.sim import simulate as simulating

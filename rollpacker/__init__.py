@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollpacker.callbacks import Callback, RunningRun
-    from rollpacker.cli.run import Run
-    from rollpacker.cli.training import train
+    from rollpacker.run.train import train
+    from rollpacker.run.view import Run
 
 __all__ = ["Callback", "Run", "RunningRun", "train"]
 
 _PLACES = {
     "Callback": "rollpacker.callbacks",
-    "Run": "rollpacker.cli.run",
+    "Run": "rollpacker.run.view",
     "RunningRun": "rollpacker.callbacks",
-    "train": "rollpacker.cli.training",
+    "train": "rollpacker.run.train",
 }
 
 

@@ -22,7 +22,7 @@ from msgspec.structs import force_setattr as stamp
 
 from rollpacker.core.commands import Command, Enter, Leave, Remind
 from rollpacker.core.events import Entered, Event
-from rollpacker.core.job import Job
+from rollpacker.core.job.job import Job
 from rollpacker.core.messages import COMMANDS
 from rollpacker.core.records import Entry, Note, Record
 

@@ -51,9 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "Files and folders named run whatever their tier, unless a tier is named, too. "
         "ROLLPACKER_TIER says the same.",
     )
-    group.addoption(
-        "--record-durations", action="store_true", help="rewrite tests/durations.json"
-    )
+    group.addoption("--record-durations", action="store_true", help="rewrite tests/durations.json")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

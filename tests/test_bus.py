@@ -11,7 +11,7 @@ from rollpacker.bus import Bus, Recorded, Routes
 from rollpacker.core.commands import Command, Commit, Drop, FetchPrompts, Launch
 from rollpacker.core.events import Event, PromptsFetched, RunStarted, StopRequested
 from rollpacker.core.ids import PromptId
-from rollpacker.core.job import Job, JobConfig, ProtocolError
+from rollpacker.core.job.job import Job, JobConfig, ProtocolError
 from rollpacker.core.records import Entry, Note, Record
 
 COMMANDS = get_args(Command)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.cli.errors import classify
 from rollpacker.imports import (
     ImportSpecError,
     MissingPackageError,
@@ -14,6 +13,7 @@ from rollpacker.imports import (
     missing,
     require,
 )
+from rollpacker.run.error_messages import classify
 from rollpacker.warn_once import WarnOnce
 
 

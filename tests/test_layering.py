@@ -38,17 +38,17 @@ def test_every_row_has_modules() -> None:
         ("core/file.py", "from rollpacker.config.load import load_config\n"),
         ("core/file.py", "from rollpacker.imports import load_function\n"),
         ("config/file.py", "def f():\n    import rollpacker.rewards.functions.function_reward\n"),
-        ("data/file.py", "from rollpacker.core.job import Job\n"),
+        ("data/file.py", "from rollpacker.core.job.job import Job\n"),
         (
             "data/file.py",
             "from typing import TYPE_CHECKING\n"
-            "if TYPE_CHECKING:\n    from rollpacker.core.job import Job\n",
+            "if TYPE_CHECKING:\n    from rollpacker.core.job.job import Job\n",
         ),
         ("trainer/file.py", "from rollpacker.config.load import load_config\n"),
         ("trainer/file.py", "import ray\n"),
         ("cli/file.py", "import torch\n"),
         ("cli/file.py", "try:\n    import torch\nexcept ImportError:\n    pass\n"),
-        ("cli/file.py", "from rollpacker.rollout import torch_engine\n"),
+        ("cli/file.py", "from rollpacker.engines import torch_engine\n"),
         ("no_such_part/file.py", ""),
     ],
 )
@@ -60,7 +60,7 @@ def test_the_check_of_layers_finds_what_it_should(path: str, source: str) -> Non
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("cli/file.py", "def f():\n    import torch\n    from rollpacker.rollout import engine\n"),
+        ("cli/file.py", "def f():\n    import torch\n    from rollpacker.engines import engine\n"),
         ("trainer/estimate.py", "from rollpacker.config.load import load_config\n"),
     ],
 )

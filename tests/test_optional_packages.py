@@ -120,7 +120,7 @@ def math_check():
     try:
         reward.check([{"answer": "3"}])
     except ValueError as error:
-        from rollpacker.cli.errors import classify
+        from rollpacker.run.error_messages import classify
         return [classify(error)[0], str(error), ""]
 
 with tempfile.TemporaryDirectory() as temporary:

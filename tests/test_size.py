@@ -121,7 +121,7 @@ def test_a_base_ties_the_methods_of_its_subclass() -> None:
 
 
 def test_rooms_over_their_budget_are_found() -> None:
-    texts = {"rollpacker/core/job.py": "x\n" * 10, "rollpacker/core/__init__.py": "y\n"}
+    texts = {"rollpacker/core/job/job.py": "x\n" * 10, "rollpacker/core/__init__.py": "y\n"}
     texts |= {"rollpacker/bus.py": "z\n", "rollpacker/core/lengths/fit.py": "x\n" * 5}
     made_up = Package.of_texts(texts)
     assert list(limits.over_budget(made_up, {"": 1, "core": 16})) == []

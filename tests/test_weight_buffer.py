@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollpacker import weight_buffer
-from rollpacker.weight_buffer import ALIGNMENT, StaleWeightsError, WeightBuffer, WeightReader
+from rollpacker.weights import buffer as weight_buffer
+from rollpacker.weights.buffer import ALIGNMENT, StaleWeightsError, WeightBuffer, WeightReader
 
 WEIGHTS = {
     "half": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
@@ -71,7 +71,7 @@ def test_tensors_are_aligned_and_do_not_overlap():
 
 READER = """
 import sys
-from rollpacker.weight_buffer import BufferLayout, Place, WeightReader, WeightSource
+from rollpacker.weights.buffer import BufferLayout, Place, WeightReader, WeightSource
 source = eval(sys.argv[1])
 with WeightReader().reading(source) as tensors:
     print(tensors["scalar"].item())
@@ -130,7 +130,7 @@ def test_a_reader_is_told_that_weights_changed_under_it(version: int):
 
 WRITER = """
 import os, sys
-from rollpacker.weight_buffer import BufferLayout, Place, WeightBuffer
+from rollpacker.weights.buffer import BufferLayout, Place, WeightBuffer
 buffer = WeightBuffer(eval(sys.argv[1]))
 number = 0
 while True:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollpacker.trainer.model import character_tokenizer, new_model
-from rollpacker.weight_probe import weight_probe
+from rollpacker.weights.probe import weight_probe
 
 
 def tiny_model() -> PreTrainedModel:

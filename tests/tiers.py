@@ -24,7 +24,7 @@ FOLDERS: dict[str, Tier] = {
     "tests/": "full",
     **dict.fromkeys(
         (
-            *("tests/algo/", "tests/config/", "tests/controller/", "tests/core/", "tests/data/"),
+            *("tests/algo/", "tests/config/", "tests/run/", "tests/core/", "tests/data/"),
             *("tests/dialogue/", "tests/docker/", "tests/drills/", "tests/endpoints/"),
             *("tests/golden/", "tests/report/", "tests/sim/", "tests/serving/", "tests/test_"),
         ),
@@ -50,19 +50,19 @@ MOVED: dict[str, tuple[Tier, str]] = {
     **_rows(
         "full",
         "runs with processes of their own",
-        "tests/controller/test_adapter_runs.py",
-        "tests/controller/test_callbacks.py",
-        "tests/controller/test_carried_turns.py",
-        "tests/controller/test_order_only.py",
-        "tests/controller/test_programs.py",
-        "tests/controller/test_reward_hosts_run.py",
-        "tests/controller/test_rewritten_turns.py",
-        "tests/controller/test_sample_rows.py",
-        "tests/controller/test_streaming_run.py",
-        "tests/controller/test_turn_credit.py",
-        "tests/controller/test_turns.py",
-        "tests/controller/test_weighted_carrying.py",
-        "tests/controller/test_worth_at_the_end.py",
+        "tests/run/test_adapter_runs.py",
+        "tests/run/test_callbacks.py",
+        "tests/run/test_carried_turns.py",
+        "tests/run/test_order_only.py",
+        "tests/run/test_programs.py",
+        "tests/run/test_reward_hosts_run.py",
+        "tests/run/test_rewritten_turns.py",
+        "tests/run/test_sample_rows.py",
+        "tests/run/test_streaming_run.py",
+        "tests/run/test_turn_credit.py",
+        "tests/run/test_turns.py",
+        "tests/run/test_weighted_carrying.py",
+        "tests/run/test_worth_at_the_end.py",
     ),
     # -- into quick
     **_rows(
@@ -92,11 +92,11 @@ MOVED: dict[str, tuple[Tier, str]] = {
         "nightly",
         "runs that are killed, resumed and compared bit for bit, tens of processor seconds each; "
         "test_salvage.py and test_turns.py compare such runs in full",
-        "tests/controller/test_controller_faults.py",
-        "tests/controller/test_engine_faults.py",
-        "tests/controller/test_process_run.py",
-        "tests/controller/test_resume.py",
-        "tests/controller/test_released.py::test_a_run_that_releases_devices_learns",
+        "tests/run/test_controller_faults.py",
+        "tests/run/test_engine_faults.py",
+        "tests/run/test_process_run.py",
+        "tests/run/test_resume.py",
+        "tests/run/test_released.py::test_a_run_that_releases_devices_learns",
         "tests/cli/test_seats.py::test_two_jobs_that_share_pools_compute",
         "tests/trainer/pipeline/test_stage_faults.py",
         "tests/trainer/pipeline/test_stage_run.py",
@@ -117,7 +117,7 @@ MOVED: dict[str, tuple[Tier, str]] = {
         "tests/trainer/test_launch.py::test_a_rank_that_stays_stopped_is_lost",
         "tests/trainer/test_launch.py::test_a_silent_stranger",
         "tests/trainer/test_lora.py::test_two_processes_with_sharded_adapters",
-        "tests/controller/test_rewritten_turns.py::test_turns_are_trained_on_behind_the_prompts_"
+        "tests/run/test_rewritten_turns.py::test_turns_are_trained_on_behind_the_prompts_"
         "that_they_were_drawn_behind[train.processes=2]",
         "tests/cli/test_given_environment.py::test_a_class_and_tools_of_this_program",
         "tests/cli/test_order_bad_input.py::test_a_file_of_another_size",
@@ -145,12 +145,10 @@ MOVED: dict[str, tuple[Tier, str]] = {
     **_rows(
         "nightly",
         "a long learning run, or one of several that differ in a number",
-        "tests/controller/test_order_only.py::test_a_frozen_policy_is_trained_on_the_same_"
-        "responses[1]",
-        "tests/controller/test_order_only.py::test_a_frozen_policy_is_trained_on_the_same_"
-        "responses[2]",
-        "tests/controller/test_programs.py::test_one_that_fails_is_no_zero",
-        "tests/controller/test_turns.py::test_a_round_leaves_its_pool_to_others",
+        "tests/run/test_order_only.py::test_a_frozen_policy_is_trained_on_the_same_responses[1]",
+        "tests/run/test_order_only.py::test_a_frozen_policy_is_trained_on_the_same_responses[2]",
+        "tests/run/test_programs.py::test_one_that_fails_is_no_zero",
+        "tests/run/test_turns.py::test_a_round_leaves_its_pool_to_others",
         "tests/examples/test_turns.py::test_a_few_steps_of_the_game",
         "tests/examples/test_turns.py::test_a_few_steps_with_the_calculator",
         "tests/sim/test_purity.py::test_the_log_is_the_same_under_every_hash_seed_and_replays["
@@ -169,13 +167,13 @@ MOVED: dict[str, tuple[Tier, str]] = {
         "nightly",
         "needs vLLM, which the environment of make test has not (make test-vllm)",
         "tests/cli/test_vllm_bad_input.py",
-        "tests/rollout/test_vllm.py",
-        "tests/rollout/test_vllm_adapters.py",
-        "tests/rollout/test_vllm_adapters_apart.py",
-        "tests/rollout/test_vllm_carry.py",
-        "tests/rollout/test_vllm_hybrid.py",
-        "tests/rollout/test_vllm_life.py",
-        "tests/rollout/test_vllm_parallel.py",
+        "tests/engines/test_vllm.py",
+        "tests/engines/test_vllm_adapters.py",
+        "tests/engines/test_vllm_adapters_apart.py",
+        "tests/engines/test_vllm_carry.py",
+        "tests/engines/test_vllm_hybrid.py",
+        "tests/engines/test_vllm_life.py",
+        "tests/engines/test_vllm_parallel.py",
     ),
     **_rows(
         "nightly",
@@ -200,8 +198,7 @@ MOVED: dict[str, tuple[Tier, str]] = {
 }
 """Beginning of the ids of tests -> their tier, and why it is not that of their folder."""
 
-SLOW: dict[str, str] = {
-}
+SLOW: dict[str, str] = {}
 """Beginning of the ids of tests over `LONGEST_S` -> why they are not nightly."""
 
 

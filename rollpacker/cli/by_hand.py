@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollpacker.rollout.engine import GenerationRequest, Response
+from rollpacker.engines.engine import GenerationRequest, Response
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rollpacker.sim.cluster_jobs import Arrival
-    from rollpacker.sim.cluster_result import PolicyResult
-    from rollpacker.sim.cluster_spec import ClusterSpec
+    from rollpacker.cluster.sim.jobs import Arrival
+    from rollpacker.cluster.sim.result import PolicyResult
+    from rollpacker.cluster.sim.spec import ClusterSpec
 
 
 def add_parser(subparsers: Any) -> None:
@@ -129,21 +129,21 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "simulate":
         return _simulate(args)
     if args.action == "serve":
-        from rollpacker.cli import cluster_serve
+        from rollpacker.cluster.commands import serve as cluster_serve
 
         return cluster_serve.run(args)
     if args.action == "submit":
-        from rollpacker.cli import cluster_submit
+        from rollpacker.cluster.commands import submit as cluster_submit
 
         return cluster_submit.run(args)
-    from rollpacker.cli import cluster_show
+    from rollpacker.cluster.commands import show as cluster_show
 
     return cluster_show.run(args)
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from rollpacker.sim.cluster_jobs import arrivals
-    from rollpacker.sim.cluster_spec import load_cluster
+    from rollpacker.cluster.sim.jobs import arrivals
+    from rollpacker.cluster.sim.spec import load_cluster
 
     names = _names(args.compare)
     spec = load_cluster(args.file, args.overrides)
@@ -153,7 +153,7 @@ def _simulate(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(results)
         return 0
-    from rollpacker.sim.cluster_table import explain, render
+    from rollpacker.cluster.sim.table import explain, render
 
     print(f"{spec.name}: {len(jobs):,} job{'s' if len(jobs) > 1 else ''}\n")
     print(f"{render(results)}\n\n{explain(results)}")
@@ -162,8 +162,8 @@ def _simulate(args: argparse.Namespace) -> int:
 
 def _names(text: str | None) -> list[str]:
     """The policies of --compare, each once."""
+    from rollpacker.cluster.sim.policies import POLICIES, SHIPPED
     from rollpacker.config.document import nearest
-    from rollpacker.sim.cluster_policies import POLICIES, SHIPPED
 
     if text is None:
         return [SHIPPED]
@@ -179,7 +179,7 @@ def _names(text: str | None) -> list[str]:
 
 def _check(spec: ClusterSpec, jobs: Sequence[Arrival]) -> None:
     """Before anything runs: whether each job fits somewhere."""
-    from rollpacker.core.coexecution.nodes import check_job
+    from rollpacker.cluster.decide.nodes import check_job
 
     pools = spec.core_pools()
     for one in jobs:
@@ -190,7 +190,7 @@ def _simulate_all(
     spec: ClusterSpec, jobs: Sequence[Arrival], names: Sequence[str], *, told: bool
 ) -> dict[str, PolicyResult]:
     """By policy, in the order given."""
-    from rollpacker.sim.cluster import Simulation
+    from rollpacker.cluster.sim.simulation import Simulation
 
     results: dict[str, PolicyResult] = {}
     for name in names:
@@ -205,7 +205,7 @@ def _progress(
     """Jobs that have ended: a bar on a terminal, else a line now and then; with --json none."""
     if not told:
         return nullcontext(lambda done: None)
-    from rollpacker.cli.output import progress
+    from rollpacker.run.output import progress
 
     return progress(f"{name}, jobs ended", count)
 

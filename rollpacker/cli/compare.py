@@ -32,8 +32,6 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.text import Text
 
-    from rollpacker.cli import output
-    from rollpacker.cli.errors import naming
     from rollpacker.cli.stages import stages
     from rollpacker.report.log import EventLog, events_path
     from rollpacker.report.page.compare import MAX_RUNS, render_comparison
@@ -43,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.report.page.run_book import read_run
     from rollpacker.report.page.seeds import seed_groups
     from rollpacker.report.writing import printable
+    from rollpacker.run import output
+    from rollpacker.run.error_messages import naming
 
     if not 2 <= len(args.runs) <= MAX_RUNS:
         raise ValueError(f"compare takes 2 to {MAX_RUNS} runs, not {len(args.runs)}")

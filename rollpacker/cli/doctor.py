@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollpacker.cli import findings, output, trials
-from rollpacker.cli.errors import classify
+from rollpacker.cli import findings, trials
 from rollpacker.cli.findings import Finding
 from rollpacker.imports import MissingPackageError
+from rollpacker.run import output
+from rollpacker.run.error_messages import classify
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rollpacker.cli.environments import Turns
     from rollpacker.config.schema import RunConfig
     from rollpacker.data.dataset import PromptRow
+    from rollpacker.run.parts.environments import Turns
 
 _MOST_ROWS = 64
 """Of the data, in which each reward function finds one that is its own to be tried on."""
@@ -46,9 +46,9 @@ def print_dry_run(config: RunConfig, *, num_rows: int | None) -> None:
 def check_parts(config: RunConfig) -> None:
     """Algorithm, pipeline stages and the form of rewards, as `doctor` checks them, too. Raises
     `ValueError` and `RewardError` for what would refuse the run."""
-    from rollpacker.cli.parts import check_algorithm
+    from rollpacker.pipeline.stages.check import check_stages
     from rollpacker.rewards.build import check_form
-    from rollpacker.trainer.pipeline.check import check_stages
+    from rollpacker.run.parts.parts import check_algorithm
 
     check_algorithm(config)
     check_stages(config)
@@ -58,7 +58,7 @@ def check_parts(config: RunConfig) -> None:
 def _print_devices(config: RunConfig) -> RunConfig:
     """Who is on which device, as a table. Returns the config as it is there. Raises
     `PlacementError` if devices or their memory are short."""
-    from rollpacker.cli import placement
+    from rollpacker.run.parts import placement
 
     hosts = placement.hosts_of(config)
     kind = placement.device_kind(config)
@@ -78,9 +78,9 @@ def _first_rows(config: RunConfig) -> tuple[Sequence[str], Sequence[PromptRow]]:
     """How prompts are made, and the first of `data.train`, without anything else loaded but the
     environments, whose tools stand in the prompt. What keeps it from being shown is said in its
     place. Raises what their mistakes raise."""
-    from rollpacker.cli.environments import load_turns
-    from rollpacker.cli.hub import look_for_hub
-    from rollpacker.cli.parts import of_tokenizer
+    from rollpacker.run.hub import look_for_hub
+    from rollpacker.run.parts.environments import load_turns
+    from rollpacker.run.parts.parts import of_tokenizer
 
     try:
         look_for_hub(config)
@@ -98,8 +98,8 @@ def _first_rows(config: RunConfig) -> tuple[Sequence[str], Sequence[PromptRow]]:
 def _shown(
     config: RunConfig, tokenizer: Mapping[str, Any], turns: Turns | None
 ) -> tuple[Sequence[str], Sequence[PromptRow]]:
-    from rollpacker.cli.environments import check_turns, with_tools
     from rollpacker.data.prompts import load_few
+    from rollpacker.run.parts.environments import check_turns, with_tools
 
     told = []
     if turns is not None:
@@ -124,9 +124,9 @@ def _try_rewards(config: RunConfig, rows: Sequence[PromptRow]) -> list[str]:
     """Call the user's own functions as the start of a run does, each on the first of these rows
     that it judges. Returns lines for people. Raises `RewardError` for one that could judge
     nothing."""
-    from rollpacker.cli.parts import as_input
     from rollpacker.imports import is_given
     from rollpacker.rewards.build import BUILT_IN, build_reward
+    from rollpacker.run.parts.parts import as_input
 
     own = [
         one

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from rollpacker.cli import interrupts
+from rollpacker.run import interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,9 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (see `EXIT_CODES`)."""
     import importlib
 
-    from rollpacker.cli.errors import report_error
     from rollpacker.cli.verbs import VERBS, build_parser, parse, unknown_verb
     from rollpacker.imports import silence_noise
+    from rollpacker.run.error_messages import report_error
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
@@ -74,7 +74,7 @@ def entry() -> NoReturn:
     exec("")
     sys.stdout.flush()
     sys.stderr.flush()
-    from rollpacker.cli.errors import DEADLINE_EXIT_CODE
+    from rollpacker.run.error_messages import DEADLINE_EXIT_CODE
 
     if code == DEADLINE_EXIT_CODE:  # what hangs in a thread would keep the process from ending
         os._exit(code)

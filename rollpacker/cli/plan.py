@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rollpacker.cli.schedule import add_csv, write_schedule
 
 if TYPE_CHECKING:
+    from rollpacker.cluster.sim.spec import ClusterSpec
     from rollpacker.config.schema import RunConfig
     from rollpacker.sim import plan as planning
-    from rollpacker.sim.cluster_spec import ClusterSpec
     from rollpacker.sim.plan_ideas import Base, Evaluate
     from rollpacker.sim.plan_result import Plan
     from rollpacker.sim.plan_run import AsMeasured
@@ -78,7 +78,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, and return the exit code. Raises `ValueError` for what the user got wrong."""
-    from rollpacker.cli.driving import ending_as_interrupt
+    from rollpacker.run.driving import ending_as_interrupt
 
     with ending_as_interrupt():  # so that the processes end as well
         return _run(args) if args.csv is None else write_schedule(args)
@@ -88,11 +88,11 @@ def _run(args: argparse.Namespace) -> int:
     import dataclasses
     import json
 
-    from rollpacker.cli import output
-    from rollpacker.cli.errors import naming
     from rollpacker.cli.plan_text import explain, ranking, trust
     from rollpacker.config.load import save_config
     from rollpacker.config.schema import RunConfig
+    from rollpacker.run import output
+    from rollpacker.run.error_messages import naming
     from rollpacker.sim import plan as planning
     from rollpacker.sim import plan_ideas
     from rollpacker.sim.plan_run import RunEvaluate, as_measured, measured_base
@@ -140,13 +140,13 @@ def _run(args: argparse.Namespace) -> int:
 
 def _shared(name: str | None) -> ClusterSpec | None:
     """The cluster of --shared."""
-    from rollpacker.sim.cluster_spec import load_cluster
+    from rollpacker.cluster.sim.spec import load_cluster
 
     return None if name is None else load_cluster(name)
 
 
 def _scenario(args: argparse.Namespace, shared: ClusterSpec | None) -> Scenario:
-    from rollpacker.sim.cluster_profiles import on_pools
+    from rollpacker.cluster.sim.profiles import on_pools
     from rollpacker.sim.scenario import load_scenario
 
     scenario = load_scenario(args.target, args.overrides)
@@ -170,9 +170,9 @@ def _run_config(args: argparse.Namespace, model: RunModel, shared: ClusterSpec |
 
 def _priced(base: Base, config: Scenario | RunConfig, shared: ClusterSpec | None) -> Base:
     """With what the pools cost, if they are shared."""
+    from rollpacker.cluster.decide.job import Phase
+    from rollpacker.cluster.profile.job_profile import devices_of
     from rollpacker.config.schema import RunConfig
-    from rollpacker.core.coexecution.job import Phase
-    from rollpacker.report.job_profile import devices_of
     from rollpacker.sim.plan_shared import on_shared_pools, pool_prices
 
     if shared is None:
@@ -196,7 +196,7 @@ def _search(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from rollpacker.cli import plan_text
-    from rollpacker.cli.output import console
+    from rollpacker.run.output import console
     from rollpacker.sim import plan as planning
 
     columns = (

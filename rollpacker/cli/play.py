@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollpacker.cli.parts import Inputs
     from rollpacker.cli.stage import Stage
     from rollpacker.config.schema import RunConfig
-    from rollpacker.controller.player import Player
-    from rollpacker.controller.playing import Generate, LetGo
     from rollpacker.core.ids import SampleId
     from rollpacker.data.dataset import PromptRow
+    from rollpacker.run.parts.parts import Inputs
+    from rollpacker.run.player import Player
+    from rollpacker.run.playing import Generate, LetGo
 
 
 def add_parser(subparsers: Any) -> None:
@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
     import asyncio
 
     from rollpacker.cli.eval import model_of
-    from rollpacker.cli.hub import look_for_hub
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
+    from rollpacker.run.hub import look_for_hub
 
     config = load_config(args.config, args.overrides, RunConfig)
     if config.environment is None:
@@ -88,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
 
 async def _play(config: RunConfig, args: argparse.Namespace, model: str | None) -> None:
     from rollpacker.cli.by_hand import ByHand
-    from rollpacker.cli.parts import load_inputs, load_policy
     from rollpacker.cli.stage import Stage
-    from rollpacker.rollout.collect import collect
+    from rollpacker.engines.collect import collect
+    from rollpacker.run.parts.parts import load_inputs, load_policy
 
     policy = None
     if args.model is None:
@@ -153,9 +153,9 @@ async def _episode(
 ) -> None:
     """Raises `ValueError` if the environment was lost."""
     from rollpacker.cli.by_hand import StoppedByHand
-    from rollpacker.controller.evaluation import reward_input
-    from rollpacker.controller.playing import play_all
     from rollpacker.rewards.reward import Progress
+    from rollpacker.run.evaluation import reward_input
+    from rollpacker.run.playing import play_all
 
     sample, row = asked
     assert inputs.turns is not None

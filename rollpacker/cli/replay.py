@@ -18,9 +18,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay, and return the exit code: 0 for the same commands, 1 at the first difference."""
-    from rollpacker.controller.replay import replay
     from rollpacker.core.records import LogError
     from rollpacker.report.log import EventLog, events_path
+    from rollpacker.run.replay import replay
 
     log = EventLog(events_path(args.folder))
     try:

@@ -54,8 +54,6 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.text import Text
 
-    from rollpacker.cli import output
-    from rollpacker.cli.errors import naming
     from rollpacker.cli.stages import stages
     from rollpacker.imports import require
     from rollpacker.report.files import write_reports
@@ -64,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.report.summary_table import render
     from rollpacker.report.timeline import draw_comparison
     from rollpacker.report.writing import printable
+    from rollpacker.run import output
+    from rollpacker.run.error_messages import naming
 
     console = output.console()
     if args.samples is not None:

@@ -23,9 +23,9 @@ def write_schedule(args: argparse.Namespace) -> int:
     import dataclasses
     import json
 
-    from rollpacker.cli.errors import naming
-    from rollpacker.core.pipeline_order import orders_to_csv
+    from rollpacker.pipeline.plan.order import orders_to_csv
     from rollpacker.report.writing import replacing
+    from rollpacker.run.error_messages import naming
     from rollpacker.sim.scenario import load_scenario
     from rollpacker.sim.simulate import simulate
 

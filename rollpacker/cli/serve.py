@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
-    from rollpacker.rollout.engine import SamplingParams
+    from rollpacker.engines.engine import SamplingParams
     from rollpacker.serving.endpoint import Endpoint
     from rollpacker.serving.sessions import Sessions
     from rollpacker.trainer.trainer import ModelConfig
@@ -60,7 +60,7 @@ class _Target:
     @property
     def sampling(self) -> SamplingParams:
         """What a request does not say."""
-        from rollpacker.rollout.engine import SamplingParams
+        from rollpacker.engines.engine import SamplingParams
 
         if self.config is None:
             return SamplingParams(max_response_tokens=MAX_RESPONSE_TOKENS)
@@ -95,7 +95,7 @@ def _target(args: argparse.Namespace) -> _Target:
     from rollpacker.config.earlier import as_it_was
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
-    from rollpacker.controller.checkpoint import newest_checkpoint
+    from rollpacker.run.checkpoint import newest_checkpoint
     from rollpacker.trainer.trainer import ModelConfig
 
     path = Path(args.target)
@@ -127,11 +127,11 @@ async def _serve(args: argparse.Namespace, target: _Target) -> None:
     import asyncio
     import secrets
 
-    from rollpacker.cli.parts import make_engine
-    from rollpacker.cli.threads import set_threads
-    from rollpacker.rollout.attention import install_attention
-    from rollpacker.rollout.engine import EngineConfig
-    from rollpacker.rollout.table import BRING_THEIR_OWN_MODEL
+    from rollpacker.engines.embedded.attention import install_attention
+    from rollpacker.engines.engine import EngineConfig
+    from rollpacker.engines.table import BRING_THEIR_OWN_MODEL
+    from rollpacker.run.parts.parts import make_engine
+    from rollpacker.run.parts.threads import set_threads
     from rollpacker.serving.policy import EnginePolicy
     from rollpacker.serving.sessions import Sessions
     from rollpacker.trainer.model import load_model

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(own, results)
     else:
-        from rollpacker.sim.pipeline_table import explain_pipelines
+        from rollpacker.pipeline.sim.table import explain_pipelines
         from rollpacker.sim.table import explain, render
 
         steps = f"{own.steps} step{'s' if own.steps > 1 else ''}"
@@ -175,7 +175,7 @@ def _picture(args: argparse.Namespace) -> Path | None:
 
 def _scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
     """The scenario of each system, and under "" the scenario as it was written."""
-    from rollpacker.sim.pipeline_spec import PIPELINES
+    from rollpacker.pipeline.sim.spec import PIPELINES
     from rollpacker.sim.scenario import load_scenario
 
     path = Path(args.scenario)
@@ -202,7 +202,7 @@ def _scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
 def _names(text: str, own: Scenario) -> list[str]:
     """The systems, or the orders of stages, that --compare lists, each once."""
     from rollpacker.config.document import nearest
-    from rollpacker.sim.pipeline_spec import PIPELINES
+    from rollpacker.pipeline.sim.spec import PIPELINES
     from rollpacker.sim.presets import SYSTEMS
 
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
@@ -223,7 +223,7 @@ def _names(text: str, own: Scenario) -> list[str]:
 
 def _named(own: Scenario, name: str) -> Scenario:
     """The scenario with the system, or with the order of stages, of this name."""
-    from rollpacker.sim.pipeline_spec import PIPELINES
+    from rollpacker.pipeline.sim.spec import PIPELINES
     from rollpacker.sim.scenario import with_pipeline, with_system
 
     return with_pipeline(own, name) if name in PIPELINES else with_system(own, name)

@@ -146,7 +146,7 @@ class _Bar:
     def _make(self) -> Any:
         from rich.progress import Progress
 
-        from rollpacker.cli.output import console
+        from rollpacker.run.output import console
 
         bar = Progress(console=console(stderr=True), transient=True)
         bar.add_task("simulated steps", total=self._total)

@@ -7,17 +7,17 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.engines.engine import GenerationRequest, Response
 from rollpacker.environments.environment import Answered, Begun, Environments, Episode, Lost
 from rollpacker.rewards.reward import Failed, Scored
-from rollpacker.rollout.engine import GenerationRequest, Response
 
 if TYPE_CHECKING:
-    from rollpacker.cli.environments import Turns
     from rollpacker.config.schema import RunConfig
-    from rollpacker.controller.playing import Generate
     from rollpacker.core.ids import SampleId
     from rollpacker.data.dataset import PromptRow
     from rollpacker.dialogue.template import DialogueTemplate
+    from rollpacker.run.parts.environments import Turns
+    from rollpacker.run.playing import Generate
 
 _DRAWN, _GIVEN = "green", "dim"
 _WHY = {
@@ -43,7 +43,7 @@ class Stage:
         each_token: bool,
     ) -> None:
         """`each_token`: a line for each, with id and log-prob."""
-        from rollpacker.cli.output import console
+        from rollpacker.run.output import console
 
         self.console = console(highlight=False)
         self.tools = environments.tools

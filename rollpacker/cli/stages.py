@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from rollpacker.cli.output import console
+from rollpacker.run.output import console
 
 if TYPE_CHECKING:
     from rollpacker.report.log import EventLog

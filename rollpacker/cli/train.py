@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollpacker.cli.driving import INTERRUPTED, ending_as_interrupt, not_begun
-from rollpacker.cli.output import print_line
+from rollpacker.run.driving import INTERRUPTED, ending_as_interrupt, not_begun
+from rollpacker.run.output import print_line
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from rollpacker.cli.training import run_to_end
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
+    from rollpacker.run.train import run_to_end
     from rollpacker.trainer.launch import Torchrun
 
     torchrun = Torchrun.from_environment()

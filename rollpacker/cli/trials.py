@@ -86,10 +86,10 @@ def engine() -> Finding:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rollpacker.core.ids import PromptId, SampleId
-    from rollpacker.rollout.attention import install_attention
-    from rollpacker.rollout.collect import collect
-    from rollpacker.rollout.engine import EngineConfig, GenerationRequest, SamplingParams
-    from rollpacker.rollout.torch_engine import TorchEngine
+    from rollpacker.engines.collect import collect
+    from rollpacker.engines.embedded.attention import install_attention
+    from rollpacker.engines.embedded.engine import TorchEngine
+    from rollpacker.engines.engine import EngineConfig, GenerationRequest, SamplingParams
 
     began = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -123,7 +123,7 @@ def engine() -> Finding:
 def model(config: RunConfig) -> list[Finding]:
     """The folder is whole, its tokenizer loads, and a step's memory is there. Raises what a run's
     start would raise."""
-    from rollpacker.cli.hub import look_for_hub
+    from rollpacker.run.hub import look_for_hub
     from rollpacker.trainer.model import (
         check_weights,
         context_tokens,
@@ -176,8 +176,8 @@ def fit(config: RunConfig) -> list[Finding]:
 
 def run_folder(config: RunConfig) -> list[Finding]:
     """Whether a run of this name is there already. Only what is in the way is found."""
-    from rollpacker.controller.errors import RunError
-    from rollpacker.controller.run_folder import RunFolder
+    from rollpacker.run.errors import RunError
+    from rollpacker.run.run_folder import RunFolder
 
     path = Path(config.runs_dir).expanduser() / config.name
     try:
@@ -225,7 +225,7 @@ def _try_adapter(config: RunConfig) -> None:
 def inputs(config: RunConfig) -> list[Finding]:
     """Data and rewards, as a run takes them up: every row becomes a prompt, every reward looks at
     the rows and is tried out. Raises what a run's start would raise."""
-    from rollpacker.cli.parts import load_inputs
+    from rollpacker.run.parts.parts import load_inputs
     from rollpacker.trainer.model import ModelError
 
     try:
@@ -263,10 +263,10 @@ def cluster(config: RunConfig) -> list[Finding]:
     """Hosts, their versions and memory, and whether what the config asks for fits. Joins the
     cluster for that, or where there is none starts one of this machine, and leaves it again. Raises
     `ValueError` if it cannot be joined or a host does not answer."""
-    from rollpacker.cli.cluster_facts import join_cluster, rooms_of
-    from rollpacker.cli.hosts import SHM_BYTES
-    from rollpacker.cli.placement import plan_of
-    from rollpacker.remote.facts import differences
+    from rollpacker.run.parts.cluster_facts import join_cluster, rooms_of
+    from rollpacker.run.parts.hosts import SHM_BYTES
+    from rollpacker.run.parts.placement import plan_of
+    from rollpacker.workers.hosts.facts import differences
 
     joined = join_cluster()
     try:

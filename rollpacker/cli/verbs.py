@@ -10,7 +10,7 @@ import difflib
 import importlib
 from typing import Any, NoReturn
 
-from rollpacker.cli.errors import EXIT_CODES
+from rollpacker.run.error_messages import EXIT_CODES
 
 VERBS = (
     *("init", "train", "warmup", "eval", "play", "replay", "report", "compare", "dash", "serve"),

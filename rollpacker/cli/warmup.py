@@ -52,8 +52,8 @@ def make_missing(config: RunConfig) -> None:
 
 
 def _warm_up(config: WarmupConfig, *, overwrite: bool = False) -> None:
-    from rollpacker.cli import output
-    from rollpacker.cli.hub import look_for_names
+    from rollpacker.run import output
+    from rollpacker.run.hub import look_for_names
     from rollpacker.trainer.warmup_output import check_output
 
     check_output(Path(config.output).expanduser(), config, overwrite)

@@ -1,7 +1,7 @@
-"""Jobs that share pools of devices, really: what `core/cluster.py` decides is done here.
+"""Jobs that share pools of devices, really: what `cluster/decide/cluster.py` decides is done here.
 
     a job                                                  the service
-    controller or `phase` -> Seat --- letters: Mailbox --- Service -> core/cluster.py
+    controller or `phase` -> Seat --- letters: Mailbox --- Service -> cluster/decide/cluster.py
       enter, leave, committed                                 |  its events: Store (SQLite)
                                                               v
                                                             Runner: starts jobs, stops them
@@ -17,9 +17,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollpacker.cluster.parked import parking
-    from rollpacker.cluster.phases import Stopped, Turn, committed, phase
-    from rollpacker.cluster.seat import LeaseLost
+    from rollpacker.cluster.seats.parked import parking
+    from rollpacker.cluster.seats.phases import Stopped, Turn, committed, phase
+    from rollpacker.cluster.seats.seat import LeaseLost
 
 __all__ = ["LeaseLost", "Stopped", "Turn", "committed", "parking", "phase"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollpacker.config.rollout import RolloutConfig
-from rollpacker.core.parallelism import ParallelismConfig
+from rollpacker.core.fleet.parallelism import ParallelismConfig
 from rollpacker.trainer.trainer import ModelConfig, TrainConfig
 
 

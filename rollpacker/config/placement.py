@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from rollpacker.config.rollout import RolloutConfig
-from rollpacker.core.parallelism import ParallelismConfig
+from rollpacker.core.fleet.parallelism import ParallelismConfig
 from rollpacker.trainer.trainer import TrainConfig
 
 RoleName = Literal["rollout", "train", "judge"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
-from rollpacker.core.fleet import FleetConfig
-from rollpacker.core.parallelism import ParallelismConfig
-from rollpacker.core.routing import Routing
-from rollpacker.rollout.engine import EngineConfig
+from rollpacker.core.fleet.fleet import FleetConfig
+from rollpacker.core.fleet.parallelism import ParallelismConfig
+from rollpacker.core.fleet.routing import Routing
+from rollpacker.core.rounds.dynamic_sampling import DynamicSamplingConfig
+from rollpacker.engines.engine import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

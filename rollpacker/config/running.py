@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
+from rollpacker.core.checks.reward_schedule import RewardKindConfig, RewardScheduleConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,17 +20,17 @@ from rollpacker.config.running import (
     EvalConfig,
     RewardSchedulerConfig,
 )
-from rollpacker.core.acting import ActingConfig
-from rollpacker.core.cadence import Cadence
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.parallelism import ParallelismConfig
-from rollpacker.core.reward_schedule import RewardKindConfig
-from rollpacker.core.stream_plan import DeviceLayout, StreamConfig
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.checks.acting import ActingConfig
+from rollpacker.core.checks.reward_schedule import RewardKindConfig
+from rollpacker.core.fleet.parallelism import ParallelismConfig
+from rollpacker.core.fleet.stream_plan import DeviceLayout, StreamConfig
+from rollpacker.core.job.cadence import Cadence
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.data.dataset import DataConfig
+from rollpacker.engines.engine import SamplingParams
 from rollpacker.environments.environment import EnvironmentConfig
 from rollpacker.rewards.reward import RewardConfig
-from rollpacker.rollout.engine import SamplingParams
 from rollpacker.sandbox.sandbox import SandboxConfig
 from rollpacker.trackers.tracker import TrackerConfig, TrackerName
 from rollpacker.trainer.trainer import ModelConfig, TrainConfig

@@ -11,14 +11,15 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from rollpacker.environments import adapters, shapes
-from rollpacker.environments.adapters.messages import DEFAULT_NUM_ROWS, numbered_rows
+from rollpacker.environments import shapes
 from rollpacker.environments.calls import Calls
 from rollpacker.environments.environment import SANDBOX_TOOLS, EnvironmentSetupError, ToolSchema
 from rollpacker.environments.played import Played, ToolEpisode, UserEpisode, made_in_loop
 from rollpacker.environments.sandbox_tools import Folder, open_box
 from rollpacker.environments.tools import Function, named, schema_of
 from rollpacker.imports import load_function
+from rollpacker.integrations import environments as adapters
+from rollpacker.integrations.environments.messages import DEFAULT_NUM_ROWS, numbered_rows
 from rollpacker.rewards.functions.returned import shortened
 from rollpacker.sandbox.sandbox import Sandbox
 

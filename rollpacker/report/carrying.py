@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollpacker.core.acting import Retracing
+from rollpacker.core.checks.acting import Retracing
 from rollpacker.core.commands import Launch
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId

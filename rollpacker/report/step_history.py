@@ -12,7 +12,7 @@ from rollpacker.core.commands import Drop, RoundKind, Score, TrainOn
 from rollpacker.core.events import SampleScored
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import POOL_SWITCH, Note, Session
-from rollpacker.core.rounds import TOO_FEW_RESPONSES, TOO_FEW_VERDICTS
+from rollpacker.core.rounds.round import TOO_FEW_RESPONSES, TOO_FEW_VERDICTS
 from rollpacker.report.episodes import MAX_REASON, StepEpisodes
 
 POOL_WAIT = "pool_wait"

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.core.records import Entry
+from rollpacker.pipeline.report import summarize_pipeline
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.carrying import add_up as add_up_carried
 from rollpacker.report.checks import add_up
 from rollpacker.report.episodes import add_up as add_up_episodes
 from rollpacker.report.log import EventLog, events_path
-from rollpacker.report.pipeline import summarize_pipeline
 from rollpacker.report.step_history import StepHistory
 from rollpacker.report.step_summary import StepSummary
 from rollpacker.report.time_book import RARE_CAUSES, ROLLOUT_CAUSES

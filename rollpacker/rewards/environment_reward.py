@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.checks.deadlines import AdaptiveDeadlineConfig
 from rollpacker.rewards.reward import Failed, RewardConfig, RewardInput, Scored
 from rollpacker.rewards.shared import Shared
 

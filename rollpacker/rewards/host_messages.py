@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rollpacker.codec import Codec, Kind, by_field
-from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.checks.deadlines import AdaptiveDeadlineConfig
 from rollpacker.rewards.reward import Cause, Failed, Progress, RewardConfig, RewardInput, Scored
 from rollpacker.sandbox.sandbox import SandboxConfig
 

@@ -4,7 +4,7 @@
                  <-Judged--
 
 The loop of all lines (`workers/loop.py`) carries the checks to the hosts and what these say back.
-Who is asked, and when one is given up, `core/reward_hosts.py` decides. What was under way on a host
+Who is asked, and when one is given up, `core/checks/reward_hosts.py` decides. What was under way on a host
 that is lost gets no verdict with the cause `infrastructure`: the core asks again, once, and another
 one is there to judge it.
 """
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from rollpacker.core.reward_hosts import RewardHosts
+from rollpacker.core.checks.reward_hosts import RewardHosts
 from rollpacker.imports import is_given
 from rollpacker.rewards.host_messages import Check, RewardSetup, Status, codec
 from rollpacker.rewards.reward import (

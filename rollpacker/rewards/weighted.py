@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.checks.deadlines import AdaptiveDeadlineConfig
 from rollpacker.environments.environment import Episode
 from rollpacker.rewards.functions.function_reward import RewardFunction
 from rollpacker.rewards.functions.returned import MAX_REWARD, shortened

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-from rollpacker.rollout.engine import Response, SamplingParams
+from rollpacker.engines.engine import Response, SamplingParams
 from rollpacker.serving import chat
 from rollpacker.serving.chat import ApiError, ChatRequest
 from rollpacker.serving.http import Answer, Limits, Request, Server, most_connections

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from rollpacker.core.events import SampleFailed
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.engine import (
+from rollpacker.engines.engine import (
     Engine,
     EngineError,
     EngineOutput,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rollpacker.dialogue.trajectory import Dialogue, Segment, Trajectory
-from rollpacker.rollout.engine import Response
+from rollpacker.engines.engine import Response
 from rollpacker.serving import chat
 from rollpacker.serving.chat import ApiError, ChatRequest
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.sim.hardware import GPUS, GpuSpec
 from rollpacker.sim.latency import Calibration, DatasheetModel
 from rollpacker.sim.presets import LENGTH_LAWS

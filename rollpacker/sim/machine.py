@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rollpacker.pipeline.sim.phase import Pipeline
 from rollpacker.sim.drafts import Drafts, Speculation
 from rollpacker.sim.latency import LatencyModel
-from rollpacker.sim.pipeline import Pipeline
 from rollpacker.sim.recorded_checks import RecordedChecks
 
 MIGRATION_S = 3.0

@@ -17,7 +17,7 @@ from rollpacker.config.check import Checker
 from rollpacker.config.document import ConfigError, dotted
 from rollpacker.config.load import to_plain
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.tail_batching import TailBatchingConfig, Tier
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig, Tier
 from rollpacker.sim.presets import SYSTEMS
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.scenario import Scenario

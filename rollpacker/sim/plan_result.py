@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.sim.plan_ideas import Candidate, Idea
 from rollpacker.sim.plan_shared import PoolPrices
 from rollpacker.sim.result import StepResult, SystemResult

@@ -15,8 +15,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rollpacker.core.coexecution.job import Phase
-from rollpacker.core.coexecution.nodes import Pool
+from rollpacker.cluster.decide.job import Phase
+from rollpacker.cluster.decide.nodes import Pool
 from rollpacker.sim.plan_ideas import Base
 from rollpacker.sim.result import StepResult
 

@@ -24,7 +24,7 @@ from rollpacker.bus import Routes
 from rollpacker.core.commands import Defer, Launch
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.portable import power
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.sim.workload import Workload
 
 MAX_REDRAWS = 16

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from rollpacker.pipeline.sim.phase import PipelineResult
 from rollpacker.report.step_history import StepHistory
-from rollpacker.sim.pipeline import PipelineResult
 
 BUBBLE_CAUSES: dict[str, str] = {
     "tail": "engines that had nothing left while others still generated",

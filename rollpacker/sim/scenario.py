@@ -16,17 +16,17 @@ from rollpacker.config.check import Checker
 from rollpacker.config.document import ConfigError, parse_document, read_text
 from rollpacker.config.fields import field_types
 from rollpacker.config.load import load_config
-from rollpacker.core.routing import Routing
-from rollpacker.core.stream_plan import StreamConfig
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.fleet.routing import Routing
+from rollpacker.core.fleet.stream_plan import StreamConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
+from rollpacker.pipeline.sim.machine import Trainer, check_pipeline
+from rollpacker.pipeline.sim.spec import PIPELINES
 from rollpacker.sim.devices_spec import Cluster as Cluster
 from rollpacker.sim.devices_spec import check_training_memory
 from rollpacker.sim.drafts import Drafts, Speculation
 from rollpacker.sim.given_constants import given_constants
 from rollpacker.sim.hardware import MODELS, ModelShape
 from rollpacker.sim.latency import DatasheetModel
-from rollpacker.sim.pipeline_machine import Trainer, check_pipeline
-from rollpacker.sim.pipeline_spec import PIPELINES
 from rollpacker.sim.presets import SWITCHES, SYSTEMS
 from rollpacker.sim.scenario_checks import (
     at_least_one,

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rollpacker.bus import Sink
-from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.core.fleet import FleetConfig
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.parallelism import ParallelismConfig
-from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
-from rollpacker.core.stream_plan import DeviceLayout
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.checks.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.checks.reward_schedule import RewardKindConfig, RewardScheduleConfig
+from rollpacker.core.fleet.fleet import FleetConfig
+from rollpacker.core.fleet.parallelism import ParallelismConfig
+from rollpacker.core.fleet.stream_plan import DeviceLayout
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
+from rollpacker.pipeline.sim.machine import pipeline_of
 from rollpacker.sim.latency import Calibration, DatasheetModel
 from rollpacker.sim.machine import Machine
-from rollpacker.sim.pipeline_machine import pipeline_of
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.scenario import Scenario
 from rollpacker.sim.simulation import Simulation

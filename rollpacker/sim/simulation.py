@@ -23,8 +23,8 @@ from dataclasses import replace
 from rollpacker.bus import Bus, OwnPools, Port, Recorded, Routes, Sink, Unsaid
 from rollpacker.core.commands import Act, CancelAct, Conclude, Drop, Finish, RestoreTrainer
 from rollpacker.core.events import Event, RunStarted
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.pooled_job import make_job
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.pooled_job import make_job
 from rollpacker.sim.carried_turns import CarriedTurns
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.machine import Machine

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Mapping
 
 from rollpacker.core.commands import RoundKind
+from rollpacker.pipeline.sim.table import pipeline_tables
 from rollpacker.report.table import lines
 from rollpacker.report.turn_book import ENVIRONMENT
-from rollpacker.sim.pipeline_table import pipeline_tables
 from rollpacker.sim.result import (
     BUBBLE_CAUSES,
     OTHER_POOL,

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollpacker.core.commands import RoundKind
-from rollpacker.report.timeline import PHASE_COLOURS
-from rollpacker.report.writing import replacing
-from rollpacker.sim.pipeline_picture import (
+from rollpacker.pipeline.sim.picture import (
     LANE_INCHES,
     OP_COLOURS,
     OP_WORDS,
     draw_sweep,
     longest_s,
 )
-from rollpacker.sim.pipeline_table import pipelines_of
+from rollpacker.pipeline.sim.table import pipelines_of
+from rollpacker.report.timeline import PHASE_COLOURS
+from rollpacker.report.writing import replacing
 from rollpacker.sim.result import StepResult, SystemResult
 from rollpacker.sim.table import STAGES
 

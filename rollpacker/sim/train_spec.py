@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollpacker.sim.pipeline_spec import PipelineSpec
+from rollpacker.pipeline.sim.spec import PipelineSpec
 from rollpacker.sim.scenario_checks import at_least_one, check_seconds
 
 

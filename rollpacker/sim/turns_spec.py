@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rollpacker.core.acting import ActingConfig, TurnLimits
-from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.core.schedule import KindConfig
+from rollpacker.core.checks.acting import ActingConfig, TurnLimits
+from rollpacker.core.checks.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.checks.schedule import KindConfig
 from rollpacker.sim.scenario_checks import MAX_SECONDS, at_least_one, check_quantiles
 
 

@@ -18,16 +18,16 @@ import numpy as np
 from rollpacker.config.document import ConfigError
 from rollpacker.config.load import differences, load_config, to_plain
 from rollpacker.config.schema import RunConfig
+from rollpacker.core.checks.reward_schedule import RewardKindConfig
 from rollpacker.core.commands import Launch
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job_config import JobConfig
+from rollpacker.core.job.config import JobConfig
 from rollpacker.core.lengths.counts import PromptLengths
 from rollpacker.core.lengths.fit import choose_length_model
 from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.portable import dot, exps, logs, total
 from rollpacker.core.records import LogError, Record
-from rollpacker.core.reward_schedule import RewardKindConfig
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.fit import fit_run
 from rollpacker.report.fitted_run import FittedRun

@@ -17,11 +17,11 @@ import torch
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.codec import Codec, Kind, by_field
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.pipeline_work import Link, Load, Measured, OpCost, StageCost
+from rollpacker.pipeline.plan.work import Link, Load, Measured, OpCost, StageCost
+from rollpacker.pipeline.stages.overseer import Arrangement
+from rollpacker.pipeline.stages.times import StageTimes
 from rollpacker.trainer.model import ModelError
 from rollpacker.trainer.outcome import StepOutcome
-from rollpacker.trainer.pipeline.overseer import Arrangement
-from rollpacker.trainer.pipeline.times import StageTimes
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.step_sums import StepSums
 from rollpacker.trainer.trainer import (
@@ -38,7 +38,7 @@ from rollpacker.trainer.trainer import (
     TrainerStateError,
     TrainSample,
 )
-from rollpacker.weight_buffer import BufferLayout, Place
+from rollpacker.weights.buffer import BufferLayout, Place
 
 METHODS = (
     *("setup", "score", "accumulate", "discard", "rescale", "update", "apply", "arrange"),

@@ -37,7 +37,7 @@ from rollpacker.workers.served import START_S
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it
 
-    from rollpacker.weight_buffer import BufferLayout
+    from rollpacker.weights.buffer import BufferLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,6 @@ from torch import Tensor
 
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import SampleId
-from rollpacker.host_store import HostStore
 from rollpacker.trainer.batches import Batcher, budget_of
 from rollpacker.trainer.critic import Critic
 from rollpacker.trainer.frozen import FrozenPolicy
@@ -57,12 +56,13 @@ from rollpacker.trainer.trainer import (
     TrainerError,
     TrainSample,
 )
+from rollpacker.weights.host_store import HostStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rollpacker.trainer.pipeline.overseer import Arrangement
-    from rollpacker.trainer.pipeline.stage import Stage
+    from rollpacker.pipeline.stages.overseer import Arrangement
+    from rollpacker.pipeline.stages.stage import Stage
 
 logger = logging.getLogger(__name__)
 

@@ -22,13 +22,13 @@ from rollpacker.trainer.lora import (
 )
 from rollpacker.trainer.sharding import Shards, full_tensors
 from rollpacker.trainer.trained import Trained
-from rollpacker.weight_probe import weight_probe
+from rollpacker.weights.probe import weight_probe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rollpacker.trainer.pipeline.cut import Tied
-    from rollpacker.trainer.pipeline.stage import Stage
+    from rollpacker.pipeline.stages.cut import Tied
+    from rollpacker.pipeline.stages.stage import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

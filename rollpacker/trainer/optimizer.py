@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rollpacker.host_store import HostStore, local
 from rollpacker.trainer.quantization import (
     adamw_8bit,
     moments_like,
@@ -24,6 +23,7 @@ from rollpacker.trainer.quantization import (
     restore_moments,
 )
 from rollpacker.trainer.trainer import NonFiniteError, TrainConfig, TrainerStateError
+from rollpacker.weights.host_store import HostStore, local
 
 _FULL_PRECISION = (torch.float32, torch.float64)
 _IN_A_LAYER = re.compile(r"\.\d+\.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollpacker.trainer.pipeline.times import StageTimes
+from rollpacker.pipeline.stages.times import StageTimes
 from rollpacker.trainer.step_sums import StepSums
 
 GIB = 1 << 30

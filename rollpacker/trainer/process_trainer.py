@@ -24,18 +24,18 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from rollpacker.core.packs import assign
-from rollpacker.trainer.calls import codec
-from rollpacker.trainer.journal import Journal
-from rollpacker.trainer.kept_state import KeptState
-from rollpacker.trainer.launch import Ranks
-from rollpacker.trainer.outcome import StepOutcome, step_metrics
-from rollpacker.trainer.pipeline.overseer import (
+from rollpacker.pipeline.stages.overseer import (
     PREFIX,
     Arrangement,
     Overseer,
     first_arrangement,
 )
-from rollpacker.trainer.pipeline.relayout import Relayout
+from rollpacker.pipeline.stages.relayout import Relayout
+from rollpacker.trainer.calls import codec
+from rollpacker.trainer.journal import Journal
+from rollpacker.trainer.kept_state import KeptState
+from rollpacker.trainer.launch import Ranks
+from rollpacker.trainer.outcome import StepOutcome, step_metrics
 from rollpacker.trainer.rows import length_of
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.trainer import (
@@ -49,7 +49,7 @@ from rollpacker.trainer.trainer import (
     TrainerProcessError,
     TrainSample,
 )
-from rollpacker.weight_buffer import BufferLayout, WeightSource
+from rollpacker.weights.buffer import BufferLayout, WeightSource
 
 Result = TypeVar("Result")
 

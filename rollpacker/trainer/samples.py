@@ -22,8 +22,8 @@ from rollpacker.spans import outside
 from rollpacker.trainer.trainer import NonFiniteError, TokenScores, TrainSample
 
 if TYPE_CHECKING:
+    from rollpacker.engines.engine import Response
     from rollpacker.rewards.reward import TurnRewards
-    from rollpacker.rollout.engine import Response
 
 
 def build_train_samples(

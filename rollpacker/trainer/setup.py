@@ -81,7 +81,7 @@ def build_learner(
         model = add_adapter(model, setup.model.lora)
     stage = None
     if shards is not None and shards.pipelines is not None:
-        from rollpacker.trainer.pipeline.connect import connected_stage
+        from rollpacker.pipeline.stages.connect import connected_stage
 
         stage = connected_stage(shards, setup.train.pipeline, setup.order_csv)
     return Learner(

@@ -2,7 +2,7 @@
 
 From the config and `config.json`s alone, like all of the estimate (`trainer/estimate.py`); what a
 layer keeps by `trainer/layer_trace.py`. Layers and caps of live tokens are those of the run
-(`core/pipeline_split.py`, `core/pipeline.py`).
+(`pipeline/plan/split.py`, `pipeline/plan/choosers.py`).
 
 A micro-batch that is live is in one of two states: its forward pass is done, and what autograd
 saved is there; or its I is done, too, and inputs and output gradients of the linear layers wait for
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rollpacker.core.pipeline import live_token_caps
-from rollpacker.core.pipeline_split import expected_bubble, layers_of_stages
+from rollpacker.pipeline.plan.choosers import live_token_caps
+from rollpacker.pipeline.plan.split import expected_bubble, layers_of_stages
 from rollpacker.trainer.batch_arithmetic import (
     batch_arithmetic,
     longest_sample,

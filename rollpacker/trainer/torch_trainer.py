@@ -16,8 +16,8 @@ from rollpacker.trainer.flops import peak_flops
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.outcome import step_metrics
 from rollpacker.trainer.trainer import HandOver, ScoreRequest, TokenScores, TrainSample
-from rollpacker.weight_buffer import WeightBuffer
-from rollpacker.weight_probe import weight_probe
+from rollpacker.weights.buffer import WeightBuffer
+from rollpacker.weights.probe import weight_probe
 
 Result = TypeVar("Result")
 

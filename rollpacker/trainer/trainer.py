@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollpacker.core.ids import SampleId
-from rollpacker.core.pipeline import check_order_name
+from rollpacker.pipeline.plan.choosers import check_order_name
 from rollpacker.spans import Rewritten, Spans, num_outside
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollpacker.weight_buffer import WeightSource
+    from rollpacker.weights.buffer import WeightSource
 
 AUTO_MICRO_BATCH_TOKENS = 4096
 """`train.micro_batch_tokens: auto`, where no sample is longer and nothing speaks for less."""

@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollpacker.pipeline.stages.overseer import Arrangement
 from rollpacker.trainer.calls import METHODS, codec, error_bytes
 from rollpacker.trainer.flops import peak_flops
 from rollpacker.trainer.launch import line_to_run
-from rollpacker.trainer.pipeline.overseer import Arrangement
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.trainer import ScoreRequest, TrainSample
-from rollpacker.weight_buffer import BufferLayout, WeightBuffer
+from rollpacker.weights.buffer import BufferLayout, WeightBuffer
 from rollpacker.workers.kinds import ANSWER, ERROR
 from rollpacker.workers.line import LINE_FD, LineEnded
 from rollpacker.workers.program import answer_calls, begin_quietly

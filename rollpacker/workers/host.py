@@ -11,7 +11,7 @@ from rollpacker.workers.child import Child
 from rollpacker.workers.line import LINE_FD, Line
 
 if TYPE_CHECKING:
-    from rollpacker.weight_buffer import BufferLayout, Memory, WeightSource
+    from rollpacker.weights.buffer import BufferLayout, Memory, WeightSource
 
 
 class Process(Protocol):

@@ -10,7 +10,7 @@ import torch
 
 from rollpacker.algo import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.engine import Response
+from rollpacker.engines.engine import Response
 from rollpacker.trainer.samples import build_train_samples
 from rollpacker.trainer.trainer import NonFiniteError, TokenScores
 

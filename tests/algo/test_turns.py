@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rollpacker.algo import AlgorithmConfig, step_advantages, token_loss
 from rollpacker.algo.turns import Turns
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.engines.engine import Response
 from rollpacker.rewards.reward import TurnRewards
-from rollpacker.rollout.engine import Response
 from rollpacker.trainer.samples import build_train_samples
 from rollpacker.trainer.trainer import TokenScores
 

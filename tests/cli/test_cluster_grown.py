@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from rollpacker.cli import cluster_serve
-from rollpacker.cli.cluster_desk import FACTS_FILE
-from rollpacker.cluster.mail_file import FileMailbox
-from rollpacker.cluster.mailbox import SERVICE
+from rollpacker.cluster.commands import serve as cluster_serve
+from rollpacker.cluster.commands.desk import FACTS_FILE
+from rollpacker.cluster.seats.mail_file import FileMailbox
+from rollpacker.cluster.seats.mailbox import SERVICE
+from rollpacker.cluster.sim.spec import load_cluster
 from rollpacker.codec import to_plain
-from rollpacker.sim.cluster_spec import load_cluster
 from tests.cli.test_cluster_service import ROOT, NoRunner
 from tests.cluster_service import lab
 

@@ -21,17 +21,19 @@ from typing import Any
 import pytest
 
 from benchmarks.resume import write_config, write_model
-from rollpacker.cli import cluster_desk, cluster_serve, cluster_show
-from rollpacker.cli.cluster_desk import ServiceFacts, take_lock, write_facts
-from rollpacker.cli.cluster_submit import job_of
 from rollpacker.cli.main import main
-from rollpacker.cluster.mail_file import FileMailbox
-from rollpacker.cluster.runner import Order
+from rollpacker.cluster.commands import desk as cluster_desk
+from rollpacker.cluster.commands import serve as cluster_serve
+from rollpacker.cluster.commands import show as cluster_show
+from rollpacker.cluster.commands.desk import ServiceFacts, take_lock, write_facts
+from rollpacker.cluster.commands.submit import job_of
+from rollpacker.cluster.decide.nodes import Node
+from rollpacker.cluster.seats.mail_file import FileMailbox
+from rollpacker.cluster.service.runner import Order
+from rollpacker.cluster.sim.spec import load_cluster
 from rollpacker.config import load
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.coexecution.nodes import Node
-from rollpacker.sim.cluster_spec import load_cluster
 
 ROOT = Path(__file__).parents[2]
 PHASES = ("--phases", "1.0,0.8")
@@ -355,7 +357,7 @@ def test_each_phase_is_spread_over_nodes_of_its_own(made: Path) -> None:
 def test_an_slo_that_switches_alone_break_is_refused(
     served: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollpacker.report import job_profile
+    from rollpacker.cluster.profile import job_profile
 
     monkeypatch.setattr(job_profile, "WAKE_GB_S", {"rollout": 1e-6, "train": 1e-6})
     said = served.refused(
@@ -507,7 +509,7 @@ def test_without_ray_serve_says_what_it_can_do(
 def test_a_folder_on_a_network_file_system_is_refused(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollpacker.cluster import local_disk
+    from rollpacker.cluster.seats import local_disk
 
     monkeypatch.setattr(local_disk, "file_system", lambda folder, mounts: "nfs4")
     said = command.refused("serve", ROOT / "configs/clusters/two-cores.yaml", "--local")

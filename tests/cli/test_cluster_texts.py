@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollpacker.cli import cluster_serve, cluster_show
-from rollpacker.cli.cluster_submit import going_on, job_of
+from rollpacker.cluster.commands import serve as cluster_serve
+from rollpacker.cluster.commands import show as cluster_show
+from rollpacker.cluster.commands.submit import going_on, job_of
+from rollpacker.cluster.sim.spec import load_cluster
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
-from rollpacker.sim.cluster_spec import load_cluster
 from tests.cli.test_cluster_service import PHASES, ROOT, Command, command, made, served
 
 __all__ = ["command", "made", "served"]
@@ -132,6 +133,6 @@ def test_what_a_job_printed_last_steers_no_terminal(monkeypatch: pytest.MonkeyPa
     assert all(line.isprintable() for line in shown.getvalue().splitlines())
 
     told: list[str] = []
-    monkeypatch.setattr("rollpacker.cli.output.print_line", told.append)
+    monkeypatch.setattr("rollpacker.run.output.print_line", told.append)
     cluster_serve._tell(HOSTILE)
     assert told[0].isprintable() and "\\x1b]52" in told[0]

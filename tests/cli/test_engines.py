@@ -11,10 +11,10 @@ from transformers import Qwen2Config
 
 from benchmarks.resume import write_model
 from rollpacker.algo import AlgorithmConfig
-from rollpacker.cli.engines import check_heads, devices_of_engines, engine_setup, make_engine
-from rollpacker.core.parallelism import ParallelismConfig
-from rollpacker.rollout.engine import EngineConfig
-from rollpacker.rollout.messages import codec
+from rollpacker.core.fleet.parallelism import ParallelismConfig
+from rollpacker.engines.engine import EngineConfig
+from rollpacker.engines.messages import codec
+from rollpacker.run.parts.engines import check_heads, devices_of_engines, engine_setup, make_engine
 from rollpacker.trainer.setup import LearnerSetup, build_learner
 from rollpacker.trainer.torch_trainer import TorchTrainer
 from rollpacker.trainer.trainer import LoraConfig, ModelConfig, TrainConfig

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import rollpacker
-from rollpacker.cli.given import _environment_of
-from tests.controller.test_turns import commands, entries, save_model
+from rollpacker.run.parts.given import _environment_of
+from tests.run.test_turns import commands, entries, save_model
 
 
 def look_up(word: str) -> str:

@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from rollpacker.cli import report
-from rollpacker.cli.errors import classify, report_error
 from rollpacker.cli.main import main
 from rollpacker.cli.report import parse_steps
 from rollpacker.cli.verbs import VERBS
+from rollpacker.run.error_messages import classify, report_error
 from tests.report.fake_run import FakeRun, write
 
 
@@ -159,9 +159,9 @@ def raised(error: BaseException) -> BaseException:
 
 
 def test_errors_get_their_exit_codes():
-    from rollpacker.controller.errors import DeadlineExceeded
     from rollpacker.core.records import LogError
     from rollpacker.rewards.reward import RewardError
+    from rollpacker.run.errors import DeadlineExceeded
     from rollpacker.trainer.trainer import NonFiniteError
 
     assert classify(raised(NonFiniteError("step 3")))[0] == 3

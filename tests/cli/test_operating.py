@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.controller.run_folder import (
+from rollpacker.run.run_folder import (
     RESUME_MAY_DIFFER,
     RESUME_MAY_GROW,
     RESUME_MUST_KEEP,
@@ -281,7 +281,7 @@ def test_an_interrupt_while_the_parts_are_opened_leaves_no_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import rollpacker
-    from rollpacker.cli.session import Session
+    from rollpacker.run.session import Session
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

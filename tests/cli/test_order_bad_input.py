@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.core.pipeline_order import orders_to_csv
-from rollpacker.core.pipeline_plan import plan_1f1b
+from rollpacker.pipeline.plan.order import orders_to_csv
+from rollpacker.pipeline.plan.plan import plan_1f1b
 from tests.cli.test_bad_input import Command, command
 from tests.cli.test_stages_bad_input import TWO, model, no_processes
 

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.resume import ALPHABET, write_config, write_model
-from rollpacker.cli.parts import build_trainer, load_policy
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RolloutConfig, RunConfig
 from rollpacker.data.dataset import DataConfig, DatasetConfig
+from rollpacker.engines.embedded.attention import UnsupportedModelError
 from rollpacker.rewards.reward import RewardConfig
-from rollpacker.rollout.attention import UnsupportedModelError
+from rollpacker.run.parts.parts import build_trainer, load_policy
 from rollpacker.trainer.model import load_model, write_character_tokenizer
 from rollpacker.trainer.trainer import CriticConfig, ModelConfig, TrainConfig
 from tests.trainer.hybrids import hybrid_model

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.cli import placement
-from rollpacker.cli.placement import (
+from rollpacker.config.load import load_config, save_config
+from rollpacker.config.schema import RunConfig
+from rollpacker.core.placement.roles import Host, PlacementError
+from rollpacker.run.parts import placement
+from rollpacker.run.parts.placement import (
     on_nodes,
     on_this_host,
     placed,
@@ -19,9 +22,6 @@ from rollpacker.cli.placement import (
     table,
     this_host,
 )
-from rollpacker.config.load import load_config, save_config
-from rollpacker.config.schema import RunConfig
-from rollpacker.core.roles import Host, PlacementError
 from rollpacker.trainer.estimate import estimate
 from rollpacker.trainer.unit_memory import engine_memory, rank_memory
 from tests.cli.test_bad_input import ARCHITECTURE, Command, command, model
@@ -320,7 +320,7 @@ def test_a_job_of_a_cluster_is_on_the_first_devices_of_its_nodes() -> None:
 
 
 def test_what_a_cluster_gave_a_run_is_in_its_environment() -> None:
-    from rollpacker.cli.hosts import nodes_of
+    from rollpacker.run.parts.hosts import nodes_of
 
     assert nodes_of({}) == {}
     environ = {"ROLLPACKER_ROLLOUT_HOSTS": "a,b", "ROLLPACKER_TRAIN_HOSTS": "c"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollpacker.cli.main import main
-from tests.controller.test_turns import folder, model  # noqa: F401
+from tests.run.test_turns import folder, model  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("folder")
 TOOLS = (

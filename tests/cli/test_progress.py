@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollpacker.cli import output
-from rollpacker.cli.parts import load_inputs
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
+from rollpacker.run import output
+from rollpacker.run.parts.parts import load_inputs
 from tests.cli.test_prompts_shown import config, instruct  # noqa: F401  # fixtures
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from rollpacker.cli import parts
 from rollpacker.cli.main import main
 from rollpacker.config.document import parse_document, read_text, write_document
+from rollpacker.run.parts import parts
 from rollpacker.trainer.model import character_tokenizer, new_model
 
 TEMPLATE = (

@@ -18,9 +18,9 @@ from rollpacker.cli.main import main as command
 from rollpacker.config.document import ConfigError
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
-from rollpacker.controller.audience import ToldRun
-from rollpacker.controller.samples import SampleWriter
 from rollpacker.rewards.reward import RewardError
+from rollpacker.run.audience import ToldRun
+from rollpacker.run.samples import SampleWriter
 
 ROWS = [{"prompt": f"{n}+{n % 7}=", "answer": n + n % 7} for n in range(20)]
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.pipelining import schedules
 
 from rollpacker.cli.main import main
-from rollpacker.core.pipeline_order import orders_from_csv
+from rollpacker.pipeline.plan.order import orders_from_csv
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ import pytest
 
 from rollpacker.cli.main import main
 from rollpacker.serving.sessions import read_recorded
-from tests.controller.test_turns import save_model
 from tests.dialogue.families import SEARCH
+from tests.run.test_turns import save_model
 
 
 def test_a_model_is_served_until_ctrl_c(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from rollpacker.trainer.launch import Ranks
 from rollpacker.trainer.model import new_model, write_character_tokenizer
 from tests.cli.test_bad_input import ARCHITECTURE, Command, command
-from tests.controller.test_process_run import worker_pids
+from tests.run.test_process_run import worker_pids
 
 __all__ = ["command"]
 TWO = ("train.processes=2", "train.pipeline.stages=2")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.rollout import vllm_setup
+from rollpacker.engines.vllm import setup as vllm_setup
 from rollpacker.trainer.model import new_model, no_progress_bars, write_character_tokenizer
 from tests.cli.test_bad_input import ARCHITECTURE, Command, command, model
-from tests.rollout.with_vllm import SHAPE, needs_vllm
+from tests.engines.with_vllm import SHAPE, needs_vllm
 
 __all__ = ["command", "model"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import atexit
 from functools import cache
 
-from rollpacker.remote.copies import read
-from rollpacker.remote.ray_agents import join
-from rollpacker.remote.remote_host import RemoteHost
-from rollpacker.remote.spread import Spread
-from rollpacker.remote.token import demand_token
+from rollpacker.weights.between_hosts.copies import read
+from rollpacker.weights.between_hosts.spread import Spread
+from rollpacker.workers.hosts.ray_agents import join
+from rollpacker.workers.hosts.remote_host import RemoteHost
+from rollpacker.workers.hosts.token import demand_token
 
 
 @cache

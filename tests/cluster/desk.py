@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from rollpacker.cli.cluster_desk import Desk
+from rollpacker.cluster.commands.desk import Desk
 
 
 def main(folder: Path) -> None:

@@ -14,20 +14,20 @@ import pytest
 import torch
 
 from benchmarks.resume import write_model
-from rollpacker.remote.copies import read
-from rollpacker.remote.own_host import OwnHost
-from rollpacker.remote.ray_agents import Cluster, join
-from rollpacker.remote.remote_host import RemoteHost
-from rollpacker.remote.spread import Spread
-from rollpacker.remote.token import demand_token
 from rollpacker.trainer.launch import RankPlace, Ranks
 from rollpacker.trainer.model import load_model
 from rollpacker.trainer.process_trainer import ProcessTrainer
 from rollpacker.trainer.setup import build_learner
 from rollpacker.trainer.torch_trainer import TorchTrainer
 from rollpacker.trainer.trainer import ModelConfig
-from rollpacker.weight_buffer import BufferLayout, StaleWeightsError, WeightBuffer, WeightReader
+from rollpacker.weights.between_hosts.copies import read
+from rollpacker.weights.between_hosts.own_host import OwnHost
+from rollpacker.weights.between_hosts.spread import Spread
+from rollpacker.weights.buffer import BufferLayout, StaleWeightsError, WeightBuffer, WeightReader
 from rollpacker.workers.host import ThisHost
+from rollpacker.workers.hosts.ray_agents import Cluster, join
+from rollpacker.workers.hosts.remote_host import RemoteHost
+from rollpacker.workers.hosts.token import demand_token
 from tests.trainer.test_process_trainer import samples_of, setup_of, weights
 
 MBIT = 100

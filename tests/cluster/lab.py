@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.codec import to_plain
-from rollpacker.core.coexecution.job import ClusterJob
 from tests.cluster.netns import Network
 from tests.cluster_service import fake_job
 from tests.cluster_service.witness import violations

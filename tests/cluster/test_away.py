@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.cluster.keeper import FENCE_S
+from rollpacker.cluster.service.keeper import FENCE_S
 from tests.cluster.lab import RayLab, send
 from tests.cluster.netns import Network, why_impossible
 from tests.cluster.test_cluster import pytestmark

@@ -30,7 +30,7 @@ def look(completions, **columns):
     return [len(set(text)) / 20 for text in completions]
 """
 STARTED = (
-    *(b"rollpacker.rollout.engine_worker", b"rollpacker.trainer.worker"),
+    *(b"rollpacker.engines.engine_worker", b"rollpacker.trainer.worker"),
     *(b"rollpacker.rewards.host_worker", b"worker_program"),
 )
 OVER_HOSTS = (

@@ -64,7 +64,7 @@ def train(network: Network, *overrides: str, config: str = "configs/quickstart-v
 @pytest.mark.parametrize("kind", ["embedded", *(["vLLM"] if find_spec("vllm") else [])])
 def test_an_engine_on_another_host_is_what_every_engine_is(network, kind):
     said = run_tests(
-        network, "tests/rollout/test_conformance.py", ROLLPACKER_ENGINE_BEHIND_RAY=kind
+        network, "tests/engines/test_conformance.py", ROLLPACKER_ENGINE_BEHIND_RAY=kind
     )
     assert int(re.search(r"(\d+) passed", said).group(1)) >= 15
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.cluster.netns import Network, why_impossible
 from tests.cluster.test_cluster import ROOT, cmdline, pytestmark
-from tests.controller.test_turns import TALK, save_model
+from tests.run.test_turns import TALK, save_model
 
 __all__ = ["pytestmark"]
 

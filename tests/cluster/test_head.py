@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.exactly_once import check
 from benchmarks.resume import write_config, write_model
-from rollpacker.controller.replay import replay
 from rollpacker.report.log import EventLog
+from rollpacker.run.replay import replay
 from tests.cluster.netns import Network, why_impossible
 from tests.cluster.test_cluster import LEFT_S, ROOT, cmdline, pytestmark
 

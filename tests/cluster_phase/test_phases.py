@@ -15,8 +15,8 @@ import torch
 
 import rollpacker.cluster as cluster
 from benchmarks.file_seat import turns
-from rollpacker.cluster import phases
-from rollpacker.cluster.seat import Iteration
+from rollpacker.cluster.seats import phases
+from rollpacker.cluster.seats.seat import Iteration
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.file_seat import jobs_of, turns, two_at_once
-from rollpacker.cluster import phases
+from rollpacker.cluster.seats import phases
 from rollpacker.workers.loopback import INTERFACE
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,7 @@ BEGIN = """
 import os, pathlib, sys, time, datetime
 import torch.distributed as dist
 import rollpacker.cluster as cluster
-from rollpacker.cluster import phases
+from rollpacker.cluster.seats import phases
 from rollpacker.workers.loopback import INTERFACE
 
 FOLDER, RANK = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.cluster import losses, mailbox_seat
+from rollpacker.cluster.seats import mailbox_seat
+from rollpacker.cluster.service import starts_alive as losses
 from rollpacker.codec import to_plain
 from tests.cluster_phase.test_trl_shared import ROOT, SCRIPT, begin, ended, sums
 from tests.cluster_service.lab import Desk, job, make_service

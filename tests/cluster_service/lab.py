@@ -15,15 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollpacker.cluster.local_runner import LocalRunner
-from rollpacker.cluster.mail_file import FileMailbox
-from rollpacker.cluster.mailbox import SERVICE
-from rollpacker.cluster.service import Service
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
+from rollpacker.cluster.decide.nodes import Pool
+from rollpacker.cluster.seats.mail_file import FileMailbox
+from rollpacker.cluster.seats.mailbox import SERVICE
+from rollpacker.cluster.service.local_runner import LocalRunner
+from rollpacker.cluster.service.service import Service
 from rollpacker.codec import to_plain
-from rollpacker.core.cluster import Cluster
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
-from rollpacker.core.coexecution.nodes import Pool
 from tests.cluster_service import fake_job
 
 ROOT = Path(__file__).parents[2]

@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 from benchmarks.resume import write_config, write_model
-from rollpacker.cluster.seat import SEAT_VARIABLE
+from rollpacker.cluster.seats.seat import SEAT_VARIABLE
 from tests.cluster_service.lab import ROOT
 
 MOST_MODULES = 200
 """Of the run's own, and what a model's class is in. The libraries together are 2,000."""
 CODE = """
 import contextlib, json, sys
-from rollpacker.cli import seats
+from rollpacker.run.parts import seats
 from rollpacker.cli.main import main
 
 loaded, holding = {}, seats.RunSeat.holding

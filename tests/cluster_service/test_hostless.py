@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollpacker.cluster.book import node_name
-from rollpacker.cluster.hostless import HOSTLESS_S
-from rollpacker.cluster.losses import SILENT_S
-from rollpacker.cluster.runner import NoHost, Order
-from rollpacker.cluster.service import Service
-from rollpacker.core.coexecution.nodes import Node
+from rollpacker.cluster.decide.nodes import Node
+from rollpacker.cluster.service.book import node_name
+from rollpacker.cluster.service.hostless import HOSTLESS_S
+from rollpacker.cluster.service.runner import NoHost, Order
+from rollpacker.cluster.service.service import Service
+from rollpacker.cluster.service.starts_alive import SILENT_S
 from tests.cluster_service.test_service import (
     Clock,
     House,

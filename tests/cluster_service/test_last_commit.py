@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from rollpacker.cluster.store import FORMAT, Store
+from rollpacker.cluster.service.store import FORMAT, Store
 from tests.cluster_service.test_service import House, look_always, submit
 from tests.cluster_service.test_staying_away import RoundRobin
 

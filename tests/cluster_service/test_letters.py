@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.cluster import mail_file
-from rollpacker.cluster.local_disk import check_local, file_system
-from rollpacker.cluster.mail_file import FileMailbox, open_mailbox
-from rollpacker.cluster.mailbox import ALL, Letter
-from rollpacker.cluster.store import Entry, Position, Store
+from rollpacker.cluster.seats import mail_file
+from rollpacker.cluster.seats.local_disk import check_local, file_system
+from rollpacker.cluster.seats.mail_file import FileMailbox, open_mailbox
+from rollpacker.cluster.seats.mailbox import ALL, Letter
+from rollpacker.cluster.service.store import Entry, Position, Store
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/root rw

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.cluster import keeper
-from rollpacker.cluster.local_runner import ENDING, ROLLOUT_NODES, LocalRunner
-from rollpacker.cluster.runner import Order
-from rollpacker.core.coexecution.nodes import Node
+from rollpacker.cluster.decide.nodes import Node
+from rollpacker.cluster.service import keeper
+from rollpacker.cluster.service.local_runner import ENDING, ROLLOUT_NODES, LocalRunner
+from rollpacker.cluster.service.runner import Order
 from rollpacker.workers.child import state
 
 FAMILY = """
@@ -125,7 +125,7 @@ def test_one_start_is_made_once_whoever_makes_it(runner: LocalRunner, tmp_path: 
 
 def test_it_outlives_who_started_it(runner: LocalRunner, tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from rollpacker.cluster.local_runner import *\n"
+        "import sys; from pathlib import Path; from rollpacker.cluster.service.local_runner import *\n"
         "runner = LocalRunner(Path(sys.argv[1]))\n"
         "runner.start(Order(job='job', incarnation=1, command=['sleep', '1000'], environ={}, "
         "folder=sys.argv[1], rollout_nodes=[], train_nodes=[]))\n"

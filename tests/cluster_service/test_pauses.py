@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollpacker.cli.cluster_show import doing
-from rollpacker.cluster import book, service
-from rollpacker.cluster.service import BUSY, Service
-from rollpacker.core.cluster import MAX_LOSSES, Cluster
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
+from rollpacker.cluster.commands.show import doing
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import MAX_LOSSES, Cluster
+from rollpacker.cluster.service import book, service
+from rollpacker.cluster.service.service import BUSY, Service
 from tests.cluster_service import lab
 from tests.cluster_service.test_last_commit import trained
 from tests.cluster_service.test_service import House, clock, house, look_always, submit

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from rollpacker.cluster import mailbox_seat
-from rollpacker.cluster.mail_file import FileMailbox
-from rollpacker.cluster.mailbox import SERVICE, Letter
-from rollpacker.cluster.mailbox_seat import MailboxSeat
-from rollpacker.cluster.open_seat import open_seat
-from rollpacker.cluster.seat import (
+from rollpacker.cluster.seats import mailbox_seat
+from rollpacker.cluster.seats.mail_file import FileMailbox
+from rollpacker.cluster.seats.mailbox import SERVICE, Letter
+from rollpacker.cluster.seats.mailbox_seat import MailboxSeat
+from rollpacker.cluster.seats.open_seat import open_seat
+from rollpacker.cluster.seats.seat import (
     SEAT_VARIABLE,
     START,
     Alone,

@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 
-from rollpacker.cluster import book, forgetting, hostless, losses, service
-from rollpacker.cluster.mail_file import FileMailbox
-from rollpacker.cluster.mailbox import SERVICE
-from rollpacker.cluster.mailbox_seat import LEASE_S, START_LEASE_S
-from rollpacker.cluster.runner import Order
-from rollpacker.cluster.seat import SEAT_VARIABLE, START
-from rollpacker.cluster.service import Service
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import MAX_LOSSES, Cluster
+from rollpacker.cluster.decide.job import ClusterJob
+from rollpacker.cluster.decide.nodes import Node
+from rollpacker.cluster.seats.mail_file import FileMailbox
+from rollpacker.cluster.seats.mailbox import SERVICE
+from rollpacker.cluster.seats.mailbox_seat import LEASE_S, START_LEASE_S
+from rollpacker.cluster.seats.seat import SEAT_VARIABLE, START
+from rollpacker.cluster.service import book, forgetting, hostless, service
+from rollpacker.cluster.service import starts_alive as losses
+from rollpacker.cluster.service.runner import Order
+from rollpacker.cluster.service.service import Service
 from rollpacker.codec import to_plain
-from rollpacker.core.cluster import MAX_LOSSES, Cluster
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.core.coexecution.job import ClusterJob
-from rollpacker.core.coexecution.nodes import Node
 from tests.cluster_service import lab
 
 Start = tuple[str, int]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rollpacker.cluster import past
-from rollpacker.cluster.service import Service
-from rollpacker.core.cluster import Cluster, Event
+from rollpacker.cluster.decide.cluster import Cluster, Event
+from rollpacker.cluster.service import past
+from rollpacker.cluster.service.service import Service
 from tests.cluster_service.test_service import Clock, House, clock, look_always, submit
 
 __all__ = ["clock", "look_always"]

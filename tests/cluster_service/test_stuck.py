@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rollpacker.cluster.mailbox import SERVICE
-from rollpacker.cluster.mailbox_seat import LEASE_S
-from rollpacker.cluster.service import AWAY_S
-from rollpacker.cluster.status import Status
-from rollpacker.core.cluster import Cancelled, Cluster, Command, Event
+from rollpacker.cluster.decide.cluster import Cancelled, Cluster, Command, Event
+from rollpacker.cluster.seats.mailbox import SERVICE
+from rollpacker.cluster.seats.mailbox_seat import LEASE_S
+from rollpacker.cluster.service.service import AWAY_S
+from rollpacker.cluster.service.status import Status
 from tests.cluster_service.test_service import (
     Clock,
     House,

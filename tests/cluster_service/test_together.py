@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.cluster.local_runner import ROLLOUT_NODES, TRAIN_NODES, LocalRunner
-from rollpacker.cluster.losses import SILENT_S
-from rollpacker.cluster.mailbox_seat import LEASE_S
-from rollpacker.remote.warden import HOSTS
+from rollpacker.cluster.on_ray.warden import HOSTS
+from rollpacker.cluster.seats.mailbox_seat import LEASE_S
+from rollpacker.cluster.service.local_runner import ROLLOUT_NODES, TRAIN_NODES, LocalRunner
+from rollpacker.cluster.service.starts_alive import SILENT_S
 from tests.cluster_service import lab
 from tests.cluster_service.witness import Device, devices_of, is_held, violations
 

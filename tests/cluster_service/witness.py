@@ -14,9 +14,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollpacker.cluster.local_runner import ROLLOUT_NODES, TRAIN_NODES
+from rollpacker.cluster.on_ray.warden import HOSTS
+from rollpacker.cluster.service.local_runner import ROLLOUT_NODES, TRAIN_NODES
 from rollpacker.core.ids import PoolName
-from rollpacker.remote.warden import HOSTS
 
 VIOLATIONS = "violations.jsonl"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rollpacker.cluster.sim.spec import ClusterSpec, load_cluster
 from rollpacker.config.load import load_config, save_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.config.warmup import WarmupConfig
-from rollpacker.sim.cluster_spec import ClusterSpec, load_cluster
 from rollpacker.sim.scenario import Scenario, load_scenario
 
 ROOT = Path(__file__).parents[2]

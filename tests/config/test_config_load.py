@@ -20,8 +20,8 @@ from rollpacker.config.load import (
     to_plain,
 )
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.stream_plan import StreamConfig
-from rollpacker.core.tail_batching import Tier
+from rollpacker.core.fleet.stream_plan import StreamConfig
+from rollpacker.core.rounds.tail_batching import Tier
 
 GOOD = """\
 name: small

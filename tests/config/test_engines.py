@@ -8,10 +8,10 @@ import pytest
 
 from rollpacker.config.running import DeadlineConfig
 from rollpacker.config.schema import RolloutConfig
-from rollpacker.core.fleet import FleetConfig
-from rollpacker.rollout.engine import EngineConfig
+from rollpacker.core.fleet.fleet import FleetConfig
+from rollpacker.engines.engine import EngineConfig
 from rollpacker.trainer.trainer import LoraConfig, ModelConfig
-from tests.controller.fakes import run_config
+from tests.run.fakes import run_config
 
 
 def rollout(**settings: object) -> RolloutConfig:

@@ -16,9 +16,9 @@ from rollpacker.config.placement import (
     num_devices,
 )
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.parallelism import ParallelismConfig
-from rollpacker.rollout.engine import EngineConfig
-from tests.controller.fakes import run_config
+from rollpacker.core.fleet.parallelism import ParallelismConfig
+from rollpacker.engines.engine import EngineConfig
+from tests.run.fakes import run_config
 
 
 def with_placement(placement: PlacementConfig, **changes: object) -> RunConfig:

@@ -36,7 +36,7 @@ from rollpacker.core.events import (
     StopRequested,
 )
 from rollpacker.core.ids import SampleId
-from rollpacker.core.phases import Phase
+from rollpacker.core.job.phases import Phase
 
 if TYPE_CHECKING:
     from tests.core.world import World

@@ -11,8 +11,8 @@ from rollpacker.bus import Routes
 from rollpacker.core.commands import Commit, Enter, Finish, Leave, Remind
 from rollpacker.core.events import Entered, Event, PoolNeeded, PoolUnneeded, Reminded
 from rollpacker.core.ids import PoolName
-from rollpacker.core.phases import Phase
-from rollpacker.core.pooled_job import NEEDS, PooledJob
+from rollpacker.core.job.phases import Phase
+from rollpacker.core.job.pooled_job import NEEDS, PooledJob
 from rollpacker.core.records import Record
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.core.commands import Defer, Launch, RoundKind
-from rollpacker.core.job_config import JobConfig
+from rollpacker.core.job.config import JobConfig
 from tests.core.world import World, published
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from rollpacker.core.cadence import Cadence
 from rollpacker.core.commands import Commit, Launch, RoundKind
-from rollpacker.core.job import Job
-from rollpacker.core.job_config import JobConfig
+from rollpacker.core.job.cadence import Cadence
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.job import Job
 from rollpacker.core.records import Record, decode, encode
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from tests.core.world import World, commands_of, published
 
 NO_RACE = TailBatchingConfig(enabled=False)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.core.acting import ActingConfig, Retracing
+from rollpacker.core.checks.acting import ActingConfig, Retracing
 from rollpacker.core.commands import Launch, TrainOn
 from rollpacker.core.events import SampleAborted, SampleGenerated
-from rollpacker.core.fleet import FleetConfig
+from rollpacker.core.fleet.fleet import FleetConfig
 from rollpacker.core.ids import SampleId
-from rollpacker.core.tail_batching import TailBatchingConfig, Tier
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig, Tier
 from rollpacker.sim.unkind import UnkindConfig
 from tests.core.engines import Faults
 from tests.core.environments import Dialogues

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.core.cluster import (
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import (
     Asked,
     Close,
     Cluster,
@@ -24,13 +25,12 @@ from rollpacker.core.cluster import (
     Stop,
     Submitted,
 )
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.core.coexecution.forecast import Outlook, foresee
-from rollpacker.core.coexecution.job import ClusterJob, Phase, RoundTimes
-from rollpacker.core.coexecution.nodes import Node, Pool
-from rollpacker.core.coexecution.placement import Choice, Policy, Rest, State
-from rollpacker.core.coexecution.published import AsPublished
-from rollpacker.core.coexecution.turns import ORDERS
+from rollpacker.cluster.decide.forecast import Outlook, foresee
+from rollpacker.cluster.decide.job import ClusterJob, Phase, RoundTimes
+from rollpacker.cluster.decide.nodes import Node, Pool
+from rollpacker.cluster.decide.placement import Choice, Policy, Rest, State
+from rollpacker.cluster.decide.published import AsPublished
+from rollpacker.cluster.decide.turns import ORDERS
 from tests.core.test_coexecution import H20, H800, job
 
 POOLS = (replace(H20, nodes=6), replace(H800, nodes=3))

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from rollpacker.core.cluster import Asked, Command, Grant, Left, StayedAway, Submitted
-from rollpacker.core.cluster_running import PATIENCE, PATIENCE_S
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.core.coexecution.job import ClusterJob, Phase, RoundTimes
-from rollpacker.core.coexecution.turns import ORDERS, Order, Turns
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import Asked, Command, Grant, Left, StayedAway, Submitted
+from rollpacker.cluster.decide.job import ClusterJob, Phase, RoundTimes
+from rollpacker.cluster.decide.running import PATIENCE, PATIENCE_S
+from rollpacker.cluster.decide.turns import ORDERS, Order, Turns
 from tests.core.test_cluster import POOLS, Watched
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import Ended, Left, Submitted
+from rollpacker.cluster.decide.events import Asked, Committed
+from rollpacker.cluster.decide.job import ClusterJob, Phase, RoundTimes, Times
 from rollpacker.codec import to_plain
-from rollpacker.core.cluster import Ended, Left, Submitted
-from rollpacker.core.cluster_events import Asked, Committed
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.core.coexecution.job import ClusterJob, Phase, RoundTimes, Times
 from tests.core.test_cluster import POOLS, Watched
 from tests.core.test_cluster_away import granted
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.core.cluster import (
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import (
     LOSSES_S,
     MAX_LOSSES,
     Asked,
@@ -33,11 +34,10 @@ from rollpacker.core.cluster import (
     Submitted,
     Withdrew,
 )
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.core.coexecution.job import Phase
-from rollpacker.core.coexecution.nodes import Node, Pool
-from rollpacker.core.coexecution.placement import Policy
-from rollpacker.core.coexecution.turns import ORDERS, Order, Turns
+from rollpacker.cluster.decide.job import Phase
+from rollpacker.cluster.decide.nodes import Node, Pool
+from rollpacker.cluster.decide.placement import Policy
+from rollpacker.cluster.decide.turns import ORDERS, Order, Turns
 from tests.core.test_cluster import POLICIES, POOLS, Watched, drawn, started
 from tests.core.test_coexecution import job
 

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.core.coexecution.forecast import foresee
-from rollpacker.core.coexecution.group import (
+from rollpacker.cluster.decide.forecast import foresee
+from rollpacker.cluster.decide.group import (
     Holds,
     closed_form_holds,
     closed_period_s,
     period_s,
 )
-from rollpacker.core.coexecution.job import ClusterJob, Phase, RoundTimes
-from rollpacker.core.coexecution.layout import Layout, Pin
-from rollpacker.core.coexecution.nodes import Pool
-from rollpacker.core.coexecution.timeline import GroupTimeline
-from rollpacker.core.coexecution.turns import ORDERS, TRAINING, Order, Turns
+from rollpacker.cluster.decide.job import ClusterJob, Phase, RoundTimes
+from rollpacker.cluster.decide.layout import Layout, Pin
+from rollpacker.cluster.decide.nodes import Pool
+from rollpacker.cluster.decide.timeline import GroupTimeline
+from rollpacker.cluster.decide.turns import ORDERS, TRAINING, Order, Turns
 
 H20 = Pool(
     name="cheap",

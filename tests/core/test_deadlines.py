@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollpacker.core.deadlines import AdaptiveDeadline, AdaptiveDeadlineConfig
+from rollpacker.core.checks.deadlines import AdaptiveDeadline, AdaptiveDeadlineConfig
 
 CHECKS = st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=30)
 

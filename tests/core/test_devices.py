@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.controller.replay import replay
 from rollpacker.core.commands import (
     NOWHERE,
     Launch,
@@ -23,7 +22,6 @@ from rollpacker.core.commands import (
     SyncWeights,
     TrainOn,
 )
-from rollpacker.core.devices import Devices, Owner
 from rollpacker.core.events import (
     Committed,
     EngineLost,
@@ -33,13 +31,15 @@ from rollpacker.core.events import (
     Trained,
     WeightsSynced,
 )
-from rollpacker.core.fleet import ZOMBIE, FleetConfig
-from rollpacker.core.job import Job
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.parallelism import ParallelismConfig
+from rollpacker.core.fleet.devices import Devices, Owner
+from rollpacker.core.fleet.fleet import ZOMBIE, FleetConfig
+from rollpacker.core.fleet.parallelism import ParallelismConfig
+from rollpacker.core.fleet.stream_plan import DeviceLayout, StreamConfig
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.job import Job
 from rollpacker.core.records import Session, decode, encode
-from rollpacker.core.stream_plan import DeviceLayout, StreamConfig
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
+from rollpacker.run.replay import replay
 from rollpacker.sim.unkind import UnkindConfig
 from tests.core.engines import Faults
 from tests.core.test_fleet import (

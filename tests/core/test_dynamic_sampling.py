@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from rollpacker.core.commands import Drop, Launch, RoundKind, StartGradients, TrainOn
-from rollpacker.core.dynamic_sampling import NO_SIGNAL, DynamicSamplingConfig
 from rollpacker.core.events import PromptsFetched, SampleScored
+from rollpacker.core.fleet.stream_plan import StreamConfig
 from rollpacker.core.ids import SampleId
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.stream_plan import StreamConfig
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.rounds.dynamic_sampling import NO_SIGNAL, DynamicSamplingConfig
 from tests.core.world import World, commands_of, events_of, published
 
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.controller.replay import replay
-from rollpacker.core.acting import ActingConfig
+from rollpacker.core.checks.acting import ActingConfig
 from rollpacker.core.commands import (
     NOWHERE,
     Abort,
@@ -37,15 +36,16 @@ from rollpacker.core.events import (
     Trained,
     WeightsSynced,
 )
-from rollpacker.core.fleet import ZOMBIE, Fleet, FleetConfig
+from rollpacker.core.fleet.fleet import ZOMBIE, Fleet, FleetConfig
+from rollpacker.core.fleet.routing import OVERLOAD
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import Job
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.phases import Phase
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.job import Job
+from rollpacker.core.job.phases import Phase
 from rollpacker.core.records import Record, Session, decode, encode
-from rollpacker.core.rounds import StrayEventError
-from rollpacker.core.routing import OVERLOAD
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.round import StrayEventError
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
+from rollpacker.run.replay import replay
 from rollpacker.sim.unkind import UnkindConfig
 from tests.core.engines import Faults
 from tests.core.fleet_checker import Checker

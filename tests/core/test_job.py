@@ -11,6 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from rollpacker.core.checks.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.checks.reward_schedule import RewardKindConfig, RewardScheduleConfig
 from rollpacker.core.commands import (
     Abort,
     CancelScore,
@@ -23,8 +25,6 @@ from rollpacker.core.commands import (
     RoundKind,
     TrainOn,
 )
-from rollpacker.core.deadlines import AdaptiveDeadlineConfig
-from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.events import (
     Committed,
     PromptsFetched,
@@ -33,15 +33,15 @@ from rollpacker.core.events import (
     SampleGenerated,
     SampleScored,
 )
+from rollpacker.core.fleet.stream_plan import StreamConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import Job
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.phases import Phase, ProtocolError
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.job import Job
+from rollpacker.core.job.phases import Phase, ProtocolError
 from rollpacker.core.records import decode, encode
-from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
-from rollpacker.core.rounds import StrayEventError
-from rollpacker.core.stream_plan import StreamConfig
-from rollpacker.core.tail_batching import TailBatchingConfig, Tier
+from rollpacker.core.rounds.dynamic_sampling import DynamicSamplingConfig
+from rollpacker.core.rounds.round import StrayEventError
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig, Tier
 from rollpacker.sim.unkind import UnkindConfig
 from tests.core.world import World, commands_of, events_of, published
 

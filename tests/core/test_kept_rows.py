@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rollpacker.core.events import SampleGenerated
+from rollpacker.core.fleet.kept_rows import KeptRows
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.kept_rows import KeptRows
 
 
 def sample(row: int, source: str = "train") -> SampleId:

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from rollpacker.core.cluster import Committed, Ended, Start, Submitted
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.core.coexecution.group import Sharing
-from rollpacker.core.coexecution.job import ClusterJob, RoundTimes, Times
-from rollpacker.core.coexecution.learned import MATERIAL, WINDOW, LearnedTimes
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import Committed, Ended, Start, Submitted
+from rollpacker.cluster.decide.group import Sharing
+from rollpacker.cluster.decide.job import ClusterJob, RoundTimes, Times
+from rollpacker.cluster.decide.learned import MATERIAL, WINDOW, LearnedTimes
 from tests.core.test_cluster import POOLS, Watched
 from tests.core.test_coexecution import job
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rollpacker.core.groups import CarriedLength, Group, Waiting
 from rollpacker.core.ids import PromptId
 from rollpacker.core.lifecycle import SampleState
+from rollpacker.core.rounds.groups import CarriedLength, Group, Waiting
 
 BEFORE = CarriedLength(10, False)
 

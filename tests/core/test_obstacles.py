@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from rollpacker.core.cluster import Cancelled, Cluster, Start, Submitted
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import Cancelled, Cluster, Start, Submitted
+from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
 from tests.core.test_cluster import POOLS
 
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.core.commands import Abort, Defer, Launch, RoundKind, TrainOn
-from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.events import SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.tail_batching import TailBatchingConfig, Tier
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.rounds.dynamic_sampling import DynamicSamplingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig, Tier
 from rollpacker.sim.unkind import UnkindConfig
 from tests.core.test_job import commands_of, events_of
 from tests.core.world import World

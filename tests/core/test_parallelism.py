@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.core.commands import RoundKind
-from rollpacker.core.parallelism import ParallelismConfig, ParallelismPlanner
+from rollpacker.core.fleet.parallelism import ParallelismConfig, ParallelismPlanner
 
 SHORT, LONG = RoundKind.SHORT, RoundKind.LONG
 NUM_SAMPLES = {SHORT: 1600, LONG: 1024}

@@ -7,8 +7,6 @@ from typing import get_args
 
 import pytest
 
-from rollpacker.core.cadence import Cadence
-from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.events import (
     Committed,
     Entered,
@@ -20,11 +18,13 @@ from rollpacker.core.events import (
     SampleScored,
     StopRequested,
 )
-from rollpacker.core.fleet import FleetConfig
-from rollpacker.core.job import Job
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.phases import TRANSITIONS, Phase, ProtocolError, expect, mermaid
-from rollpacker.core.tail_batching import TailBatchingConfig, Tier
+from rollpacker.core.fleet.fleet import FleetConfig
+from rollpacker.core.job.cadence import Cadence
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.job import Job
+from rollpacker.core.job.phases import TRANSITIONS, Phase, ProtocolError, expect, mermaid
+from rollpacker.core.rounds.dynamic_sampling import DynamicSamplingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig, Tier
 from rollpacker.sim.unkind import UnkindConfig
 from tests.core.engines import Faults
 from tests.core.world import World, published
@@ -108,7 +108,7 @@ def test_every_phase_leads_to_the_end() -> None:
         PoolNeeded,
         PoolUnneeded,
         Reminded,
-    }  # core/pooled_job.py hears them, and no other job
+    }  # core/job/pooled_job.py hears them, and no other job
     assert {event for _, event in TRANSITIONS} == set(get_args(Event)) - of_pools
     for phase in Phase:
         reached, frontier = {phase}, {phase}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.pipeline_planner import kept_optima, planned_ms
-from rollpacker.core.pipeline import (
+from rollpacker.pipeline.plan.choosers import (
     FixedOrder,
     Op,
     ReadyFirst,
@@ -19,16 +19,16 @@ from rollpacker.core.pipeline import (
     even_quotas,
     slack_needed,
 )
-from rollpacker.core.pipeline_order import check_orders
-from rollpacker.core.pipeline_plan import (
+from rollpacker.pipeline.plan.order import check_orders
+from rollpacker.pipeline.plan.plan import (
     plan_1f1b,
     plan_adapted,
     plan_zero_bubble,
     ready_choosers,
 )
-from rollpacker.core.pipeline_search import _Sweep, improve
-from rollpacker.core.pipeline_time import TOGETHER_S, replay, run
-from rollpacker.core.pipeline_work import Link, Work, constant
+from rollpacker.pipeline.plan.search import _Sweep, improve
+from rollpacker.pipeline.plan.virtual_time import TOGETHER_S, replay, run
+from rollpacker.pipeline.plan.work import Link, Work, constant
 
 seconds = st.one_of(st.just(0.0), st.integers(1, 40).map(float), st.floats(0.001, 40.0))
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from rollpacker.core.pipeline_layout import (
+from rollpacker.pipeline.plan.layout import (
     CONFIRM_STEPS,
     QUIET_STEPS,
     Layout,
@@ -21,7 +21,7 @@ from rollpacker.core.pipeline_layout import (
     link_pairs,
     shard_pairs,
 )
-from rollpacker.core.pipeline_work import Link, Load, OpCost, StageCost
+from rollpacker.pipeline.plan.work import Link, Load, OpCost, StageCost
 
 LOADS = [Load(tokens=1000)] * 8
 LINKS = [Link()]

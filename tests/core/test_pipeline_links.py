@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from rollpacker.core.pipeline_links import PATIENCE, LinkChoice
+from rollpacker.pipeline.plan.link_choice import PATIENCE, LinkChoice
 
 
 def test_host_links_from_the_step_after_and_direct_ones_when_all_have_been_well() -> None:

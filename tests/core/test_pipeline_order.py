@@ -16,15 +16,15 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from rollpacker.core.pipeline_order import check_orders, orders_from_csv, orders_to_csv
-from rollpacker.core.pipeline_plan import (
+from rollpacker.pipeline.plan.order import check_orders, orders_from_csv, orders_to_csv
+from rollpacker.pipeline.plan.plan import (
     plan_1f1b,
     plan_adapted,
     plan_zero_bubble,
     ready_choosers,
 )
-from rollpacker.core.pipeline_time import run
-from rollpacker.core.pipeline_work import Link, Work, constant
+from rollpacker.pipeline.plan.virtual_time import run
+from rollpacker.pipeline.plan.work import Link, Work, constant
 
 
 def random_case(rng: random.Random) -> tuple[Work, list[Link]]:

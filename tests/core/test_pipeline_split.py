@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.core.packs import plan_packs
-from rollpacker.core.pipeline_plan import ready_choosers
-from rollpacker.core.pipeline_split import check_layers, plan_budget, split_layers
-from rollpacker.core.pipeline_time import run
-from rollpacker.core.pipeline_work import (
+from rollpacker.pipeline.plan.plan import ready_choosers
+from rollpacker.pipeline.plan.split import check_layers, plan_budget, split_layers
+from rollpacker.pipeline.plan.virtual_time import run
+from rollpacker.pipeline.plan.work import (
     KINDS,
     Link,
     Load,

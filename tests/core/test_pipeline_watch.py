@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.pipeline_planner import WatchedPipeline, episode
-from rollpacker.core.pipeline_links import LinkKind
-from rollpacker.core.pipeline_watch import PipelineWatch, SweepTimes, link_of
-from rollpacker.core.pipeline_work import KINDS, Link, Load
+from rollpacker.pipeline.plan.link_choice import LinkKind
+from rollpacker.pipeline.plan.watch import PipelineWatch, SweepTimes, link_of
+from rollpacker.pipeline.plan.work import KINDS, Link, Load
 
 
 def test_episodes_are_told_apart() -> None:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.core.placement import plan_placement
-from rollpacker.core.roles import (
+from rollpacker.core.placement.placement import plan_placement
+from rollpacker.core.placement.roles import (
     Host,
     Need,
     Placement,

@@ -11,8 +11,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rollpacker.controller.replay import replay
-from rollpacker.core.cadence import Cadence
 from rollpacker.core.commands import (
     Command,
     Commit,
@@ -26,7 +24,6 @@ from rollpacker.core.commands import (
     StartGradients,
     TrainOn,
 )
-from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.events import (
     Committed,
     EngineLost,
@@ -39,13 +36,16 @@ from rollpacker.core.events import (
     TrainerLost,
     TrainerReady,
 )
-from rollpacker.core.job import Job
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.phases import Phase
-from rollpacker.core.pooled_job import PooledJob, make_job
+from rollpacker.core.fleet.stream_plan import StreamConfig
+from rollpacker.core.job.cadence import Cadence
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.job import Job
+from rollpacker.core.job.phases import Phase
+from rollpacker.core.job.pooled_job import PooledJob, make_job
 from rollpacker.core.records import Session, decode, encode
-from rollpacker.core.stream_plan import StreamConfig
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.dynamic_sampling import DynamicSamplingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
+from rollpacker.run.replay import replay
 from rollpacker.sim.unkind import UnkindConfig
 from tests.core.engines import Faults
 from tests.core.pools import AtRandom, FirstCome, check_log

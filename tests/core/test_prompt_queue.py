@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.core import schedule
-from rollpacker.core.acting import ActingConfig
+from rollpacker.core.checks import schedule
+from rollpacker.core.checks.acting import ActingConfig
+from rollpacker.core.checks.prompt_queue import PromptQueue
+from rollpacker.core.checks.reward_schedule import RewardKindConfig, RewardScheduleConfig
+from rollpacker.core.checks.schedule import KindConfig, Order
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.prompt_queue import PromptQueue
-from rollpacker.core.reward_schedule import RewardKindConfig, RewardScheduleConfig
-from rollpacker.core.schedule import KindConfig, Order
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.sim.unkind import UnkindConfig
 from tests.core.environments import Dialogues
 from tests.core.test_turns import check_run, job_config

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from rollpacker.controller.replay import replay
 from rollpacker.core.commands import FetchPrompts, Finish, Launch, RoundKind, TrainOn
-from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.events import Committed
-from rollpacker.core.job import Job
-from rollpacker.core.job_config import JobConfig
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.job import Job
 from rollpacker.core.records import Record, Session, decode, encode
-from rollpacker.core.tail_batching import AUTO_START, Tier
+from rollpacker.core.rounds.dynamic_sampling import DynamicSamplingConfig
+from rollpacker.core.rounds.tail_batching import AUTO_START, Tier
+from rollpacker.run.replay import replay
 from tests.core.world import World, commands_of, published
 
 AUTO = {"prompt_factor": "auto", "sample_factor": "auto"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollpacker.core.reward_hosts import MAX_LOSSES, RewardHosts
+from rollpacker.core.checks.reward_hosts import MAX_LOSSES, RewardHosts
 
 
 def test_the_one_with_the_fewest_samples_is_next() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from rollpacker.core.checks.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.checks.reward_schedule import (
+    RewardKindConfig,
+    RewardSchedule,
+    RewardScheduleConfig,
+)
 from rollpacker.core.commands import CancelScore, Launch, RoundKind, Score, TrainOn
-from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.core.events import SampleGenerated, SampleScored
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.reward_schedule import RewardKindConfig, RewardSchedule, RewardScheduleConfig
-from rollpacker.core.tail_batching import Tier
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.rounds.tail_batching import Tier
 from rollpacker.sim.unkind import UnkindConfig
 from tests.core.world import World, commands_of, events_of, published
 

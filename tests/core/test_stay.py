@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.controller.replay import replay
-from rollpacker.core.acting import ActingConfig
+from rollpacker.core.checks.acting import ActingConfig
 from rollpacker.core.commands import (
     Commit,
     Continue,
@@ -34,10 +33,11 @@ from rollpacker.core.events import (
     SampleGenerated,
     WeightsSynced,
 )
-from rollpacker.core.fleet import FleetConfig
+from rollpacker.core.fleet.fleet import FleetConfig
 from rollpacker.core.ids import PoolName, SampleId
+from rollpacker.core.job.stay import Stay
 from rollpacker.core.records import Session, decode, encode
-from rollpacker.core.stay import Stay
+from rollpacker.run.replay import replay
 from tests.core.engines import Faults
 from tests.core.environments import Dialogues
 from tests.core.pools import AtRandom, FirstCome, check_log

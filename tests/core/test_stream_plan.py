@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollpacker.core.commands import RoundKind
-from rollpacker.core.stream_plan import (
+from rollpacker.core.fleet.stream_plan import (
     MAX_HISTORY,
     DeviceLayout,
     StreamConfig,

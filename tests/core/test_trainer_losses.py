@@ -8,7 +8,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollpacker.controller.replay import replay
 from rollpacker.core.commands import Commit, Finish, Launch, RestoreTrainer, SyncWeights, TrainOn
 from rollpacker.core.events import (
     Committed,
@@ -21,14 +20,15 @@ from rollpacker.core.events import (
     TrainerReady,
     WeightsSynced,
 )
-from rollpacker.core.fleet import FleetConfig
+from rollpacker.core.fleet.fleet import FleetConfig
+from rollpacker.core.fleet.stream_plan import StreamConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import Job
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.phases import Phase
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.job import Job
+from rollpacker.core.job.phases import Phase
 from rollpacker.core.records import Session, decode, encode
-from rollpacker.core.stream_plan import StreamConfig
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
+from rollpacker.run.replay import replay
 from tests.core.engines import Faults
 from tests.core.test_fleet import checked, trained
 from tests.core.trainer import TrainerFaults

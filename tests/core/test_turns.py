@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.controller.replay import replay
-from rollpacker.core.acting import ActingConfig, TurnLimits
+from rollpacker.core.checks.acting import ActingConfig, TurnLimits
+from rollpacker.core.checks.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.checks.reward_schedule import RewardScheduleConfig
+from rollpacker.core.checks.schedule import KindConfig
 from rollpacker.core.commands import (
     Abort,
     Act,
@@ -27,18 +29,16 @@ from rollpacker.core.commands import (
     StartGradients,
     TrainOn,
 )
-from rollpacker.core.deadlines import AdaptiveDeadlineConfig
 from rollpacker.core.events import Acted, PromptsFetched, RunStarted, SampleGenerated
-from rollpacker.core.fleet import FleetConfig
+from rollpacker.core.fleet.fleet import FleetConfig
+from rollpacker.core.fleet.stream_plan import DeviceLayout, StreamConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job import Job
-from rollpacker.core.job_config import JobConfig
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.job import Job
 from rollpacker.core.records import Session, decode, encode
-from rollpacker.core.reward_schedule import RewardScheduleConfig
-from rollpacker.core.rounds import StrayEventError
-from rollpacker.core.schedule import KindConfig
-from rollpacker.core.stream_plan import DeviceLayout, StreamConfig
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.round import StrayEventError
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
+from rollpacker.run.replay import replay
 from rollpacker.sim.unkind import UnkindConfig
 from tests.core.engines import Faults
 from tests.core.environments import Dialogues

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.core.cluster import Cluster, Command, Ended, Start, Submitted
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.core.coexecution.job import ClusterJob
-from rollpacker.core.coexecution.waiting import Devices, Waiting, devices
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import Cluster, Command, Ended, Start, Submitted
+from rollpacker.cluster.decide.job import ClusterJob
+from rollpacker.cluster.decide.waiting import Devices, Waiting, devices
 from tests.core.test_coexecution import H20, H800, job
 
 PAIR = (replace(H20, nodes=1), replace(H800, nodes=1))

@@ -20,7 +20,7 @@ from rollpacker.core.events import (
     TrainerReady,
     WeightsSynced,
 )
-from rollpacker.core.phases import Phase
+from rollpacker.core.job.phases import Phase
 
 if TYPE_CHECKING:
     from tests.core.world import World

@@ -39,10 +39,10 @@ from rollpacker.core.events import (
     WeightsSynced,
 )
 from rollpacker.core.ids import PoolName, PromptId, SampleId
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.pooled_job import PooledJob, make_job, restore_job
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.pooled_job import PooledJob, make_job, restore_job
 from rollpacker.core.records import Entry, Record
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.sim.unkind import Unkind, UnkindConfig
 from tests.core.engines import Engines, Faults
 from tests.core.environments import Dialogues, Environments

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rollpacker.remote.token import MODE, PATH
+from rollpacker.workers.hosts.token import MODE, PATH
 from tests.docs.blocks import ROOT, Block, blocks
 
 PAGE = ROOT / "docs" / "cluster.md"

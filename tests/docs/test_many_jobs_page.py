@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from rollpacker.cli.verbs import build_parser
-from rollpacker.remote.token import MODE
-from rollpacker.sim.cluster_spec import load_cluster
+from rollpacker.cluster.sim.spec import load_cluster
+from rollpacker.workers.hosts.token import MODE
 from tests.docs.blocks import ROOT, Block, blocks, named_files
 
 PAGE = ROOT / "docs" / "many-jobs.md"

@@ -15,10 +15,10 @@ import yaml
 from rollpacker.cli.main import main
 from rollpacker.cli.templates import templates
 from rollpacker.cli.verbs import build_parser, parse
+from rollpacker.cluster.sim.spec import load_cluster
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.config.warmup import WarmupConfig
-from rollpacker.sim.cluster_spec import load_cluster
 from rollpacker.sim.scenario import load_scenario
 from tests.docs.blocks import PAGES, ROOT, Block, blocks, commands, named_files
 

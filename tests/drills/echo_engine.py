@@ -8,7 +8,7 @@ from typing import Any
 
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import SampleId
-from rollpacker.rollout.engine import (
+from rollpacker.engines.engine import (
     EngineConfig,
     EngineOutput,
     EngineStatus,

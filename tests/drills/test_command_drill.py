@@ -18,17 +18,17 @@ import pytest
 
 from benchmarks.exactly_once import check
 from rollpacker.bus import Bus, Port, Routes
-from rollpacker.controller.driver import Controller
 from rollpacker.core.commands import Command, Commit
 from rollpacker.core.events import WeightsSynced
-from rollpacker.core.job import Job
-from rollpacker.core.job_config import JobConfig
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.job import Job
 from rollpacker.core.messages import COMMANDS, EVENTS, BaseCommand, BaseEvent
 from rollpacker.core.records import Record, Session
 from rollpacker.report.log import EventLog
 from rollpacker.report.summary import summarize_entries
-from tests.controller.fakes import drive, make, run_config
+from rollpacker.run.driver import Controller
 from tests.core.world import World, commands_of, events_of
+from tests.run.fakes import drive, make, run_config
 
 # -- 1. the noun -----------------------------------------------------------------------
 

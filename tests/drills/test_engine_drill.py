@@ -12,9 +12,9 @@ import rollpacker
 from benchmarks.resume import write_config, write_model
 from rollpacker.core.events import SampleGenerated
 from rollpacker.core.records import Record
+from rollpacker.engines.engine import EngineConfig
+from rollpacker.engines.table import ENGINES
 from rollpacker.report.log import EventLog
-from rollpacker.rollout.engine import EngineConfig
-from rollpacker.rollout.table import ENGINES
 
 
 @pytest.fixture

@@ -63,8 +63,8 @@ def digest(text: str | bytes) -> str:
 def answers(log: Path) -> str:
     """The commands, a line each, with which the core answers the events of a recorded log; and
     what it has learned of lengths at the end."""
-    from rollpacker.core.job_config import JobConfig
-    from rollpacker.core.pooled_job import make_job, restore_job
+    from rollpacker.core.job.config import JobConfig
+    from rollpacker.core.job.pooled_job import make_job, restore_job
     from rollpacker.core.records import Record, Session, decode, encode
 
     job, lines = None, []

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from rollpacker.core.fleet import FleetConfig
-from rollpacker.core.job_config import ActingConfig, JobConfig
+from rollpacker.core.fleet.fleet import FleetConfig
+from rollpacker.core.job.config import ActingConfig, JobConfig
 from rollpacker.core.records import Session, encode
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from tests.core.engines import Faults
 from tests.core.pools import AtRandom
 from tests.core.trainer import TrainerFaults

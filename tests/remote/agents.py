@@ -8,10 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from rollpacker.remote.agent import Agent
-from rollpacker.remote.copies import read
-from rollpacker.remote.remote_host import Gone, RemoteHost, Unavailable
-from rollpacker.remote.spread import Spread
+from rollpacker.weights.between_hosts.copies import read
+from rollpacker.weights.between_hosts.spread import Spread
+from rollpacker.workers.hosts.agent import Agent
+from rollpacker.workers.hosts.remote_host import Gone, RemoteHost, Unavailable
 
 LEASE_S = 60.0
 

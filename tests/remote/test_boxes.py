@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from rollpacker.remote import boxes
-from rollpacker.remote.boxes import Boxes
+from rollpacker.cluster.on_ray import boxes
+from rollpacker.cluster.on_ray.boxes import Boxes
 
 
 def test_a_letter_is_read_until_it_is_forgotten_and_put_in_once() -> None:

@@ -11,14 +11,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rollpacker.remote import weight_port
-from rollpacker.remote.arriving import Shipment, shards_of
-from rollpacker.remote.copies import read
-from rollpacker.remote.own_host import OwnHost
-from rollpacker.remote.remote_host import RemoteHost
-from rollpacker.remote.spread import Spread
-from rollpacker.remote.weight_port import PortAddress, WeightPort, Written, take
-from rollpacker.weight_buffer import (
+from rollpacker.weights.between_hosts import port as weight_port
+from rollpacker.weights.between_hosts.arriving import Shipment, shards_of
+from rollpacker.weights.between_hosts.copies import read
+from rollpacker.weights.between_hosts.own_host import OwnHost
+from rollpacker.weights.between_hosts.port import PortAddress, WeightPort, Written, take
+from rollpacker.weights.between_hosts.spread import Spread
+from rollpacker.weights.buffer import (
     ALIGNMENT,
     BufferLayout,
     StaleWeightsError,
@@ -26,6 +25,7 @@ from rollpacker.weight_buffer import (
     WeightReader,
     WeightSource,
 )
+from rollpacker.workers.hosts.remote_host import RemoteHost
 from tests.remote.agents import Net
 from tests.remote.weight_links import LinkedHost
 
@@ -199,7 +199,7 @@ def test_a_link_that_is_cut_for_a_while_costs_that_while():
 
 
 def test_a_trainers_host_that_stays_away(monkeypatch):
-    monkeypatch.setattr("rollpacker.remote.spread.PATIENCE_S", 1.0)
+    monkeypatch.setattr("rollpacker.weights.between_hosts.spread.PATIENCE_S", 1.0)
     world = World(3, bytes_per_s=SLOW)
     thread = world.begin()
     world.wait_until_crossed(SIZE // 3)
@@ -313,7 +313,7 @@ def test_hosts_behind_agents_have_it_before_their_engines_ask():
 
 
 def test_a_host_that_is_lost_amid_it_gets_them_later(monkeypatch):
-    monkeypatch.setattr("rollpacker.remote.spread.PORT_S", 1.0)
+    monkeypatch.setattr("rollpacker.weights.between_hosts.spread.PORT_S", 1.0)
     nets, spread, buffer = [Net(), Net()], Spread(read, bytes), written()
     own = OwnHost(spread, bytes)
     a, b = (

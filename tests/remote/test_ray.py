@@ -14,16 +14,16 @@ ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import os, signal, time
-from rollpacker.remote.copies import read
-from rollpacker.remote.remote_host import RemoteHost
-from rollpacker.remote.spread import Spread
-from rollpacker.remote.token import demand_token, make_token
+from rollpacker.weights.between_hosts.copies import read
+from rollpacker.workers.hosts.remote_host import RemoteHost
+from rollpacker.weights.between_hosts.spread import Spread
+from rollpacker.workers.hosts.token import demand_token, make_token
 
 said = open(os.environ["SAID"], "w")  # to the standard output ray writes, too
 before = signal.getsignal(signal.SIGTERM)
 make_token()
 demand_token()
-from rollpacker.remote.ray_agents import join
+from rollpacker.workers.hosts.ray_agents import join
 
 cluster = join()
 assert signal.getsignal(signal.SIGTERM) is before, "ray's own would end a step in the middle"

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("ray", reason="runtime=ray needs it")
 
-from rollpacker.remote import ray_connection
-from rollpacker.remote.ray_connection import find_head
+from rollpacker.workers.hosts import ray_connection
+from rollpacker.workers.hosts.ray_connection import find_head
 
 STRANGER = 65534
 

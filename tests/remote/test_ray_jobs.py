@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 pytest.importorskip("ray", reason="runtime=ray needs it")
-from rollpacker.cluster.keeper import FENCE_S
-from rollpacker.cluster.runner import Order
-from rollpacker.core.coexecution.nodes import Node
-from rollpacker.remote import ray_wardens
-from rollpacker.remote.ray_agents import LEASE_S
-from rollpacker.remote.ray_jobs import RayRunner, pool_resource
-from rollpacker.remote.ray_wardens import MARGIN_S, Wardens
-from rollpacker.remote.token import MODE, PATH
+from rollpacker.cluster.decide.nodes import Node
+from rollpacker.cluster.on_ray import wardens as ray_wardens
+from rollpacker.cluster.on_ray.jobs import RayRunner, pool_resource
+from rollpacker.cluster.on_ray.wardens import MARGIN_S, Wardens
+from rollpacker.cluster.service.keeper import FENCE_S
+from rollpacker.cluster.service.runner import Order
+from rollpacker.workers.hosts.ray_agents import LEASE_S
+from rollpacker.workers.hosts.token import MODE, PATH
 
 HEAD = {"node:__internal_head__": 1.0}
 CHEAP, FAST = ({pool_resource(pool): 1.0} for pool in ("cheap", "fast"))
@@ -136,7 +136,7 @@ class Hosts(Wardens):
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(ray_wardens, "time", clock)
-    monkeypatch.setattr("rollpacker.remote.ray_jobs.time", clock)
+    monkeypatch.setattr("rollpacker.cluster.on_ray.jobs.time", clock)
     monkeypatch.setenv(MODE, "token")
     monkeypatch.setenv(PATH, "none")
     return clock

@@ -9,15 +9,15 @@ import time
 import pytest
 import torch
 
-from rollpacker.remote.agent import Agent, Said, Start, pause_s
-from rollpacker.remote.copies import read
-from rollpacker.remote.facts import HostFacts, differences, facts
-from rollpacker.remote.own_host import OwnHost
-from rollpacker.remote.remote_host import Gone, RemoteHost
-from rollpacker.remote.spread import BUCKET_BYTES, Spread
-from rollpacker.weight_buffer import BufferLayout, StaleWeightsError, WeightBuffer, WeightReader
+from rollpacker.weights.between_hosts.copies import read
+from rollpacker.weights.between_hosts.own_host import OwnHost
+from rollpacker.weights.between_hosts.spread import BUCKET_BYTES, Spread
+from rollpacker.weights.buffer import BufferLayout, StaleWeightsError, WeightBuffer, WeightReader
 from rollpacker.workers.child import state
 from rollpacker.workers.host import ThisHost
+from rollpacker.workers.hosts.agent import Agent, Said, Start, pause_s
+from rollpacker.workers.hosts.facts import HostFacts, differences, facts
+from rollpacker.workers.hosts.remote_host import Gone, RemoteHost
 from rollpacker.workers.line import Line, LineEnded
 from tests.remote.agents import InProcess, Net
 
@@ -119,7 +119,7 @@ def test_a_host_that_cannot_be_reached_for_long_is_tried_no_less_often(monkeypat
             net.is_cut.clear()
         return net.connect(predecessor)
 
-    monkeypatch.setattr("rollpacker.remote.remote_host.RETRY_S", 0.01)
+    monkeypatch.setattr("rollpacker.workers.hosts.remote_host.RETRY_S", 0.01)
     host = RemoteHost("there", connect, Spread(read, bytes), heartbeat_s=3.0)
     _, line = start(host)
     assert echoes(line, b"WORD") == b"hello"  # within 60 s; doubled each time it were 72

@@ -8,8 +8,8 @@ import threading
 import time
 from typing import Any
 
-from rollpacker.remote.host_weights import HostWeights
-from rollpacker.remote.weight_port import PortAddress
+from rollpacker.weights.between_hosts.host_weights import HostWeights
+from rollpacker.weights.between_hosts.port import PortAddress
 
 CHUNK = 1 << 16
 

@@ -10,8 +10,8 @@ from msgspec import structs
 
 from rollpacker.core.commands import Enter, Leave
 from rollpacker.core.events import Entered
-from rollpacker.core.job_config import JobConfig
-from rollpacker.core.pooled_job import PooledJob
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.pooled_job import PooledJob
 from rollpacker.core.records import Entry, Record, Session
 from tests.sim.test_simulation import scenario, simulation_of
 

@@ -26,11 +26,11 @@ from rollpacker.core.events import (
     Trained,
     WeightsSynced,
 )
+from rollpacker.core.fleet.stream_plan import StreamConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.job_config import JobConfig
+from rollpacker.core.job.config import JobConfig
 from rollpacker.core.records import Note, Record, Session
-from rollpacker.core.stream_plan import StreamConfig
-from rollpacker.core.tail_batching import TailBatchingConfig, Tier
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig, Tier
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.length_bias import LengthBias
 from rollpacker.report.metrics import step_metrics

@@ -15,7 +15,8 @@ from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Session
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
+from rollpacker.engines.engine import GenerationRequest
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.carrying import add_up
 from rollpacker.report.metrics import step_metrics
@@ -24,8 +25,7 @@ from rollpacker.report.step_summary import StepSummary
 from rollpacker.report.summary import summarize_entries
 from rollpacker.report.summary_table import render
 from rollpacker.report.token_clock import stretches
-from rollpacker.rollout.engine import GenerationRequest
-from tests.controller.fakes import FakeEngine, drive, make, run_config
+from tests.run.fakes import FakeEngine, drive, make, run_config
 
 QUEUE = TailBatchingConfig(prompt_factor=1.5, stragglers="queue")
 POOL = TailBatchingConfig(prompt_factor=1.5, stragglers="pool")

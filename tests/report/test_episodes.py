@@ -23,7 +23,6 @@ from rollpacker.core.commands import (
     RoundKind,
     Score,
 )
-from rollpacker.core.dynamic_sampling import NO_SIGNAL
 from rollpacker.core.events import (
     Acted,
     Entered,
@@ -36,7 +35,8 @@ from rollpacker.core.events import (
 )
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Record, decode, encode
-from rollpacker.core.rounds import TOO_FEW_RESPONSES
+from rollpacker.core.rounds.dynamic_sampling import NO_SIGNAL
+from rollpacker.core.rounds.round import TOO_FEW_RESPONSES
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.episodes import MAX_REASON, StepEpisodes, add_up
 from rollpacker.report.history import History

@@ -9,14 +9,10 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from rollpacker.config.load import load_config, save_config
-from rollpacker.config.schema import RunConfig
-from rollpacker.core.coexecution.iteration import Iteration
-from rollpacker.core.coexecution.job import ClusterJob, Phase
-from rollpacker.core.coexecution.nodes import Pool
-from rollpacker.core.commands import Commit, Leave
-from rollpacker.core.records import POOL_SWITCH, Entry, Note, Record, encode
-from rollpacker.report.job_profile import (
+from rollpacker.cluster.decide.iteration import Iteration
+from rollpacker.cluster.decide.job import ClusterJob, Phase
+from rollpacker.cluster.decide.nodes import Pool
+from rollpacker.cluster.profile.job_profile import (
     GIB,
     MAX_ITERATIONS,
     job_of_run,
@@ -26,6 +22,10 @@ from rollpacker.report.job_profile import (
     without_last,
     without_warm_up,
 )
+from rollpacker.config.load import load_config, save_config
+from rollpacker.config.schema import RunConfig
+from rollpacker.core.commands import Commit, Leave
+from rollpacker.core.records import POOL_SWITCH, Entry, Note, Record, encode
 from tests.report.costed_run import CostedRun
 from tests.report.pooled_log import simulated, with_waits
 

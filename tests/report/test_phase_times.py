@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rollpacker.core.coexecution.iteration import Iteration
-from rollpacker.core.coexecution.job import ClusterJob, Times
-from rollpacker.core.coexecution.learned import LearnedTimes
+from rollpacker.cluster.decide.iteration import Iteration
+from rollpacker.cluster.decide.job import ClusterJob, Times
+from rollpacker.cluster.decide.learned import LearnedTimes
+from rollpacker.cluster.profile.job_profile import rounds_of
+from rollpacker.cluster.profile.phase_times import PhaseTimes
 from rollpacker.core.commands import Command, Commit, Enter, FetchPrompts, Leave
 from rollpacker.core.events import Committed, Entered, PoolNeeded, SampleScored, WeightsSynced
 from rollpacker.core.ids import SampleId
@@ -27,8 +29,6 @@ from rollpacker.core.records import (
     Session,
 )
 from rollpacker.report.history import History, iterate_steps
-from rollpacker.report.job_profile import rounds_of
-from rollpacker.report.phase_times import PhaseTimes
 from rollpacker.report.time_book import TimeBook
 from tests.report import costed_run
 from tests.report.costed_run import CostedRun

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from rollpacker.core.events import Trained
 from rollpacker.core.records import Entry, Record, decode, encode
+from rollpacker.pipeline.stages.overseer import Overseer
 from rollpacker.report.page.health import findings
 from rollpacker.report.summary import summarize_entries
 from rollpacker.report.summary_table import render
-from rollpacker.trainer.pipeline.overseer import Overseer
 from rollpacker.trainer.trainer import PipelineConfig
 from tests.report.fake_run import FakeRun
 from tests.report.test_metrics import documented

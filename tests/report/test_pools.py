@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from rollpacker.controller.replay import replay
 from rollpacker.core.commands import Enter, Leave
 from rollpacker.core.events import Committed, Entered
 from rollpacker.core.records import Entry, Note, Record, decode, encode
@@ -26,6 +25,7 @@ from rollpacker.report.summary import summarize_entries
 from rollpacker.report.time_book import CAUSES, POOL_CAUSES, TimeBook
 from rollpacker.report.timeline import draw_timeline
 from rollpacker.report.trace import write_trace
+from rollpacker.run.replay import replay
 from tests.report.fake_run import write
 from tests.report.pooled_log import simulated, with_waits
 

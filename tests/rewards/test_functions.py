@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.checks.deadlines import AdaptiveDeadlineConfig
 from rollpacker.rewards.build import build_reward
 from rollpacker.rewards.reward import Cause, Failed, RewardConfig, RewardError, Scored
 from tests.rewards.plain import reward, sample, scored, values, write

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from rollpacker.imports import GIVEN
-from rollpacker.remote.remote_host import Gone
 from rollpacker.rewards.build import build_reward
 from rollpacker.rewards.host_messages import Check, codec
 from rollpacker.rewards.hosts import HostedReward, RewardHostsLost, refuse_bound
@@ -31,6 +30,7 @@ from rollpacker.rewards.reward import (
 from rollpacker.rewards.shared import Shared
 from rollpacker.sandbox.sandbox import SandboxConfig, SandboxUnavailable
 from rollpacker.workers.host import Host, ThisHost
+from rollpacker.workers.hosts.remote_host import Gone
 from tests.remote.agents import InProcess, Net
 from tests.rewards.plain import LINUX, is_alive, pids_in, sample, until, write
 

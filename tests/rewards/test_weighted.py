@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.checks.deadlines import AdaptiveDeadlineConfig
 from rollpacker.rewards.reward import (
     Cause,
     Failed,

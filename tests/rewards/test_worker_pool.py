@@ -300,7 +300,7 @@ def test_workers_that_are_lost_while_they_start(
 
 
 def test_seconds_are_told_where_a_deadline_learns_from_them(tmp_path: Path) -> None:
-    from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+    from rollpacker.core.checks.deadlines import AdaptiveDeadlineConfig
 
     source = "import time\ndef f(completions):\n    time.sleep(0.2)\n    return [1.0]\n"
     (verdict,) = scored(reward(tmp_path, source), [sample()])

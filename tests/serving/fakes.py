@@ -14,7 +14,7 @@ from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.dialogue.parsing import TemplateDialogue
 from rollpacker.dialogue.template import DialogueTemplate
-from rollpacker.rollout.engine import EngineOutput, GenerationRequest, Response, SamplingParams
+from rollpacker.engines.engine import EngineOutput, GenerationRequest, Response, SamplingParams
 from rollpacker.serving.endpoint import Endpoint
 from rollpacker.serving.policy import EnginePolicy
 from rollpacker.serving.sessions import Sessions

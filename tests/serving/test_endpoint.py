@@ -12,7 +12,7 @@ import pytest
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.dialogue.parsing import TemplateDialogue
 from rollpacker.dialogue.template import DialogueTemplate
-from rollpacker.rollout.engine import Response
+from rollpacker.engines.engine import Response
 from rollpacker.serving import chat
 from rollpacker.serving.sessions import Asked, Sessions, read_recorded
 from tests.dialogue.families import SEARCH, template_of, tokenizer_of

@@ -13,7 +13,7 @@ from rollpacker.core.commands import Defer, Launch, RoundKind, TrainOn
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Record
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.sim.length_laws import PoolLengths, lengths_of
 from rollpacker.sim.responses import MAX_REDRAWS, Responses
 from rollpacker.sim.scenario import CarrySpec, Cluster, RolloutSpec, Scenario

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from rollpacker.cli.main import main
+from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
+from rollpacker.cluster.profile.job_profile import read_profile
+from rollpacker.cluster.sim.jobs import Arrival, arrivals, read_trace
+from rollpacker.cluster.sim.policies import POLICIES
+from rollpacker.cluster.sim.result import PolicyResult
+from rollpacker.cluster.sim.simulation import Simulation
+from rollpacker.cluster.sim.spec import ClusterSpec, load_cluster
 from rollpacker.config.load import ConfigError
-from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
-from rollpacker.report.job_profile import read_profile
-from rollpacker.sim.cluster import Simulation
-from rollpacker.sim.cluster_jobs import Arrival, arrivals, read_trace
-from rollpacker.sim.cluster_policies import POLICIES
-from rollpacker.sim.cluster_result import PolicyResult
-from rollpacker.sim.cluster_spec import ClusterSpec, load_cluster
 from tests.report.test_job_profile import costed, run_folder
 
 ROOT = Path(__file__).parents[2]

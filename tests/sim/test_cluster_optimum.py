@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from rollpacker.sim.cluster import hours_alone
-from rollpacker.sim.cluster_jobs import Arrival, arrivals
+from rollpacker.cluster.sim.jobs import Arrival, arrivals
+from rollpacker.cluster.sim.simulation import hours_alone
 from tests.sim.test_cluster import FEW, job, simulated, spec_of
 
 pytest.importorskip("scipy", reason="the optimum is solved by scipy's HiGHS")

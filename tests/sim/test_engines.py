@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from rollpacker.config.document import ConfigError
-from rollpacker.controller.replay import replay
 from rollpacker.core.commands import (
     Launch,
     Move,
@@ -20,8 +19,9 @@ from rollpacker.core.commands import (
     TrainOn,
 )
 from rollpacker.core.events import EngineLost, EngineReady, SampleGenerated, SampleMoved
-from rollpacker.core.fleet import ZOMBIE
+from rollpacker.core.fleet.fleet import ZOMBIE
 from rollpacker.core.records import Record, Session
+from rollpacker.run.replay import replay
 from rollpacker.sim.latency import Calibration
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.scenario import Scenario, load_scenario

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from rollpacker.config.document import ConfigError
-from rollpacker.core.pipeline_order import orders_to_csv
-from rollpacker.core.pipeline_plan import plan_1f1b
+from rollpacker.pipeline.plan.order import orders_to_csv
+from rollpacker.pipeline.plan.plan import plan_1f1b
+from rollpacker.pipeline.sim.phase import NUM_FORWARD_SWEEPS, DelayAt, Pipeline, PipelineResult
+from rollpacker.pipeline.sim.spec import DrawnDelays
 from rollpacker.sim.latency import Calibration
-from rollpacker.sim.pipeline import NUM_FORWARD_SWEEPS, DelayAt, Pipeline, PipelineResult
-from rollpacker.sim.pipeline_spec import DrawnDelays
 from rollpacker.sim.result import PIPELINE, SystemResult
 from rollpacker.sim.scenario import Scenario, load_scenario, with_pipeline
 from rollpacker.sim.simulate import machine_of, simulate

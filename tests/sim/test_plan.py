@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from rollpacker.cli.plan_text import explain
+from rollpacker.cluster.sim.spec import load_cluster
 from rollpacker.config.document import ConfigError
-from rollpacker.core.stream_plan import StreamConfig
-from rollpacker.core.tail_batching import TailBatchingConfig, Tier
-from rollpacker.sim.cluster_spec import load_cluster
+from rollpacker.core.fleet.stream_plan import StreamConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig, Tier
 from rollpacker.sim.plan import Budget, compare, plan
 from rollpacker.sim.plan_ideas import (
     OFF,

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.sim.plan import Budget, expected_steps, plan
 from rollpacker.sim.plan_ideas import OFF, ScenarioEvaluate, factor_grid, plan_base
 from rollpacker.sim.scenario import CarrySpec, Cluster, RolloutSpec, Scenario, TrainSpec

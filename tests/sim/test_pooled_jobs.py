@@ -10,17 +10,26 @@ from pathlib import Path
 import pytest
 
 from rollpacker.bus import Routes
-from rollpacker.core.cluster import Asked, Cluster, Command, Ended, Grant, Left, Start, Submitted
-from rollpacker.core.cluster import Committed as IterationOver
-from rollpacker.core.coexecution.cheapest_work import CheapestWork
-from rollpacker.core.coexecution.group import closed_form_holds, closed_period_s, period_s
-from rollpacker.core.coexecution.iteration import Iteration
-from rollpacker.core.coexecution.job import ClusterJob, RoundTimes
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import (
+    Asked,
+    Cluster,
+    Command,
+    Ended,
+    Grant,
+    Left,
+    Start,
+    Submitted,
+)
+from rollpacker.cluster.decide.cluster import Committed as IterationOver
+from rollpacker.cluster.decide.group import closed_form_holds, closed_period_s, period_s
+from rollpacker.cluster.decide.iteration import Iteration
+from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
+from rollpacker.cluster.profile.phase_times import PhaseTimes
 from rollpacker.core.commands import Enter, Leave, Remind, TrainOn
 from rollpacker.core.events import Committed, Entered, Reminded
 from rollpacker.core.ids import PoolName
 from rollpacker.core.records import Entry, Record
-from rollpacker.report.phase_times import PhaseTimes
 from rollpacker.report.time_book import POOL_CAUSES
 from rollpacker.sim.latency import Calibration
 from rollpacker.sim.simulate import job_config, machine_of

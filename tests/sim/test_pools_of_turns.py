@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.core.cluster import Submitted
+from rollpacker.cluster.decide.cluster import Submitted
 from rollpacker.core.commands import Continue, Enter, Leave
 from rollpacker.core.events import Acted, Entered
+from rollpacker.core.job.stay import Stay
 from rollpacker.core.records import Record
-from rollpacker.core.stay import Stay
 from rollpacker.report.time_book import POOL_CAUSES
 from tests.report.test_pools import booked
 from tests.sim.test_pooled_jobs import FIXED, STEPS, SWITCH_S, Host, Life, demand

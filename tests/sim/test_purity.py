@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from rollpacker.cli.simulations import simulate_all
-from rollpacker.controller.replay import replay
-from rollpacker.core.job_config import JobConfig
+from rollpacker.core.job.config import JobConfig
 from rollpacker.core.records import Session
 from rollpacker.report.log import EventLog
+from rollpacker.run.replay import replay
 from rollpacker.sim.latency import Calibration
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.simulate import job_config, machine_of

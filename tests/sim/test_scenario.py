@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.config.load import ConfigError, load_config, save_config
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.sim.hardware import GPUS, MODELS
 from rollpacker.sim.presets import LENGTH_LAWS, REWARD_KINDS, SWITCHES, SYSTEMS, describe_presets
 from rollpacker.sim.scenario import Scenario, load_scenario, with_system

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from rollpacker.core.commands import Launch, Release, RoundKind, Score, TrainOn
-from rollpacker.core.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.events import (
     Committed,
     PromptsFetched,
@@ -25,6 +24,7 @@ from rollpacker.core.events import (
 )
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Record
+from rollpacker.core.rounds.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.report.history import iterate_steps
 from rollpacker.sim.latency import Calibration, MeasuredModel, StepCost
 from rollpacker.sim.machine import Machine

@@ -11,8 +11,8 @@ from msgspec import structs
 from rollpacker.config.document import ConfigError
 from rollpacker.config.load import load_config, save_config
 from rollpacker.config.schema import RunConfig
+from rollpacker.core.checks.reward_schedule import RewardKindConfig
 from rollpacker.core.records import Record, Session, encode
-from rollpacker.core.reward_schedule import RewardKindConfig
 from rollpacker.sim.fitted_range import outside_of_run
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.result import SystemResult

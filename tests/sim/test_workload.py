@@ -18,7 +18,7 @@ import pytest
 
 from rollpacker.config.load import ConfigError
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.tail_batching import TailBatchingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.sim.length_laws import CHUNK
 from rollpacker.sim.presets import LENGTH_LAWS, PROMPTS, REWARD_KINDS
 from rollpacker.sim.scenario import Cluster, OracleSpec, RolloutSpec, Scenario

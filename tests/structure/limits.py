@@ -13,7 +13,7 @@ MAX_FUNCTION_LINES = 60
 MIN_MODULE_LINES = 60
 """A shorter module that has one importer is better read in it."""
 
-ROWS = ("rollpacker.algo", "rollpacker.trackers", "rollpacker.environments.adapters")
+ROWS = ("rollpacker.algo", "rollpacker.trackers", "rollpacker.integrations.environments")
 """Rooms whose modules are rows of a table: one importer is right for them."""
 
 RECORDS = {"Protocol", "NamedTuple", "TypedDict", "Enum", "StrEnum", "IntEnum", "Struct"}

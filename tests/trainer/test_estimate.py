@@ -12,8 +12,8 @@ import torch
 
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.config.schema import RolloutConfig, RunConfig
-from rollpacker.core.stream_plan import StreamConfig
-from rollpacker.core.tail_batching import TailBatchingConfig, Tier
+from rollpacker.core.fleet.stream_plan import StreamConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig, Tier
 from rollpacker.data.dataset import DataConfig, DatasetConfig
 from rollpacker.rewards.reward import RewardConfig
 from rollpacker.trainer import logprobs

@@ -32,7 +32,7 @@ from rollpacker.trainer.model_shape import num_parameters, read_shape
 from rollpacker.trainer.policy import Policy
 from rollpacker.trainer.sharding import Shards, full_tensors, same_number, shard
 from rollpacker.trainer.trainer import LoraConfig, ModelConfig
-from rollpacker.weight_buffer import WeightBuffer
+from rollpacker.weights.buffer import WeightBuffer
 from tests.trainer.families import CPU, SHAPE, log_probs_of, new_rows
 from tests.trainer.hybrids import DELTA_NET, FAMILIES, hybrid_model, in_double
 from tests.trainer.ranks import Ranks

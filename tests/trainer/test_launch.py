@@ -40,7 +40,7 @@ from rollpacker.trainer.trainer import (
     TrainerProcessError,
     TrainSample,
 )
-from rollpacker.weight_buffer import BufferLayout, Place
+from rollpacker.weights.buffer import BufferLayout, Place
 from rollpacker.workers import group
 from rollpacker.workers.host import ThisHost
 from rollpacker.workers.line import Line

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from rollpacker import algo
 from rollpacker.algo import AlgorithmConfig
-from rollpacker.host_store import HostStore
-from rollpacker.rollout.engine import Response
+from rollpacker.engines.engine import Response
 from rollpacker.trainer import model_set
 from rollpacker.trainer.compiling import compile_layers
 from rollpacker.trainer.critic import from_policy_model
@@ -41,6 +40,7 @@ from rollpacker.trainer.trainer import (
     TrainerError,
     TrainSample,
 )
+from rollpacker.weights.host_store import HostStore
 from tests.trainer.ranks import Ranks
 from tests.trainer.tiny import TEMPERATURE, responses, tiny_model
 

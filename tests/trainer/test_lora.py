@@ -25,14 +25,14 @@ from transformers import (
 )
 
 from benchmarks.resume import write_model
-from rollpacker.cli.parts import build_trainer, start_trainer_processes
 from rollpacker.config.schema import RolloutConfig, RunConfig
-from rollpacker.controller.engines import Engines
-from rollpacker.controller.hand_over import hand_over_weights
 from rollpacker.data.dataset import DataConfig, DatasetConfig
+from rollpacker.engines.embedded.attention import install_attention
+from rollpacker.engines.embedded.engine import TorchEngine
 from rollpacker.rewards.reward import RewardConfig
-from rollpacker.rollout.attention import install_attention
-from rollpacker.rollout.torch_engine import TorchEngine
+from rollpacker.run.engines import Engines
+from rollpacker.run.hand_over import hand_over_weights
+from rollpacker.run.parts.parts import build_trainer, start_trainer_processes
 from rollpacker.trainer.lora import (
     adapter_off,
     adapter_parameters,

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollpacker.host_store import HostStore, local
 from rollpacker.trainer.optimizer import MasterOptimizer, build_optimizer
 from rollpacker.trainer.trainer import NonFiniteError, TrainConfig, TrainerError
+from rollpacker.weights.host_store import HostStore, local
 
 RATE, MAX_NORM = 1e-2, 0.7
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8}

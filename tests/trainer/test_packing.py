@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from rollpacker.core.packs import plan_packs
-from rollpacker.rollout.attention import ATTENTION_NAME, install_attention
+from rollpacker.engines.embedded.attention import ATTENTION_NAME, install_attention
 from rollpacker.trainer import packing, varlen
 from rollpacker.trainer.batches import Batcher, Row, collate
 from rollpacker.trainer.packing import best_kind, pack, packed_attention, why_not

@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollpacker.algo import ALGORITHMS, AlgorithmConfig, policy_loss, value_loss
-from rollpacker.controller.training import common_factor
 from rollpacker.core.ids import SampleId
-from rollpacker.rollout.engine import Response
+from rollpacker.engines.engine import Response
+from rollpacker.pipeline.stages.stage import Stage
+from rollpacker.run.training import common_factor
 from rollpacker.trainer.critic import from_policy_model
 from rollpacker.trainer.frozen import FrozenPolicy
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.lora import adapter_parameters, add_adapter
-from rollpacker.trainer.pipeline.stage import Stage
 from rollpacker.trainer.samples import build_train_samples
 from rollpacker.trainer.sharding import Shards, full_tensors
 from rollpacker.trainer.trainer import (

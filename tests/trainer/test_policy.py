@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollpacker.rollout.attention import install_attention
+from rollpacker.engines.embedded.attention import install_attention
 from rollpacker.trainer.micro_batch import MicroBatch, Row, collate
 from rollpacker.trainer.policy import Policy
 from tests.trainer.test_logprobs import LargestTensor

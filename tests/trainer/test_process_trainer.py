@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.resume import write_model
 from rollpacker.algo import AlgorithmConfig
-from rollpacker.rollout.engine import Response
+from rollpacker.engines.engine import Response
 from rollpacker.trainer.launch import Ranks
 from rollpacker.trainer.model import ModelError, load_model
 from rollpacker.trainer.process_trainer import ProcessTrainer
@@ -36,7 +36,7 @@ from rollpacker.trainer.trainer import (
     TrainerProcessError,
     TrainSample,
 )
-from rollpacker.weight_buffer import StaleWeightsError, WeightReader, WeightSource
+from rollpacker.weights.buffer import StaleWeightsError, WeightReader, WeightSource
 from rollpacker.workers import group
 from tests.trainer.tiny import largest_difference, responses
 

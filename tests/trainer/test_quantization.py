@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollpacker.algo import AlgorithmConfig
-from rollpacker.rollout.engine import Response
+from rollpacker.engines.engine import Response
 from rollpacker.trainer.flops import FlopModel
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.lora import merged_weights

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from benchmarks.resume import write_model
 from rollpacker import algo
-from rollpacker.host_store import HostStore, local
 from rollpacker.trainer.process_trainer import ProcessTrainer
 from rollpacker.trainer.setup import build_learner
 from rollpacker.trainer.sharding import Shards, any_of_replica, any_rank, full_tensors, shard
 from rollpacker.trainer.torch_trainer import TorchTrainer
 from rollpacker.trainer.trainer import NonFiniteError, TrainConfig, TrainerError
+from rollpacker.weights.host_store import HostStore, local
 from tests.trainer.ranks import Ranks
 from tests.trainer.test_checkpoint import assert_equal, load_all, save_after_a_step
 from tests.trainer.test_learner import GRPO, Faulty, learner_of, samples_for, weights

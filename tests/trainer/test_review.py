@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollpacker.cli.errors import classify
+from rollpacker.run.error_messages import classify
 from rollpacker.trainer import launch
 from rollpacker.trainer.calls import error_bytes
 from rollpacker.trainer.learner import Learner

@@ -15,13 +15,13 @@ from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.cli import findings, trials
 from rollpacker.config.schema import RolloutConfig, RunConfig
 from rollpacker.data.dataset import DataConfig, DatasetConfig
+from rollpacker.pipeline.stages.deferred import DeferredWeights
+from rollpacker.pipeline.stages.stage import Stage
 from rollpacker.rewards.reward import RewardConfig
 from rollpacker.trainer.estimate import Estimate, estimate
 from rollpacker.trainer.lora import add_adapter
 from rollpacker.trainer.micro_batch import Row, collate
 from rollpacker.trainer.model import character_tokenizer, load_model, new_model
-from rollpacker.trainer.pipeline.deferred import DeferredWeights
-from rollpacker.trainer.pipeline.stage import Stage
 from rollpacker.trainer.policy import Policy
 from rollpacker.trainer.stage_memory import StageEstimate
 from rollpacker.trainer.trainer import LoraConfig, ModelConfig, PipelineConfig, TrainConfig

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.attention import install_attention
-from rollpacker.rollout.engine import Response
+from rollpacker.engines.embedded.attention import install_attention
+from rollpacker.engines.engine import Response
 from rollpacker.trainer.samples import build_train_samples
 from rollpacker.trainer.trainer import NonFiniteError, TrainerError
 from tests.trainer.tiny import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollpacker.algo import AlgorithmConfig
-from rollpacker.rollout.engine import Response
+from rollpacker.engines.engine import Response
 from rollpacker.spans import Spans, check_spans, num_outside, outside
 from rollpacker.trainer.calls import codec
 from rollpacker.trainer.learner import Learner

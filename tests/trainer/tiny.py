@@ -11,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.rollout.engine import Response
+from rollpacker.engines.engine import Response
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.samples import build_train_samples
 from rollpacker.trainer.torch_trainer import TorchTrainer

@@ -33,7 +33,7 @@ from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.lengths.order_plan import GRID as ORDER_GRID
 from rollpacker.core.lengths.order_plan import OrderOnly, play
 from rollpacker.core.portable import mean, total, total_of
-from rollpacker.core.tail_batching import times
+from rollpacker.core.rounds.tail_batching import times
 
 GRID = (1.0, 1.0625, 1.125, 1.1875, 1.25, 1.375, 1.5)
 """Candidates for either factor."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollpacker.core.job_config import JobConfig
+from rollpacker.core.job.config import JobConfig
 from rollpacker.core.lengths.debias import Debias
 from rollpacker.core.lengths.factor_plan import FactorPlanner
 from rollpacker.core.lengths.order_plan import OrderOnly
 from rollpacker.core.lengths.window import LengthWindow
-from rollpacker.core.rounds import Round
-from rollpacker.core.tail_batching import Factors
+from rollpacker.core.rounds.round import Round
+from rollpacker.core.rounds.tail_batching import Factors
 
 CHOOSE_EVERY = 10
 """Steps after which the factors are chosen anew, if they are chosen at all."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rollpacker.core.lengths.bins import FloatArray, IntArray
 from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.portable import interpolated, log1p, log1ps, total, total_of
-from rollpacker.core.tail_batching import TailBatchingConfig, times
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig, times
 
 WARM_ROUNDS = 8
 """Played before anything counts: a pool begins without stragglers."""

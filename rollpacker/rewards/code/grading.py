@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollpacker.core.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.checks.deadlines import AdaptiveDeadlineConfig
 from rollpacker.rewards.code.cases import AssertTest, BadTests, CallTest, IoTest, Test, read_tests
 from rollpacker.rewards.code.runs import Outcome, run_test
 from rollpacker.rewards.reward import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored

@@ -1,6 +1,6 @@
 """The environments of trajectories: each answers after the seconds that were drawn for the turn.
 
-How many answer at once is the core's business (`core/acting.py`); an `Act` begins at once.
+How many answer at once is the core's business (`core/checks/acting.py`); an `Act` begins at once.
 """
 
 from __future__ import annotations

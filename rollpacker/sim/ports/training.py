@@ -8,9 +8,9 @@ from rollpacker.bus import Routes
 from rollpacker.core.commands import Commit, StartGradients, SyncWeights, TrainOn
 from rollpacker.core.events import Committed, Event, Trained, WeightsSynced
 from rollpacker.core.ids import SampleId
+from rollpacker.pipeline.sim.phase import Pipeline
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.machine import Machine
-from rollpacker.sim.pipeline import Pipeline
 from rollpacker.sim.responses import Responses
 from rollpacker.sim.tally import Tally
 

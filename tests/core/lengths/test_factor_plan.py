@@ -26,7 +26,7 @@ from rollpacker.core.lengths.factor_plan import (
 from rollpacker.core.lengths.mean_rounds import Law, PromptRace, binomial, mean_round
 from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.lengths.order_plan import OrderOnly
-from rollpacker.core.tail_batching import times
+from rollpacker.core.rounds.tail_batching import times
 
 CAP = 16_384
 LAUNCH_BOUND = StepTime(per_step_s=0.014, per_token_s=1e-5)

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("gem")
 
-from rollpacker.environments import adapters
+from rollpacker.integrations import environments as adapters
 from tests.environments.adapters.play import play
 
 NAME = "gem:game:GuessTheNumber-v0-easy"

@@ -12,7 +12,7 @@ pytest.importorskip("gymnasium")
 
 import gymnasium
 
-from rollpacker.environments import adapters
+from rollpacker.integrations import environments as adapters
 from tests.environments.adapters.play import play
 
 NAME = "gymnasium:FrozenLake-v1"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rollpacker import imports
-from rollpacker.environments import adapters
-from rollpacker.environments.adapters.messages import OwnRandomness, as_text, text_of
 from rollpacker.imports import MissingPackageError
+from rollpacker.integrations import environments as adapters
+from rollpacker.integrations.environments.messages import OwnRandomness, as_text, text_of
 
 
 def test_which_names_are_adapted() -> None:

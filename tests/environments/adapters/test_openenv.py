@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("openenv.core")
 
-from rollpacker.environments import adapters
+from rollpacker.integrations import environments as adapters
 from tests.environments.adapters.guess_server import serving
 from tests.environments.adapters.play import play
 

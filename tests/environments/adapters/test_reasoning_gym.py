@@ -10,7 +10,7 @@ pytest.importorskip("reasoning_gym")
 
 from rollpacker.data.dataset import DatasetConfig, TaskConfig
 from rollpacker.data.procedural import make_rows
-from rollpacker.environments import adapters
+from rollpacker.integrations import environments as adapters
 from tests.environments.adapters.play import play
 
 NAME = "reasoning-gym:chain_sum"

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("verifiers")
 
-from rollpacker.environments import adapters
+from rollpacker.integrations import environments as adapters
 from tests.environments.adapters.play import play
 
 HERE = str(Path(__file__).parent)

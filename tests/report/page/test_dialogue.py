@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rollpacker.controller.samples import SampleWriter
 from rollpacker.report.files import write_reports
+from rollpacker.run.samples import SampleWriter
 from tests.report.page.browser import opened, samples, url
 from tests.report.page.runs import HOSTILE, write_run
 

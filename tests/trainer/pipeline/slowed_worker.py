@@ -32,8 +32,8 @@ class SlowedHost(ThisHost):
 
 def _slow_down() -> None:
     from benchmarks.injected import Delay, InjectedSender
-    from rollpacker.trainer.pipeline import connect, passes
-    from rollpacker.trainer.pipeline.links.direct_link import DirectSender
+    from rollpacker.pipeline.links.direct_link import DirectSender
+    from rollpacker.pipeline.stages import connect, passes
 
     file = Path(os.environ[SLOWED])
 

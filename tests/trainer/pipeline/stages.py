@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rollpacker.core.pipeline import Kind, Op, ReadyFirst, StageState
-from rollpacker.core.pipeline_work import Load
-from rollpacker.trainer.pipeline.cut import Place
-from rollpacker.trainer.pipeline.executor import Executor
-from rollpacker.trainer.pipeline.orders import NewChooser as Planner
-from rollpacker.trainer.pipeline.orders import SweepChooser
-from rollpacker.trainer.pipeline.stage import Stage
+from rollpacker.pipeline.plan.choosers import Kind, Op, ReadyFirst, StageState
+from rollpacker.pipeline.plan.work import Load
+from rollpacker.pipeline.stages.cut import Place
+from rollpacker.pipeline.stages.executor import Executor
+from rollpacker.pipeline.stages.orders import NewChooser as Planner
+from rollpacker.pipeline.stages.orders import SweepChooser
+from rollpacker.pipeline.stages.stage import Stage
 
 TIMEOUT_S = 60.0
 NewChooser = Callable[[int], SweepChooser]

@@ -16,7 +16,7 @@ from rollpacker.trainer.process_trainer import ProcessTrainer
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.step_sums import StepSums
 from rollpacker.trainer.trainer import ModelConfig, PipelineConfig, RanksLost, TrainConfig
-from rollpacker.weight_buffer import BufferLayout
+from rollpacker.weights.buffer import BufferLayout
 from tests.trainer.pipeline.test_overseer import ranks_times
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollpacker.trainer.pipeline.check import with_links_of
+from rollpacker.pipeline.stages.check import with_links_of
 from rollpacker.trainer.trainer import PipelineConfig, TrainConfig
 
 

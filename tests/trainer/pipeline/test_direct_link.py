@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollpacker.trainer.pipeline.links.direct_link import (
+from rollpacker.pipeline.links.direct_link import (
     DirectReceiver,
     DirectSender,
     direct_group,
 )
-from rollpacker.trainer.pipeline.links.link import Border, LinkLost
+from rollpacker.pipeline.links.link import Border, LinkLost
 from rollpacker.trainer.sharding import Shards
 from tests.trainer.pipeline.test_host_link import Arrivals, equal_bits, tensor, wait_until
 from tests.trainer.ranks import RankError, Ranks

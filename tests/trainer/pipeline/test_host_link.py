@@ -17,16 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollpacker.trainer.pipeline.links.host_receiver import HostReceiver
-from rollpacker.trainer.pipeline.links.host_route import (
+from rollpacker.pipeline.links.host_receiver import HostReceiver
+from rollpacker.pipeline.links.host_route import (
     GREETING,
     Patience,
     decode_routes,
     encode_routes,
 )
-from rollpacker.trainer.pipeline.links.host_sender import HostSender, _Connection
-from rollpacker.trainer.pipeline.links.link import Border, LinkLost
-from rollpacker.trainer.pipeline.links.wire import (
+from rollpacker.pipeline.links.host_sender import HostSender, _Connection
+from rollpacker.pipeline.links.link import Border, LinkLost
+from rollpacker.pipeline.links.wire import (
     ALIVE,
     ANSWER,
     DELIVERED,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.injected import Delay, InjectedSender
-from rollpacker.trainer.pipeline.links.link import SendTimes
+from rollpacker.pipeline.links.link import SendTimes
 from tests.trainer.pipeline.test_host_link import wait_until
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rollpacker.trainer.pipeline.links.host_receiver import HostReceiver
-from rollpacker.trainer.pipeline.links.host_sender import HostSender
-from rollpacker.trainer.pipeline.links.link import Border, LinkLost
+from rollpacker.pipeline.links.host_receiver import HostReceiver
+from rollpacker.pipeline.links.host_sender import HostSender
+from rollpacker.pipeline.links.link import Border, LinkLost
 from tests.trainer.pipeline.relay import Relay
 from tests.trainer.pipeline.stages import in_stages
 from tests.trainer.pipeline.test_stages import PPO, case_of, of_stage, scores_of, union

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollpacker.core.pipeline import Op, StageState
-from rollpacker.trainer.pipeline.cut import Place
-from rollpacker.trainer.pipeline.executor import Executor, OpenSweep
-from rollpacker.trainer.pipeline.orders import Ready
-from rollpacker.trainer.pipeline.stage import Stage
+from rollpacker.pipeline.plan.choosers import Op, StageState
+from rollpacker.pipeline.stages.cut import Place
+from rollpacker.pipeline.stages.executor import Executor, OpenSweep
+from rollpacker.pipeline.stages.orders import Ready
+from rollpacker.pipeline.stages.stage import Stage
 from rollpacker.trainer.trainer import NonFiniteError, PipelineConfig, TrainerError
 from tests.trainer import test_partition as partition
 from tests.trainer.pipeline.stages import ReadyOrder, in_stages

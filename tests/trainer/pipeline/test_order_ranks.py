@@ -14,12 +14,12 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.core.pipeline_order import orders_to_csv
-from rollpacker.core.pipeline_plan import plan_1f1b, plan_order
-from rollpacker.core.pipeline_work import Link, Work
+from rollpacker.pipeline.plan.order import orders_to_csv
+from rollpacker.pipeline.plan.plan import plan_1f1b, plan_order
+from rollpacker.pipeline.plan.work import Link, Work
+from rollpacker.pipeline.stages.cut import Place, cut, decoder_of
+from rollpacker.pipeline.stages.stage import Stage
 from rollpacker.trainer.learner import Learner
-from rollpacker.trainer.pipeline.cut import Place, cut, decoder_of
-from rollpacker.trainer.pipeline.stage import Stage
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.sharding import Shards
 from rollpacker.trainer.trainer import PipelineConfig, TrainConfig, TrainSample

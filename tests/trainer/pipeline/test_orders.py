@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from rollpacker.core.packs import plan_packs
-from rollpacker.core.pipeline import ORDERS, Op, Order, StageState, live_token_caps
-from rollpacker.core.pipeline_order import orders_to_csv
-from rollpacker.core.pipeline_plan import plan_1f1b
-from rollpacker.core.pipeline_time import run
-from rollpacker.core.pipeline_work import (
+from rollpacker.pipeline.plan.choosers import ORDERS, Op, Order, StageState, live_token_caps
+from rollpacker.pipeline.plan.order import orders_to_csv
+from rollpacker.pipeline.plan.plan import plan_1f1b
+from rollpacker.pipeline.plan.virtual_time import run
+from rollpacker.pipeline.plan.work import (
     Link,
     Load,
     Measured,
@@ -25,18 +25,18 @@ from rollpacker.core.pipeline_work import (
     Work,
     constant,
 )
-from rollpacker.sim.pipeline import Pipeline, PipelineMachine
-from rollpacker.sim.pipeline_spec import PipelineSpec
-from rollpacker.trainer.flops import FlopModel
-from rollpacker.trainer.pipeline.cut import Place
-from rollpacker.trainer.pipeline.expected import expected, expected_budget
-from rollpacker.trainer.pipeline.orders import (
+from rollpacker.pipeline.sim.phase import Pipeline, PipelineMachine
+from rollpacker.pipeline.sim.spec import PipelineSpec
+from rollpacker.pipeline.stages.cut import Place
+from rollpacker.pipeline.stages.expected import expected, expected_budget
+from rollpacker.pipeline.stages.orders import (
     NewChooser,
     Orders,
     SweepChooser,
 )
-from rollpacker.trainer.pipeline.overseer import Arrangement
-from rollpacker.trainer.pipeline.stage import Stage
+from rollpacker.pipeline.stages.overseer import Arrangement
+from rollpacker.pipeline.stages.stage import Stage
+from rollpacker.trainer.flops import FlopModel
 from rollpacker.trainer.policy import Policy
 from rollpacker.trainer.trainer import PipelineConfig, TrainConfig, TrainerError
 from tests.trainer import test_partition as partition

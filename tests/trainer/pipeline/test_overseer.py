@@ -7,12 +7,12 @@ from collections.abc import Collection
 
 import pytest
 
-from rollpacker.core.pipeline import KINDS
-from rollpacker.core.pipeline_links import PATIENCE
-from rollpacker.core.pipeline_work import Load
+from rollpacker.pipeline.plan.choosers import KINDS
+from rollpacker.pipeline.plan.link_choice import PATIENCE
+from rollpacker.pipeline.plan.work import Load
+from rollpacker.pipeline.stages.overseer import Arrangement, Overseer, first_arrangement
+from rollpacker.pipeline.stages.times import StageTimes
 from rollpacker.trainer.calls import codec
-from rollpacker.trainer.pipeline.overseer import Arrangement, Overseer, first_arrangement
-from rollpacker.trainer.pipeline.times import StageTimes
 from rollpacker.trainer.trainer import PipelineConfig
 
 LOADS = [Load.of([200 * n]) for n in range(1, 9)]

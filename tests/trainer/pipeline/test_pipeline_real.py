@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.pipeline_real import ARMS, COMPUTE, PACKED, QUICK, SLOW, StageProcess
-from rollpacker.trainer.pipeline.links.host_receiver import LOOPBACK
+from rollpacker.pipeline.links.host_receiver import LOOPBACK
 from rollpacker.trainer.sharding import Shards
 from tests.trainer.ranks import Ranks
 

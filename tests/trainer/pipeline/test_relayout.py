@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from benchmarks.resume import write_model
-from rollpacker.core.pipeline import KINDS
-from rollpacker.core.pipeline_layout import Layout
-from rollpacker.core.pipeline_work import Load
+from rollpacker.pipeline.plan.choosers import KINDS
+from rollpacker.pipeline.plan.layout import Layout
+from rollpacker.pipeline.plan.work import Load
+from rollpacker.pipeline.stages.overseer import Overseer
+from rollpacker.pipeline.stages.relayout import Relayout
+from rollpacker.pipeline.stages.round_trips import partners_of
+from rollpacker.pipeline.stages.times import NUM_BYTES, StageTimes
 from rollpacker.trainer.kept_state import NAME
 from rollpacker.trainer.launch import RankPlace, Ranks
 from rollpacker.trainer.model import load_model
 from rollpacker.trainer.outcome import StepOutcome
-from rollpacker.trainer.pipeline.overseer import Overseer
-from rollpacker.trainer.pipeline.relayout import Relayout
-from rollpacker.trainer.pipeline.round_trips import partners_of
-from rollpacker.trainer.pipeline.times import NUM_BYTES, StageTimes
 from rollpacker.trainer.process_trainer import ProcessTrainer
 from rollpacker.trainer.setup import build_learner
 from rollpacker.trainer.step_sums import StepSums

@@ -19,7 +19,7 @@ from rollpacker.config import schema
 from rollpacker.core.events import TrainerLost
 from rollpacker.core.records import Record
 from rollpacker.report.log import EventLog
-from tests.controller.test_process_run import KillRanks, worker_pids
+from tests.run.test_process_run import KillRanks, worker_pids
 
 DIRECT = (
     *("train.processes=2", "train.pipeline.stages=2", "train.pipeline.links=direct"),

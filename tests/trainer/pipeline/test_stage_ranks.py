@@ -15,17 +15,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from rollpacker.algo.config import AlgorithmConfig
-from rollpacker.core.pipeline import StageState
-from rollpacker.core.pipeline_work import Load
+from rollpacker.pipeline.plan.choosers import StageState
+from rollpacker.pipeline.plan.work import Load
+from rollpacker.pipeline.stages.connect import Connected
+from rollpacker.pipeline.stages.cut import Place
+from rollpacker.pipeline.stages.orders import Orders, Ready
+from rollpacker.pipeline.stages.overseer import Arrangement
+from rollpacker.pipeline.stages.peers import GroupPeers
+from rollpacker.pipeline.stages.round_trips import round_trips
+from rollpacker.pipeline.stages.stage import Stage
+from rollpacker.pipeline.stages.times import StageTimes
 from rollpacker.trainer.learner import Learner
-from rollpacker.trainer.pipeline.connect import Connected
-from rollpacker.trainer.pipeline.cut import Place
-from rollpacker.trainer.pipeline.orders import Orders, Ready
-from rollpacker.trainer.pipeline.overseer import Arrangement
-from rollpacker.trainer.pipeline.peers import GroupPeers
-from rollpacker.trainer.pipeline.round_trips import round_trips
-from rollpacker.trainer.pipeline.stage import Stage
-from rollpacker.trainer.pipeline.times import StageTimes
 from rollpacker.trainer.sharding import Shards, full_tensors
 from rollpacker.trainer.trainer import (
     NonFiniteError,

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import SampleId
-from rollpacker.core.pipeline import ReadyFirst
-from rollpacker.core.pipeline_work import Load
+from rollpacker.pipeline.plan.choosers import ReadyFirst
+from rollpacker.pipeline.plan.work import Load
+from rollpacker.pipeline.stages.crossing import pack, unpack
+from rollpacker.pipeline.stages.cut import Absent, Place, cut
+from rollpacker.pipeline.stages.executor import Executor
+from rollpacker.pipeline.stages.stage import Stage
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.outcome import StepOutcome
-from rollpacker.trainer.pipeline.crossing import pack, unpack
-from rollpacker.trainer.pipeline.cut import Absent, Place, cut
-from rollpacker.trainer.pipeline.executor import Executor
-from rollpacker.trainer.pipeline.stage import Stage
 from rollpacker.trainer.policy import Policy
 from rollpacker.trainer.sharding import Shards, full_tensors
 from rollpacker.trainer.trainer import NonFiniteError, TokenScores, TrainConfig, TrainerError

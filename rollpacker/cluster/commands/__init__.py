@@ -1,0 +1,1 @@
+"""What `rollpacker cluster ACTION` does."""

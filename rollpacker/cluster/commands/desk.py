@@ -1,0 +1,213 @@
+"""The cluster's service as a command sees it: found by its folder, asked by letters.
+
+ROLLPACKER_CLUSTER, --cluster, or the only one served from `runs/` here
+  -> FOLDER/service.json: where its mailbox is -> a letter, and its answer in a box of our own
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollpacker.cluster.seats.mailbox import Mailbox
+
+CLUSTER_VARIABLE = "ROLLPACKER_CLUSTER"
+FACTS_FILE, LOCK_FILE = "service.json", "service.lock"
+ANSWER_S = 10.0
+_RUNS = "runs"
+_LATER = {
+    "submit": ". What was submitted waits there, and may start once the service answers: rollpacker"
+    " cluster cancel takes it back",
+    **dict.fromkeys(("cancel", "drain"), ". What was asked waits there, and is done once it does"),
+}
+"""A letter stays in the mailbox, whoever has given up waiting for its answer."""
+
+
+class Refused(ValueError):
+    """By the service, with its reason. Nothing has come of what was asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceFacts:
+    """What the folder says of its service."""
+
+    name: str
+    """Of the cluster."""
+    mailbox: str
+    """Its address."""
+    host: str
+    pid: int
+    spec: Mapping[str, Any]
+    """The cluster's file, as it was resolved."""
+    first_nodes: Mapping[str, int] = field(default_factory=dict)
+    """Of the pools that the folder began with, which may have grown; empty: an earlier version has
+    written this, and they are those of `spec`."""
+
+
+def write_facts(folder: Path, facts: ServiceFacts) -> None:
+    """Whole or not at all: who asks may read at any moment."""
+    draft = folder / f"{FACTS_FILE}.{facts.pid}"
+    draft.write_text(json.dumps(asdict(facts), indent=1))
+    draft.replace(folder / FACTS_FILE)
+
+
+def read_facts(folder: Path) -> ServiceFacts:
+    """Raises `ValueError` if no service has ever served from there."""
+    try:
+        return ServiceFacts(**json.loads((folder / FACTS_FILE).read_text()))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{folder} is no folder of a cluster: it has no {FACTS_FILE}. rollpacker cluster serve "
+            "says which one it has"
+        ) from None
+    except (json.JSONDecodeError, TypeError) as error:
+        raise ValueError(f"{folder / FACTS_FILE} cannot be read: {error}") from None
+
+
+def take_lock(folder: Path) -> IO[str]:
+    """The folder is this process's until the file is closed. Raises `ValueError` if another service
+    has it."""
+    lock = (folder / LOCK_FILE).open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        at = ""
+        with contextlib.suppress(ValueError):
+            at = f" (process {read_facts(folder).pid})"
+        raise ValueError(
+            f"another service is at work in {folder}{at}: end that one, or give this one a folder "
+            "of its own with --folder"
+        ) from None
+    return lock
+
+
+def is_served(folder: Path) -> bool:
+    """Whether a service of this host is at work there."""
+    try:
+        with (folder / LOCK_FILE).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def find_folder(given: str | None) -> Path:
+    """The folder of the cluster that is meant. Raises `ValueError` if that is not clear."""
+    if given or (given := os.environ.get(CLUSTER_VARIABLE)):
+        return Path(given).expanduser()
+    how = f"with --cluster FOLDER, or {CLUSTER_VARIABLE}"
+    known = sorted(path.parent for path in Path(_RUNS).glob(f"*/{FACTS_FILE}"))
+    served = [folder for folder in known if is_served(folder)]
+    if len(served) == 1:
+        return served[0]
+    if served:
+        names = ", ".join(map(str, served))
+        raise ValueError(f"{len(served)} clusters are served here, {names}: say which one {how}")
+    if known:
+        names = ", ".join(map(str, known))
+        raise ValueError(
+            f"no cluster is served from {names}: start rollpacker cluster serve again, or name "
+            f"another one {how}"
+        )
+    raise ValueError(
+        f"there is no cluster in {_RUNS}/: start one with rollpacker cluster serve FILE, or name "
+        f"it {how}"
+    )
+
+
+def open_mailbox(address: str) -> Mailbox:
+    """The mailbox with this address. Raises `OSError` and `ValueError`."""
+    from rollpacker.cluster.seats.open_seat import MAILBOXES
+
+    scheme = address.partition(":")[0]
+    if scheme not in MAILBOXES:
+        raise ValueError(f"{address} is no mailbox that this version knows")
+    if scheme == "ray":
+        from rollpacker.imports import require
+        from rollpacker.workers.hosts.token import demand_token
+
+        require("ray", extra="ray", what="a cluster on ray")
+        demand_token()
+    mailbox: Mailbox = importlib.import_module(MAILBOXES[scheme]).open_mailbox(address)
+    return mailbox
+
+
+class Desk:
+    """Asks the service of one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `ValueError` if there is none, or if it cannot be reached."""
+        self.folder = folder
+        self.facts = read_facts(folder)
+        self._own = f"desk-{secrets.token_hex(8)}"
+        self._number = 0
+        self._read = 0
+        try:
+            self._mailbox = open_mailbox(self.facts.mailbox)
+        except OSError as error:
+            raise ValueError(self._silent(error)) from error
+
+    def _silent(self, error: OSError | None = None) -> str:
+        """`error`: why nothing can be asked, where that is known."""
+        facts = self.facts
+        where = f"process {facts.pid} on {facts.host}"
+        is_here = facts.host == socket.gethostname()
+        if is_here and error is not None and is_served(self.folder):
+            return f"the service of cluster {facts.name} ({self.folder}) cannot be asked: {error}"
+        if is_here and not is_served(self.folder):
+            where += " has ended"
+        why = "" if error is None else f" ({error})"
+        return (
+            f"the service of cluster {facts.name} ({self.folder}) does not answer: {where}. Start "
+            f"it again with rollpacker cluster serve FILE --folder {self.folder}; its jobs are "
+            f"still known{why}"
+        )
+
+    def ask(self, kind: str, facts: Mapping[str, Any]) -> Any:
+        """The answer's facts. Raises `ValueError` with the service's reason if it refuses, and if
+        it does not answer."""
+        from rollpacker.cluster.seats.mailbox import ALL, SERVICE
+
+        self._number += 1
+        key, until = str(self._number), time.monotonic() + ANSWER_S
+        posted = ""
+        try:
+            while (left_s := until - time.monotonic()) > 0:
+                if posted != self._mailbox.epoch:  # all letters were lost since
+                    self._read = 0
+                    self._mailbox.post(SERVICE, self._own, key, kind, facts)
+                    posted = self._mailbox.epoch
+                for letter in self._mailbox.read(self._own, self._read, min(left_s, 1.0)):
+                    self._read = letter.number
+                    self._mailbox.forget(self._own, letter.number)
+                    if letter.facts.get("about") != key:
+                        continue  # of a question that was given up
+                    if letter.kind == "refused":
+                        raise Refused(str(letter.facts["why"]))
+                    return letter.facts
+        except OSError as error:
+            raise ValueError(self._silent(error)) from error
+        finally:  # nobody else reads it
+            with contextlib.suppress(OSError):
+                self._mailbox.forget(self._own, ALL)
+                self._read = 0
+        raise ValueError(self._silent() + _LATER.get(kind, ""))
+
+
+def open_desk(given: str | None) -> Desk:
+    """Of the cluster that is meant (`find_folder`). Raises `ValueError`."""
+    return Desk(find_folder(given))

@@ -1,0 +1,266 @@
+"""`rollpacker cluster submit RUN.yaml ...`: everything about a job that can be found out before it
+starts, then one letter."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import getpass
+import json
+import math
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollpacker.cluster.decide.job import ClusterJob
+    from rollpacker.cluster.sim.spec import ClusterSpec
+    from rollpacker.config.schema import RunConfig
+
+REDONE_S = 1800.0
+"""A run that would do more again after a loss is worth a word."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Submit, and say what comes of it. Raises `ValueError`, and then nothing was submitted."""
+    from rollpacker.cluster.commands.desk import open_desk
+    from rollpacker.cluster.commands.program import SUFFIX, facts_of_program, job_of_program
+    from rollpacker.cluster.decide.nodes import check_job
+    from rollpacker.cluster.sim.spec import ClusterSpec
+    from rollpacker.codec import to_plain
+    from rollpacker.config.load import config_of
+
+    check_slo(args.slo)
+    is_program = args.config.endswith(SUFFIX)
+    config = None if is_program else _checked(args)
+    desk = open_desk(args.cluster)
+    spec = config_of(dict(desk.facts.spec), (), ClusterSpec, where=str(desk.folder))
+    if config is None:
+        job, facts = job_of_program(args, _owner(args)), facts_of_program(args)
+    else:
+        path = new_file(config)
+        job, facts = going_on(job_of(args, config, spec), config), facts_of(config, path)
+    check_job(job, spec.core_pools())
+    check_reachable(job)
+    with contextlib.nullcontext() if config is None else kept(config, path):
+        answer = desk.ask("submit", {"job": to_plain(job), **facts})
+    if args.json:
+        print(json.dumps({name: value for name, value in answer.items() if name != "about"}))
+    else:
+        print(told(answer, desk.folder))
+        if config is not None and (advice := saves_seldom(config, job)):
+            print(advice)
+    return 0
+
+
+def told(answer: Mapping[str, Any], folder: Path) -> str:
+    """Where the job runs, or what it waits for."""
+    job, see = answer["job"], f"rollpacker cluster show {answer['job']} --cluster {folder}"
+    if answer["state"] == "waiting":
+        return f"{job} waits: {answer['why']}. {see} says when it starts"
+    if answer["state"] != "running":
+        return f"{job} is {answer['state']}. {see} tells more"
+    nodes = " and ".join(" ".join(answer[name]) for name in ("rollout_nodes", "train_nodes"))
+    others = ", ".join(answer["with"])
+    return f"{job} starts on {nodes}, {f'beside {others}' if others else 'alone'}. {see} tells more"
+
+
+def saves_seldom(config: RunConfig, job: ClusterJob) -> str:
+    """What to know of a run that would do much again if it were lost; empty: nothing."""
+    steps = config.checkpoint.every_steps
+    again_s = min(steps, job.steps) * math.fsum(job.mean)
+    if again_s <= REDONE_S:
+        return ""
+    return (
+        f"Note: {job.name} saves every {steps} steps (checkpoint.every_steps): if it is lost, up "
+        f"to {again_s / 3600:.1f} hours are done again"
+    )
+
+
+def _checked(args: argparse.Namespace) -> RunConfig:
+    """The run's config, of a run that can be a job. Raises `ValueError`."""
+    from rollpacker.cluster.commands.program import check_no_program
+    from rollpacker.config.load import load_config
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.run.parts.seats import check_shares
+
+    config = load_config(args.config, args.overrides, RunConfig)
+    check_no_program(args)
+    check_shares(config)
+    check_devices(config)
+    check_seconds(args, config)
+    return config
+
+
+def _owner(args: argparse.Namespace) -> str:
+    """Who is said, or who asks. Raises `ValueError`."""
+    if args.owner is not None:
+        if not args.owner.strip():
+            raise ValueError("--owner is empty: give a name, or leave it out")
+        return str(args.owner)
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container without a name for its user
+        return ""
+
+
+def facts_of(config: RunConfig, path: Path) -> dict[str, Any]:
+    """How the run is started, and started again: it goes on from what there is, with the config
+    that was submitted, which is kept at `path`, whatever becomes of the user's file."""
+    train = [sys.executable, "-m", "rollpacker.cli.main", "train", str(path)]
+    return {
+        "command": [*train, "--resume=auto"],
+        "resume": [],  # the command does so by itself
+        "environ": {},
+        "folder": str(Path.cwd()),
+        "run": str(_run_folder(config)),
+    }
+
+
+def _run_folder(config: RunConfig) -> Path:
+    return (Path(config.runs_dir).expanduser() / config.name).resolve()
+
+
+def new_file(config: RunConfig) -> Path:
+    """Where the config is to be kept: in the run's folder, which every host of the job's sees,
+    under a name that no other submission has, of the same config neither: one that is refused takes
+    its file away, and changes nothing of one that runs."""
+    return _run_folder(config) / f"submitted-{secrets.token_hex(4)}.yaml"
+
+
+@contextlib.contextmanager
+def kept(config: RunConfig, path: Path) -> Iterator[None]:
+    """The config is in this file, and stays unless the job is refused inside: a service that has
+    not answered may still start it. Raises `ValueError`."""
+    from rollpacker.cluster.commands.desk import Refused
+    from rollpacker.config.load import save_config
+
+    made = [one for one in (path, *path.parents) if not one.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_config(config, path, comment="As it was submitted to a cluster.")
+    except OSError as error:
+        raise ValueError(f"the config cannot be kept in the run's folder: {error}") from error
+    try:
+        yield
+    except Refused:
+        for one in made:
+            with contextlib.suppress(OSError):
+                one.unlink() if one == path else one.rmdir()
+        raise
+
+
+# -- what a job may not be ---------------------------------------------------------
+
+
+def check_slo(slo: float) -> None:
+    """Raises `ValueError`."""
+    if not (math.isfinite(slo) and slo >= 1):
+        raise ValueError(
+            f"--slo {slo:g}: alone a job has a slowdown of 1, and sharing makes no job faster. "
+            "Give 1 or more, such as 1.3"
+        )
+
+
+def check_seconds(args: argparse.Namespace, config: RunConfig) -> None:
+    """Whether it is said how long phases take, and once. Raises `ValueError`."""
+    if (args.profile is None) == (args.phases is None):
+        given = [one for one in args.overrides if not one.startswith(("name=", "train.steps="))]
+        own = " ".join([*given, f"name={config.name}-alone", "train.steps=8"])
+        again = f"rollpacker train {args.config} {own}"
+        raise ValueError(
+            "--profile and --phases exclude each other: leave one out"
+            if args.profile
+            else f"how long {config.name}'s phases take is not known, and placing it needs that. "
+            f"Run it alone for a few steps ({again}) and give --profile {config.runs_dir}/"
+            f"{config.name}-alone; or give mean seconds, --phases ROLLOUT,TRAIN"
+        )
+
+
+def check_reachable(job: ClusterJob) -> None:
+    """Whether the SLO can be kept by a job that nobody shares with: it still lets go of a pool
+    whenever it has no use for it. Raises `ValueError`."""
+    work_s = math.fsum(job.mean)
+    switches_s = job.rollout_switch_s + job.train_switch_s
+    least = 1 + switches_s / work_s
+    if job.slo < least:
+        least = math.ceil(least * 100) / 100
+        raise ValueError(
+            f"--slo {job.slo:g} cannot be kept: to park and to wake takes {switches_s:.2g} s of "
+            f"each iteration of {work_s:.3g} s, even if {job.name} shares with nobody. Give "
+            f"{least:g} or more"
+        )
+
+
+# -- what a job is -----------------------------------------------------------------
+
+
+def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> ClusterJob:
+    """From the profile of a run, or from the phases that were given. Raises `ValueError`."""
+    from rollpacker.cluster.profile.job_profile import job_of_run
+
+    own: dict[str, Any] = {
+        "name": config.name,
+        "slo": args.slo,
+        "priority": args.priority,
+        "owner": _owner(args),
+    }
+    if args.phases is not None:
+        return _of_phases(args.phases, config, spec, own)
+    return job_of_run(
+        args.profile,
+        config=config,
+        on_gpus=any(pool.gpu is not None for pool in spec.pools),
+        pools=spec.core_pools(),
+        **own,
+    )
+
+
+def going_on(job: ClusterJob, config: RunConfig) -> ClusterJob:
+    """The job without the steps that the run's newest checkpoint has already."""
+    from rollpacker.cluster.profile.job_profile import saved_step
+
+    done = min(saved_step(_run_folder(config)), job.steps - 1)
+    return replace(job, steps=job.steps - done, steps_before=done)
+
+
+def check_devices(config: RunConfig) -> None:
+    """Raises `ValueError` unless the run says how many devices it takes."""
+    from rollpacker.config.placement import num_devices
+
+    lines = config.placement
+    if lines is not None and None in (
+        num_devices(lines.rollout.devices),
+        num_devices(lines.train.devices),
+    ):
+        raise ValueError(
+            f"placement of {config.name} has devices: all, and a cluster's are not all its own. "
+            "Give numbers"
+        )
+
+
+def _of_phases(
+    text: str, config: RunConfig, spec: ClusterSpec, own: Mapping[str, Any]
+) -> ClusterJob:
+    """What a profile would measure of sizes is taken from the model's: three numbers of 4 bytes a
+    parameter in the trainer, one of its own width in an engine."""
+    from rollpacker.cluster.commands.program import seconds_of
+    from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
+    from rollpacker.cluster.profile.job_profile import devices_of, needs_of, steps_of
+    from rollpacker.trainer.estimate import estimate
+
+    rollout_s, train_s = seconds_of(text)
+    known = estimate(config)
+    count = known.num_parameters or 0
+    needs = needs_of(
+        model_bytes=count * (4 if known.dtype == "float32" else 2),
+        trainer_bytes=count * 12,
+        devices=devices_of(config),
+        num_copies=config.rollout.engines,
+        pools=spec.core_pools(),
+    )
+    rounds = (RoundTimes(rollout_s=(rollout_s,), train_s=(train_s,)),)
+    return ClusterJob(**needs, **own, rounds=rounds, steps=steps_of(config, None, config.name))

@@ -1,0 +1,260 @@
+"""The shipped policy: jobs go where the price of work rises least (`layout.py`), and every SLO is
+kept for iterations as they are distributed (`forecast.py`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rollpacker.cluster.decide.forecast import Forecast, foresee
+from rollpacker.cluster.decide.group import cycle_s, load_s
+from rollpacker.cluster.decide.job import ClusterJob
+from rollpacker.cluster.decide.layout import Layout
+from rollpacker.cluster.decide.obstacles import obstacle
+from rollpacker.cluster.decide.placement import (
+    Choice,
+    Rest,
+    Standing,
+    State,
+    limits,
+    rest_of,
+)
+from rollpacker.cluster.decide.promises import kept
+from rollpacker.cluster.decide.turns import ORDERS, Order
+
+MAX_GROUPS = 12
+"""That are looked at closely for one decision: those whose price seems to rise least."""
+MAX_FORESEEN = 4
+"""Candidates whose turns are run in virtual time for one decision; the cheapest come first."""
+WORTH = 2.0
+"""A job moves if that saves so many times what its restart costs."""
+DANGER = 0.8
+"""A promise is in danger once it is kept with less than this probability. (It was made with more:
+at its edge luck alone would have jobs move.)"""
+RETRY = 0.9
+"""A job tries again to save one after a tenth of its iterations, or once its group has changed."""
+MIN_BETTER = 0.002
+"""Another order of turns is taken if it is cheaper by this share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheapestWork:
+    """The shipped policy: the smallest rise of the price of work among layouts that keep every SLO
+    with the stated confidence, over iterations as they are distributed. A group may be saturated,
+    and its order of turns is the one that serves it best."""
+
+    confidence: float = 0.99
+    orders: tuple[Order, ...] = ORDERS
+    saturate: bool = True
+    """Whether a group may be over-saturated."""
+    moves: bool = True
+    """Whether a job moves at a commit, if that pays for its restart."""
+    tail_release: bool = True
+    learns: bool = True
+    """Whether iterations correct a job's profile."""
+    mends: bool = True
+    """Whether a job goes, or turns are ordered anew, where a promise is in danger."""
+    makes_room: bool = True
+    """Whether jobs move, or are stopped, for one that waits for nodes."""
+
+    def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
+        found = self._cheapest(state, job, rest=rest)
+        return None if found is None else found[1]
+
+    def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:
+        if self.is_endangered(state.groups[number]):
+            mended = self._mend(state, number, job, rest)
+            if mended is not None:
+                return mended
+        if not self.moves:
+            return None
+        saved = state.groups[number].saved_without(job.name)
+        least = min(
+            (
+                standing.summary.rise(job)
+                for other, standing in state.groups.items()
+                if other != number and self._may_join(state, standing, job)
+            ),
+            default=math.inf,
+        )
+        # Its restart is a wait, which the rest of its life has to make good.
+        left_s = rest.iterations * math.fsum(job.mean)
+        below = saved * (1 - WORTH * job.cold_start_s / left_s)
+        if least >= below:
+            return None
+        then = rest._replace(spare_s=rest.spare_s - job.cold_start_s)
+        found = self._cheapest(state, job, besides=number, rest=then, below=below)
+        return None if found is None or found[1].group is None else found[1]
+
+    def obstacle(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> str:
+        return obstacle(state, job, rest, confidence=self.confidence, orders=self.orders)
+
+    def is_endangered(self, standing: Standing) -> bool:
+        return self.mends and bool(_endangered(standing))
+
+    def _mend(self, state: State, number: int, job: ClusterJob, rest: Rest) -> Choice | None:
+        """Another order of turns that keeps all promises; else another place for the job, if the
+        others' are kept then, and its own in spite of its restart."""
+        standing = state.groups[number]
+        if rest.iterations > RETRY * standing.tried.get(job.name, math.inf):
+            return None
+        standing.tried[job.name] = rest.iterations
+        layout = standing.layout
+        best: tuple[float, Order] | None = None
+        for order in self.orders:
+            if order == standing.order:
+                continue
+            forecasts = foresee(layout, order)
+            if kept(layout, forecasts, standing.rest, self.confidence):
+                price = layout.price_of_work([one.iteration_s for one in forecasts])
+                best = min(best or (price, order), (price, order))
+        if best is not None:
+            pin = layout.pins[layout.jobs.index(job)]
+            return Choice(group=number, layout=layout, pin=pin, order=best[1])
+        others = layout.minus(job.name)
+        if not others.jobs or _in_danger(others, foresee(others, standing.order), standing.rest):
+            return None
+        then = rest._replace(spare_s=rest.spare_s - job.cold_start_s)
+        found = self._cheapest(state, job, besides=number, rest=then)
+        if found is None or limits(found[1].layout, {job.name: then})[_index(found[1], job)] < 1:
+            return None
+        return found[1]
+
+    def _may_join(self, state: State, standing: Standing, job: ClusterJob) -> bool:
+        """Quickly."""
+        return len(standing.layout.jobs) < state.max_group and standing.summary.could_take(job)
+
+    def _cheapest(
+        self,
+        state: State,
+        job: ClusterJob,
+        *,
+        besides: int | None = None,
+        rest: Rest | None = None,
+        below: float = math.inf,
+    ) -> tuple[float, Choice] | None:
+        """The smallest rise of the price of work that is `below` that, and where. `besides`: a
+        group that is left out. `rest`: of the job, if it moves."""
+        own = {} if rest is None else {job.name: rest}
+        quick = sorted(
+            (standing.summary.rise(job), number)
+            for number, standing in state.groups.items()
+            if number != besides and self._may_join(state, standing, job)
+        )
+        found = [
+            (choice.layout.price_of_work(_iterations_at_least(choice.layout)), n, choice)
+            for _, number in quick[:MAX_GROUPS]
+            for n, choice in enumerate(state.in_group(number, job))
+        ]
+        rises = sorted(
+            (
+                least - state.groups[_number(choice)].summary.price_of_work,
+                _number(choice),
+                n,
+                choice,
+            )
+            for least, n, choice in found
+        )
+        best: tuple[float, Choice] | None = None
+        for choice in state.alone(job):
+            price = choice.layout.price_per_h * choice.layout.works_s()[0] / sum(job.mean)
+            if price < below:
+                below, best = price, (price, choice)
+        tried = 0
+        for least, number, _, choice in rises:
+            if tried == MAX_FORESEEN or least >= below:
+                break  # the others are dearer still
+            if not self.saturate and _is_over_saturated(choice.layout):
+                continue
+            tried += 1
+            standing = state.groups[number]
+            now = standing.summary.price_of_work
+            priced = self._best_order(standing, choice, job, {**standing.rest, **own}, now + below)
+            if priced is not None:
+                rise = priced[0] - now
+                below, best = rise, (rise, replace(choice, order=priced[1]))
+        return best
+
+    def _best_order(
+        self,
+        standing: Standing,
+        choice: Choice,
+        job: ClusterJob,
+        rest: Mapping[str, Rest],
+        below: float,
+    ) -> tuple[float, Order] | None:
+        """The price of work and the order of turns that keeps every SLO and is cheapest, if the job
+        comes; None: no order keeps them for a price `below` that."""
+        layout = choice.layout
+        best: tuple[float, Order] | None = None
+        allowed = limits(layout, rest)
+        period = layout.closed_period_s()
+        hopeless = any(
+            period > limit * work for limit, work in zip(allowed, layout.works_s(), strict=True)
+        )
+        for order in self.orders:
+            if hopeless and order == "round_robin":
+                continue  # varied iterations take longer than mean ones
+            outlook = standing.outlook(choice, job, order)
+            if outlook.is_hopeless(allowed, below):
+                continue
+            # The longer run decides, where the short one finds nothing against it.
+            price = self._price(layout, outlook.forecasts(), rest)
+            if price < below:
+                price = self._price(layout, outlook.confirmed(), rest)
+            if price < below:
+                best, below = (price, order), price * (1 - MIN_BETTER)
+        return best
+
+    def _price(
+        self, layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
+    ) -> float:
+        """Of work; endless, if a promise is not kept."""
+        if not kept(layout, forecasts, rest, self.confidence):
+            return math.inf
+        return layout.price_of_work([one.iteration_s for one in forecasts])
+
+
+def _index(choice: Choice, job: ClusterJob) -> int:
+    return [one.name for one in choice.layout.jobs].index(job.name)
+
+
+def _endangered(standing: Standing) -> list[str]:
+    if len(standing.layout.jobs) == 1:
+        return []
+    return _in_danger(standing.layout, standing.forecasts, standing.rest)
+
+
+def _in_danger(
+    layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
+) -> list[str]:
+    """Whose promise is likely to be broken, and could be kept if nobody made them wait."""
+    return [
+        job.name
+        for job, one, limit in zip(layout.jobs, forecasts, limits(layout, rest), strict=True)
+        if 1 <= limit < one.bound(DANGER, rest_of(job, rest).iterations)
+    ]
+
+
+def _number(choice: Choice) -> int:
+    assert choice.group is not None
+    return choice.group
+
+
+def _iterations_at_least(layout: Layout) -> list[float]:
+    """By job: no order of turns makes its iterations shorter than this on average, if all
+    are slowed down alike."""
+    holds, works = layout.holds(), layout.works_s()
+    busy: dict[object, float] = {}
+    for pin, one, work in zip(layout.pins, holds, works, strict=True):
+        for node in pin:
+            busy[node] = busy.get(node, 0.0) + one.rollout_s / work
+    trained = math.fsum(one.train_s / work for one, work in zip(holds, works, strict=True))
+    stretch = max(1.0, trained, *busy.values())
+    return [work * stretch for work in works]
+
+
+def _is_over_saturated(layout: Layout) -> bool:
+    holds = layout.holds()
+    return load_s(holds, layout.pins) > cycle_s(holds)

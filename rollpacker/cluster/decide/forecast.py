@@ -1,0 +1,166 @@
+"""What slowdowns a layout would bring, for iterations as they are distributed.
+
+The layout's turns are run in virtual time on drawn iterations, the same for every layout: job n's
+k-th draw is a point of a sequence that fills the unit square evenly. A job's slowdown over its life
+is a ratio of two sums; it is kept below its SLO with the stated confidence if
+
+    mean ratio + z x (deviation of the ratio over the iterations that are left) <= slo
+
+The deviation comes from sums over stretches of iterations, since neighbours wait for the same long
+iteration of somebody else, and since two jobs of nearly the same length meet for many iterations in
+a row, and then for many not. That takes long to be seen: a short run sorts out what is no use, a
+longer one (`confirmed`) decides.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rollpacker.cluster.decide.group import Holds
+from rollpacker.cluster.decide.job import ClusterJob
+from rollpacker.cluster.decide.layout import Layout
+from rollpacker.cluster.decide.timeline import GroupTimeline
+from rollpacker.cluster.decide.turns import Order
+from rollpacker.core.portable import normal_quantile
+
+STRETCH = 4
+NUM_STRETCHES = 7
+LONG_STRETCH = 8
+NUM_LONG_STRETCHES = 6
+WARM_UP = 2
+"""Iterations that are left out: all jobs begin at once, which they do once."""
+HOPELESS = 1.1
+"""Once a mean slowdown is so many times its limit after a third of the run, the rest is not run."""
+_STEP = (0.7548776662466927, 0.5698402909980532)
+"""Of the additive sequence that fills a square most evenly (Roberts' R2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Of one job in a layout."""
+
+    iteration_s: float
+    """Mean, elapsed."""
+    slowdown: float
+    """Mean seconds of an iteration over mean seconds without waits and switches."""
+    deviation: float
+    """Of the slowdown over a single iteration, as far as it adds up over many."""
+
+    def bound(self, confidence: float, iterations: int) -> float:
+        """The slowdown over so many iterations, which is not passed with this confidence."""
+        if self.deviation == 0.0:
+            return self.slowdown
+        return self.slowdown + _z(confidence) * self.deviation / math.sqrt(max(iterations, 1))
+
+
+@functools.cache
+def _z(confidence: float) -> float:
+    return normal_quantile(confidence)
+
+
+class Outlook:
+    """What comes of a layout in an order of turns. Its turns are run no further than is asked for,
+    and each once, however often."""
+
+    def __init__(self, layout: Layout, order: Order) -> None:
+        self.layout = layout
+        self._drawn: list[list[tuple[float, Holds]]] = []
+        """By job and iteration: its seconds without waits and switches, and what it holds."""
+        self._early: list[Forecast] | None = None
+        self._forecasts: list[Forecast] | None = None
+        self._confirmed: list[Forecast] | None = None
+        self._timeline: GroupTimeline | None = None
+        """While it runs."""
+        self._order: Order = order
+        if order == "round_robin" and all(map(_is_fixed, layout.jobs)):
+            # Fixed iterations in round robin need no run: their period is known.
+            period = layout.period_s()
+            self._forecasts = [Forecast(period, period / work, 0.0) for work in layout.works_s()]
+            self._early = self._confirmed = self._forecasts
+
+    def is_hopeless(self, limits: Sequence[float], most: float = math.inf) -> bool:
+        """Whether some job's slowdown is far beyond its limit after a third of the run already, or
+        the price of work far above `most`."""
+        if self._early is None:
+            self._early = self._run(STRETCH, NUM_STRETCHES // 3)
+        pairs = zip(self._early, limits, strict=True)
+        is_hopeless = any(one.slowdown > HOPELESS * limit for one, limit in pairs)
+        if not is_hopeless and most < math.inf:
+            price = self.layout.price_of_work([one.iteration_s for one in self._early])
+            is_hopeless = price > HOPELESS * most
+        if is_hopeless:
+            self._stop()
+        return is_hopeless
+
+    def forecasts(self) -> list[Forecast]:
+        """By job."""
+        if self._forecasts is None:
+            self._forecasts = self._run(STRETCH, NUM_STRETCHES)
+            self._stop()
+        return self._forecasts
+
+    def confirmed(self) -> list[Forecast]:
+        """By job, of a longer run."""
+        if self._confirmed is None:
+            self._confirmed = self._run(LONG_STRETCH, NUM_LONG_STRETCHES)
+            self._stop()
+        return self._confirmed
+
+    def _run(self, stretch: int, count: int) -> list[Forecast]:
+        if self._timeline is None:
+            pins = [sorted(pin, key=str) for pin in self.layout.pins]
+            slos = [job.slo for job in self.layout.jobs]
+            self._drawn = [[] for _ in pins]
+            self._timeline = GroupTimeline(pins, self._holds, order=self._order, slos=slos)
+        self._timeline.run_until(WARM_UP + stretch * count + 1)
+        return [
+            _forecast(begins, [self._draw(job, n)[0] for n in range(len(begins))], stretch)
+            for job, begins in enumerate(self._timeline.begins_s)
+        ]
+
+    def _stop(self) -> None:
+        """Keeps what was found, and no more: many are kept for long."""
+        self._timeline = None
+        self._drawn = []
+
+    def _holds(self, job: int, iteration: int) -> Holds:
+        return self._draw(job, iteration)[1]
+
+    def _draw(self, job: int, iteration: int) -> tuple[float, Holds]:
+        own = self._drawn[job]
+        while len(own) <= iteration:
+            times = self.layout.jobs[job].draw(*_point(job, len(own)))
+            sharing = self.layout.sharings[job]
+            own.append((sharing.work_s(times), sharing.holds(times)))
+        return own[iteration]
+
+
+def foresee(layout: Layout, order: Order) -> list[Forecast]:
+    """By job, of the longer run."""
+    return Outlook(layout, order).confirmed()
+
+
+def _is_fixed(job: ClusterJob) -> bool:
+    return len(job.rounds) == 1 and job.rounds[0].mean == job.rounds[0].worst
+
+
+def _point(job: int, number: int) -> tuple[float, float]:
+    """The job's own part of the sequence."""
+    at = number + 1 + 1000 * job
+    return (at * _STEP[0]) % 1.0, (at * _STEP[1] + 0.5 * (job % 2)) % 1.0
+
+
+def _forecast(begins_s: Sequence[float], works_s: Sequence[float], stretch: int) -> Forecast:
+    count = (len(begins_s) - 1 - WARM_UP) // stretch
+    cuts = [WARM_UP + stretch * n for n in range(count + 1)]
+    elapsed = [begins_s[b] - begins_s[a] for a, b in itertools.pairwise(cuts)]
+    works = [math.fsum(works_s[a:b]) for a, b in itertools.pairwise(cuts)]
+    ratio = math.fsum(elapsed) / math.fsum(works)
+    spread = math.fsum((e - ratio * w) ** 2 for e, w in zip(elapsed, works, strict=True))
+    deviation = math.sqrt(spread / max(count - 1, 1)) / fmean(works) * math.sqrt(stretch)
+    return Forecast(fmean(elapsed) / stretch, ratio, deviation)

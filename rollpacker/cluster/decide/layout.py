@@ -1,0 +1,167 @@
+"""A group as it is, or as it would be: its jobs, who is pinned where, what that costs and how fast
+it is. A value; placement makes candidates of it, and compares prices.
+
+The *price of work* is what placement lowers: the group's price per hour over how fast its jobs get
+on, each weighed by what it costs alone.
+
+    price of work = price_per_h x sum(value) / sum(value x speed)
+    speed         = seconds of an iteration alone / seconds of an iteration here
+
+Two jobs that over-saturate their nodes by 8 % cost 1.08 x one pair of nodes instead of two pairs: a
+saturated group may well be the cheapest one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from rollpacker.cluster.decide.group import (
+    Holds,
+    Sharing,
+    closed_period_s,
+    cycle_s,
+    load_s,
+    period_s,
+    sharing,
+)
+from rollpacker.cluster.decide.job import ClusterJob, Times
+from rollpacker.cluster.decide.nodes import Pool, memory_gib
+
+Pin = frozenset[object]
+"""Rollout nodes of a job; nodes that are not taken yet have numbers of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Jobs of more nodes come first, as in the turns."""
+
+    rollout_pool: Pool
+    train_pool: Pool
+    num_train_nodes: int
+    jobs: tuple[ClusterJob, ...]
+    pins: tuple[Pin, ...]
+    link_gb_s: float = math.inf
+    tail_release: bool = True
+
+    def plus(self, job: ClusterJob, pin: Pin) -> Layout:
+        """With one job more."""
+        pairs = sorted(
+            [*zip(self.jobs, self.pins, strict=True), (job, pin)], key=lambda p: -len(p[1])
+        )
+        return replace(
+            self, jobs=tuple(one for one, _ in pairs), pins=tuple(pin for _, pin in pairs)
+        )
+
+    def minus(self, name: str) -> Layout:
+        """Without this job."""
+        kept = [(j, p) for j, p in zip(self.jobs, self.pins, strict=True) if j.name != name]
+        return replace(self, jobs=tuple(j for j, _ in kept), pins=tuple(p for _, p in kept))
+
+    def with_times(self, job: ClusterJob) -> Layout:
+        """With other times of a job that is in it."""
+        return replace(self, jobs=tuple(job if j.name == job.name else j for j in self.jobs))
+
+    # -- what it costs -----------------------------------------------------------------
+
+    @cached_property
+    def rollout_nodes(self) -> Pin:
+        return Pin().union(*self.pins)
+
+    @property
+    def price_per_h(self) -> float:
+        return (
+            len(self.rollout_nodes) * self.rollout_pool.node_price_per_h
+            + self.num_train_nodes * self.train_pool.node_price_per_h
+        )
+
+    def price_of_work(self, iteration_s: Sequence[float]) -> float:
+        """For seconds of an iteration here, by job."""
+        value = progress = 0.0
+        for job, seconds in zip(self.jobs, iteration_s, strict=True):
+            own = self.value(job)
+            value += own
+            progress += own * sum(job.mean) / seconds
+        return self.price_per_h * value / progress
+
+    def value(self, job: ClusterJob) -> float:
+        """Price per hour of the nodes that the job would have alone in these pools."""
+        return alone_price(job, self.rollout_pool, self.train_pool)
+
+    def memory_fits(self) -> bool:
+        """Whether what parked processes keep has room on every node."""
+        if math.fsum(job.train_memory_gib for job in self.jobs) > self.train_pool.host_memory_gib:
+            return False
+        kept: dict[object, float] = {}
+        for job, pin in zip(self.jobs, self.pins, strict=True):
+            for node in pin:
+                kept[node] = kept.get(node, 0.0) + memory_gib(job, "rollout")
+        return max(kept.values()) <= self.rollout_pool.host_memory_gib
+
+    # -- how fast it is ----------------------------------------------------------------
+
+    @cached_property
+    def sharings(self) -> tuple[Sharing, ...]:
+        """By job."""
+        counts: dict[object, int] = {}
+        for pin in self.pins:
+            for node in pin:
+                counts[node] = counts.get(node, 0) + 1
+        return tuple(
+            sharing(
+                job,
+                rollout_nodes=len(pin),
+                train_devices=self.num_train_nodes * self.train_pool.devices_per_node,
+                rollout_scale=self.rollout_pool.scale,
+                train_scale=self.train_pool.scale,
+                node_shared=any(counts[node] > 1 for node in pin),
+                pool_shared=len(self.jobs) > 1,
+                link_gb_s=self.link_gb_s,
+                tail_release=self.tail_release,
+            )
+            for job, pin in zip(self.jobs, self.pins, strict=True)
+        )
+
+    def works_s(self) -> list[float]:
+        """By job: mean seconds of an iteration without waits and switches."""
+        return [one.work_s(job.mean) for job, one in zip(self.jobs, self.sharings, strict=True)]
+
+    def holds(self) -> list[Holds]:
+        """By job, of mean iterations."""
+        return [one.holds(job.mean) for job, one in zip(self.jobs, self.sharings, strict=True)]
+
+    def period_s(self) -> float:
+        """Of mean iterations, in round robin."""
+        return period_s(self.holds(), self.pins)
+
+    def closed_period_s(self) -> float:
+        """A lower bound of it, in no time."""
+        return closed_period_s(self.holds(), self.pins)
+
+    def slowdowns(self) -> list[float]:
+        """By job, of mean iterations in round robin."""
+        period = self.period_s()
+        return [period / work for work in self.works_s()]
+
+    def bound(self) -> tuple[float, float, list[float]]:
+        """Cycle, load and each job's seconds alone as published: of the longest iterations,
+        with nothing but the two phases."""
+        holds = [
+            Holds(times.rollout_s * one.rollout_scale, 0.0, times.train_s * one.train_scale, 0.0)
+            for times, one in zip(self._worst, self.sharings, strict=True)
+        ]
+        return cycle_s(holds), load_s(holds, self.pins), [one.cycle_s for one in holds]
+
+    @property
+    def _worst(self) -> list[Times]:
+        return [job.worst for job in self.jobs]
+
+
+def alone_price(job: ClusterJob, rollout: Pool, train: Pool) -> float:
+    """Per hour."""
+    return (
+        rollout.nodes_for(job.rollout_devices) * rollout.node_price_per_h
+        + train.nodes_for(job.train_devices) * train.node_price_per_h
+    )

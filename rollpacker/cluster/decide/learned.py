@@ -1,0 +1,102 @@
+"""How long a job's phases take, as its iterations show: it begins with the profile, which fades.
+
+The last `WINDOW` iterations count, all alike; at the begin they are iterations of the profile, of
+which each one that is seen replaces one. So drift is followed with a lag of half a window, and a
+kind of round that comes more often, or is new, gets its share. Placement hears of it only where
+that changes the mean by more than `MATERIAL`, and by more than luck makes of so few iterations:
+noise moves nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rollpacker.cluster.decide.job import ClusterJob, RoundTimes, Times
+
+WINDOW = 32
+"""Iterations."""
+MATERIAL = 0.04
+"""Of an iteration's mean."""
+SURE = 3.0
+"""Standard errors."""
+ENOUGH = 4
+"""Iterations of a kind of round, to say how long it takes."""
+_STEP = (0.7548776662466927, 0.5698402909980532)
+"""Of the additive sequence that fills a square most evenly: which iterations of the profile."""
+
+
+class LearnedTimes:
+    """Of one job. What is seen decides alone: the same iterations, the same times."""
+
+    def __init__(self, job: ClusterJob) -> None:
+        self._job = job
+        self._seen: deque[tuple[str, Times]] = deque(
+            (_of_profile(job, number) for number in range(WINDOW)), maxlen=WINDOW
+        )
+
+    def saw(self, kind: str, times: Times) -> ClusterJob | None:
+        """An iteration: seconds on the devices that the profile is of. Returns the job as it is now
+        known, if that has changed materially."""
+        self._seen.append((kind, times.positive()))
+        if not self._has_changed():
+            return None
+        self._job = replace(self._job, rounds=self._rounds())
+        return self._job
+
+    def _has_changed(self) -> bool:
+        """In the share of a kind of round, or in how long it takes."""
+        least = MATERIAL * math.fsum(self._job.mean)
+        known = {one.kind: one for one in self._job.rounds}
+        seen = self._by_kind()
+        for kind in known.keys() | seen.keys():
+            one, listed = known.get(kind), seen.get(kind, [])
+            before = 0.0 if one is None else one.share
+            share = len(listed) / WINDOW
+            luck = math.sqrt(max(before * (1 - before), share * (1 - share)) / WINDOW)
+            change = abs(share - before)
+            means = listed[0] if one is None else one.mean
+            if change > SURE * luck and change * math.fsum(means) > least:
+                return True
+            if one is not None and len(listed) >= ENOUGH:
+                for known_s, seconds in zip(one.mean, zip(*listed, strict=True), strict=True):
+                    if _differs(seconds, known_s, least / share):
+                        return True
+        return False
+
+    def _by_kind(self) -> dict[str, list[Times]]:
+        kinds: dict[str, list[Times]] = {}
+        for kind, times in self._seen:
+            kinds.setdefault(kind, []).append(times)
+        return kinds
+
+    def _rounds(self) -> tuple[RoundTimes, ...]:
+        return tuple(
+            RoundTimes(
+                kind=kind,
+                share=len(listed) / WINDOW,
+                rollout_s=tuple(one.rollout_s for one in listed),
+                train_s=tuple(one.train_s for one in listed),
+                between_s=math.fsum(one.between_s for one in listed) / len(listed),
+                after_s=math.fsum(one.after_s for one in listed) / len(listed),
+            )
+            for kind, listed in sorted(self._by_kind().items())
+        )
+
+
+def _differs(seconds: Sequence[float], known_s: float, least: float) -> bool:
+    """Whether their mean does by more than `least`, and by more than luck."""
+    mean = math.fsum(seconds) / len(seconds)
+    change = abs(mean - known_s)
+    if change <= least:
+        return False
+    spread = math.fsum((one - mean) ** 2 for one in seconds) / len(seconds)
+    return change > SURE * math.sqrt(spread / len(seconds))
+
+
+def _of_profile(job: ClusterJob, number: int) -> tuple[str, Times]:
+    which, quantile = ((number + 1) * step % 1.0 for step in _STEP)
+    one = job.round_at(which)
+    return one.kind, one.at(quantile)

@@ -1,0 +1,180 @@
+"""Pools of nodes: which are free, and what host memory the parked processes of jobs keep there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from rollpacker.cluster.decide.job import ClusterJob, Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Nodes of one kind, for one phase."""
+
+    name: str
+    phase: Phase
+    nodes: int
+    devices_per_node: int
+    price_per_device_h: float
+    host_memory_gib: float
+    """Of a node."""
+    scale: float = 1.0
+    """Seconds of a phase here over those in the job's profile."""
+
+    @property
+    def node_price_per_h(self) -> float:
+        return self.devices_per_node * self.price_per_device_h
+
+    def nodes_for(self, devices: int) -> int:
+        return math.ceil(devices / self.devices_per_node)
+
+
+class Node(NamedTuple):
+    """One node of a pool, numbered from 0."""
+
+    pool: str
+    number: int
+
+
+def memory_gib(job: ClusterJob, phase: Phase) -> float:
+    """What the job keeps in the host memory of each of its nodes of this phase."""
+    return job.rollout_memory_gib if phase == "rollout" else job.train_memory_gib
+
+
+class Nodes:
+    """Who is on which node. A node belongs to one group, or is free."""
+
+    def __init__(self, pools: Sequence[Pool]) -> None:
+        self.pools = {pool.name: pool for pool in pools}
+        self._free: dict[str, list[int]] = {
+            pool.name: list(range(pool.nodes - 1, -1, -1)) for pool in pools
+        }
+        self._jobs: dict[Node, dict[str, float]] = {}
+        """Of each node that is not free: its jobs, with the GiB that each keeps. Copies share what
+        is in it, so that it is replaced and not changed."""
+        self._drained: set[Node] = set()
+
+    def copy(self) -> Nodes:
+        """To try something out on."""
+        other = Nodes(())
+        other.pools = self.pools
+        other._free = {pool: [*free] for pool, free in self._free.items()}
+        other._jobs = dict(self._jobs)
+        other._drained = set(self._drained)
+        return other
+
+    def grow(self, pool: str, nodes: int) -> None:
+        """The pool has so many nodes, of which the new ones are free. Raises `ValueError`."""
+        own = self.pools.get(pool)
+        if own is None:
+            raise ValueError(f"there is no pool {pool}; there are {', '.join(self.pools)}")
+        if nodes < own.nodes:
+            raise ValueError(
+                f"pool {pool} has {own.nodes} nodes by now, and pools do not shrink to {nodes}: "
+                f"rollpacker cluster drain {pool}/{own.nodes - 1} takes a node out"
+            )
+        self._free[pool][:0] = range(nodes - 1, own.nodes - 1, -1)
+        self.pools = {**self.pools, pool: replace(own, nodes=nodes)}
+
+    def hide_free(self) -> None:
+        """Of a copy: none is free any more."""
+        self._free = {pool: [] for pool in self._free}
+
+    def num_free(self, pool: str) -> int:
+        return len(self._free[pool])
+
+    def take(self, pool: str, count: int) -> tuple[Node, ...]:
+        """So many free nodes, which are free no more."""
+        free = self._free[pool]
+        assert len(free) >= count, (pool, count)
+        taken = tuple(Node(pool, free.pop()) for _ in range(count))
+        self._jobs |= {node: {} for node in taken}
+        return taken
+
+    def give_back(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            jobs = self._jobs.pop(node)
+            assert not jobs, (node, jobs)
+            if node not in self._drained:
+                self._free[node.pool].append(node.number)
+
+    def drain(self, node: Node) -> None:
+        """It is not free any more: at once, or when it is given back. Raises `ValueError` for a
+        node that is not there."""
+        pool = self.pools.get(node.pool)
+        if pool is None or not 0 <= node.number < pool.nodes:
+            known = ", ".join(f"{one.name}/0 to {one.nodes - 1}" for one in self.pools.values())
+            raise ValueError(f"there is no node {node.pool}/{node.number}; there are {known}")
+        self._drained.add(node)
+        if node.number in self._free[node.pool]:
+            self._free[node.pool].remove(node.number)
+
+    def restore(self, node: Node) -> None:
+        """Jobs may come to it again."""
+        if node in self._drained:
+            self._drained.remove(node)
+            if node not in self._jobs:
+                self._free[node.pool].append(node.number)
+
+    def is_drained(self, node: Node) -> bool:
+        return node in self._drained
+
+    def settle(self, job: str, nodes: Iterable[Node], gib: float) -> None:
+        """The job keeps so much host memory on each of these nodes."""
+        for node in nodes:
+            self._jobs[node] = {**self._jobs[node], job: gib}
+            assert self.free_gib(node) >= 0, (node, self._jobs[node])
+
+    def unsettle(self, job: str, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            self._jobs[node] = {one: gib for one, gib in self._jobs[node].items() if one != job}
+
+    def jobs_on(self, node: Node) -> Sequence[str]:
+        return list(self._jobs.get(node, ()))
+
+    def free_gib(self, node: Node) -> float:
+        """Host memory that nobody keeps."""
+        return self.pools[node.pool].host_memory_gib - math.fsum(self._jobs[node].values())
+
+
+def pairs(pools: Iterable[Pool]) -> list[tuple[Pool, Pool]]:
+    """Each rollout pool with each training pool, in the order given."""
+    pools = list(pools)
+    return [
+        (rollout, train)
+        for rollout in pools
+        for train in pools
+        if rollout.phase == "rollout" and train.phase == "train"
+    ]
+
+
+FEWER: Mapping[Phase, str] = {
+    "rollout": "rollout_devices (of a run: rollout.engines)",
+    "train": "train_devices (of a run: train.processes)",
+}
+"""What to lower for a job to need fewer devices of a phase."""
+
+
+def check_job(job: ClusterJob, pools: Sequence[Pool]) -> None:
+    """Raises `ValueError` if the job fits on no nodes, even alone."""
+    phases: tuple[Phase, ...] = ("rollout", "train")
+    for phase in phases:
+        there = [pool for pool in pools if pool.phase == phase]
+        needed = job.rollout_devices if phase == "rollout" else job.train_devices
+        most = max(pool.nodes * pool.devices_per_node for pool in there)
+        if needed > most:
+            raise ValueError(
+                f"job {job.name} needs {needed} {phase} devices, and no {phase} pool has more than "
+                f"{most}: lower its {FEWER[phase]} or add nodes to a pool"
+            )
+        gib = memory_gib(job, phase)
+        room = max(pool.host_memory_gib for pool in there)
+        if gib > room:
+            raise ValueError(
+                f"job {job.name} keeps {gib:,.0f} GiB in the host memory of each {phase} node, and "
+                f"no {phase} node has more than {room:,.0f}: raise host_memory_gib, or spread the "
+                f"job over more devices"
+            )

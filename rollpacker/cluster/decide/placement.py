@@ -1,0 +1,378 @@
+"""Where a job could go: candidates in every group, among which a policy chooses.
+
+    candidates of a group   pack into rollout nodes that are there, or add nodes to it
+    and besides             a group of its own, in each pair of pools
+
+A policy is a function of what there is (`State`) and the job: the shipped one is in
+`cheapest_work.py`, RollMux's in `published.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+from rollpacker.cluster.decide.forecast import Forecast, Outlook, foresee
+from rollpacker.cluster.decide.job import ClusterJob
+from rollpacker.cluster.decide.layout import Layout, Pin
+from rollpacker.cluster.decide.nodes import Node, Nodes, memory_gib, pairs
+from rollpacker.cluster.decide.turns import Order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Where a job goes."""
+
+    group: int | None
+    """None: a new one."""
+    layout: Layout
+    """The group with the job in it; nodes that are not taken yet have negative numbers."""
+    pin: Pin
+    """The job's own rollout nodes."""
+    order: Order
+
+    @property
+    def new_nodes(self) -> int:
+        """Rollout nodes to take."""
+        return sum(is_new(node) for node in self.pin)
+
+    @property
+    def takes_nodes(self) -> bool:
+        """Whether nodes are taken that nobody has."""
+        return self.group is None or self.new_nodes > 0
+
+
+def new_node(number: int) -> object:
+    """Stands for a rollout node that is free now."""
+    return Node("", -1 - number)
+
+
+def is_new(node: object) -> bool:
+    return isinstance(node, Node) and node.number < 0
+
+
+class Rest(NamedTuple):
+    """The rest of a job's life."""
+
+    spare_s: float
+    """That it may wait, besides what its SLO lets it wait in the iterations that are left. Below 0:
+    so much longer than its SLO allows has it waited."""
+    iterations: int
+
+    def slowdown(self, slo: float, work_s: float) -> float:
+        """That it may have, so that the whole keeps the SLO; `work_s`: of an iteration to come."""
+        return slo + self.spare_s / (self.iterations * work_s)
+
+
+def rest_of(job: ClusterJob, rest: Mapping[str, Rest]) -> Rest:
+    """All of it, if nothing is known."""
+    return rest.get(job.name) or Rest(0.0, job.steps)
+
+
+def limits(layout: Layout, rest: Mapping[str, Rest]) -> list[float]:
+    """By job: the slowdown that the rest of its life may have."""
+    return [
+        rest_of(job, rest).slowdown(job.slo, work)
+        for job, work in zip(layout.jobs, layout.works_s(), strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What can be said of a group in a microsecond: which groups are worth a closer look."""
+
+    price_of_work: float
+    price_per_h: float
+    node_price_per_h: float
+    train_share: float
+    """Of the training pool's time, if no job were slowed down."""
+    rollout_share: float
+    """The same of the least loaded rollout node."""
+    needed_share: float
+    """Of the training pool's time, if every job were slowed down as far as its SLO lets it."""
+    spare_devices: int
+
+    def could_take(self, job: ClusterJob) -> bool:
+        """False: no order of turns keeps all SLOs with this job."""
+        mean = job.mean
+        return (
+            job.train_devices <= self.spare_devices
+            and self.needed_share + mean.train_s / (job.slo * sum(mean)) * self._spread(job) <= 1.0
+        )
+
+    def rise(self, job: ClusterJob) -> float:
+        """About how much the price of work rises, packed or with new nodes."""
+        mean = job.mean
+        whole = sum(mean)
+        train = self.train_share + mean.train_s / whole * self._spread(job)
+        rollout = self.rollout_share + mean.rollout_s / whole
+        packed = self.price_per_h * max(1.0, train, rollout)
+        wider = (self.price_per_h + self.node_price_per_h) * max(1.0, train)
+        return min(packed, wider) - self.price_of_work
+
+    def _spread(self, job: ClusterJob) -> float:
+        return job.train_devices / self.spare_devices
+
+
+def summary_of(layout: Layout, rest: Mapping[str, Rest], iteration_s: Sequence[float]) -> Summary:
+    """For seconds of an iteration as they are, by job."""
+    holds, works = layout.holds(), layout.works_s()
+    busy: dict[object, float] = {}
+    for pin, one, work in zip(layout.pins, holds, works, strict=True):
+        for node in pin:
+            busy[node] = busy.get(node, 0.0) + one.rollout_s / work
+    shares = [one.train_s / work for one, work in zip(holds, works, strict=True)]
+    return Summary(
+        price_of_work=layout.price_of_work(iteration_s),
+        price_per_h=layout.price_per_h,
+        node_price_per_h=layout.rollout_pool.node_price_per_h,
+        train_share=math.fsum(shares),
+        rollout_share=min(busy.values()),
+        needed_share=math.fsum(
+            share / max(limit, 1.0)
+            for share, limit in zip(shares, limits(layout, rest), strict=True)
+        ),
+        spare_devices=layout.num_train_nodes * layout.train_pool.devices_per_node,
+    )
+
+
+@dataclass(slots=True)
+class Standing:
+    """A group as it stands."""
+
+    layout: Layout
+    order: Order
+    train_nodes: tuple[Node, ...]
+    rest: dict[str, Rest] = field(default_factory=dict)
+    """Of jobs that have committed an iteration."""
+    tried: dict[str, int] = field(default_factory=dict)
+    """Iterations that jobs had left when they last tried to save a promise that is in danger."""
+    _forecasts: list[Forecast] | None = None
+    _summary: Summary | None = None
+    _without: dict[str, float] = field(default_factory=dict)
+    _outlooks: dict[tuple[str, Pin, Order], Outlook] = field(default_factory=dict)
+    """Of the group with one job more, by that job, its nodes and the order of turns."""
+
+    @property
+    def summary(self) -> Summary:
+        if self._summary is None:
+            seconds = [one.iteration_s for one in self.forecasts]
+            self._summary = summary_of(self.layout, self.rest, seconds)
+        return self._summary
+
+    @property
+    def forecasts(self) -> list[Forecast]:
+        """As the group is, by job."""
+        if self._forecasts is None:
+            self._forecasts = foresee(self.layout, self.order)
+        return self._forecasts
+
+    def with_layout(self, layout: Layout, order: Order) -> Standing:
+        """The group with other jobs in it, of which nothing is found out yet."""
+        names = {job.name for job in layout.jobs}
+        rest = {name: one for name, one in self.rest.items() if name in names}
+        return Standing(layout, order, self.train_nodes, rest)
+
+    def changed(self) -> None:
+        """What was found out about the group is made anew when it is next asked for."""
+        self._summary = self._forecasts = None
+        self._without.clear()
+        self.tried.clear()
+        self._outlooks.clear()
+
+    def saved_without(self, job: str) -> float:
+        """How much the price of work falls if the job leaves."""
+        if job not in self._without:
+            others = self.layout.minus(job)
+            price = 0.0
+            if others.jobs:
+                forecasts = foresee(others, self.order)
+                price = others.price_of_work([one.iteration_s for one in forecasts])
+            self._without[job] = self.summary.price_of_work - price
+        return self._without[job]
+
+    def outlook(self, choice: Choice, job: ClusterJob, order: Order) -> Outlook:
+        """If the job came. A job looks around after each change of the cluster, and most changes
+        are of other groups than those it looks at."""
+        key = (job.name, choice.pin, order)
+        found = self._outlooks.get(key)
+        if found is None or found.layout != choice.layout:  # another job of that name
+            found = self._outlooks[key] = Outlook(choice.layout, order)
+        return found
+
+
+class Settled(NamedTuple):
+    """Where a job is now."""
+
+    group: int
+    rollout_nodes: tuple[Node, ...]
+    train_nodes: tuple[Node, ...]
+    opened: tuple[Node, ...]
+    """Of these, those that were free."""
+
+
+@dataclass(slots=True, kw_only=True)
+class State:
+    """What there is when a job comes."""
+
+    nodes: Nodes
+    groups: dict[int, Standing] = field(default_factory=dict)
+    link_gb_s: float = math.inf
+    max_group: int = 5
+    num_groups: int = 0
+    """That there ever were: the next one's number."""
+
+    def copy(self) -> State:
+        """To try something out on; groups that do not change are shared, with what is known."""
+        return replace(self, nodes=self.nodes.copy(), groups=dict(self.groups))
+
+    def as_if_full(self) -> State:
+        """With no free nodes."""
+        nodes = self.nodes.copy()
+        nodes.hide_free()
+        return replace(self, nodes=nodes)
+
+    def settle(
+        self, job: ClusterJob, choice: Choice, *, tail_release: bool, rest: Rest | None = None
+    ) -> Settled:
+        """The job goes where it was chosen to. `rest`: of its life, where it has waited or run."""
+        layout, nodes = choice.layout, self.nodes
+        taken = opened = nodes.take(layout.rollout_pool.name, choice.new_nodes)
+        named = dict(zip(sorted((n for n in choice.pin if is_new(n)), key=str), taken, strict=True))
+        pin = frozenset(named.get(node, node) for node in choice.pin)
+        pins = tuple(
+            pin if one.name == job.name else old
+            for one, old in zip(layout.jobs, layout.pins, strict=True)
+        )
+        layout = replace(layout, pins=pins, tail_release=tail_release)
+        if choice.group is None:
+            number = self.num_groups
+            self.num_groups += 1
+            train_nodes = nodes.take(layout.train_pool.name, layout.num_train_nodes)
+            opened += train_nodes
+            standing = Standing(layout, choice.order, train_nodes)
+        else:
+            number = choice.group
+            standing = self.groups[number].with_layout(layout, choice.order)
+        if rest is not None:
+            standing.rest[job.name] = rest
+        self.groups[number] = standing
+        rollout_nodes = tuple(sorted(node for node in pin if isinstance(node, Node)))
+        nodes.settle(job.name, rollout_nodes, memory_gib(job, "rollout"))
+        nodes.settle(job.name, standing.train_nodes, memory_gib(job, "train"))
+        return Settled(number, rollout_nodes, standing.train_nodes, opened)
+
+    def unsettle(self, name: str, number: int) -> tuple[Node, ...]:
+        """The job leaves its group. Returns the nodes that nobody has any more."""
+        standing, nodes = self.groups[number], self.nodes
+        layout = standing.layout
+        pin = next(
+            pin for job, pin in zip(layout.jobs, layout.pins, strict=True) if job.name == name
+        )
+        rollout_nodes = sorted(node for node in pin if isinstance(node, Node))
+        nodes.unsettle(name, (*rollout_nodes, *standing.train_nodes))
+        closed = [node for node in rollout_nodes if not nodes.jobs_on(node)]
+        self.groups[number] = standing.with_layout(layout.minus(name), standing.order)
+        if not self.groups[number].layout.jobs:
+            closed += standing.train_nodes
+            del self.groups[number]
+        nodes.give_back(closed)
+        return tuple(closed)
+
+    def alone(self, job: ClusterJob) -> Iterator[Choice]:
+        """A group of its own, in each pair of pools that has room."""
+        for rollout, train in pairs(self.nodes.pools.values()):
+            pin = Pin(new_node(n) for n in range(rollout.nodes_for(job.rollout_devices)))
+            layout = Layout(
+                rollout_pool=rollout,
+                train_pool=train,
+                num_train_nodes=train.nodes_for(job.train_devices),
+                jobs=(job,),
+                pins=(pin,),
+                link_gb_s=self.link_gb_s,
+            )
+            if (
+                len(pin) <= self.nodes.num_free(rollout.name)
+                and layout.num_train_nodes <= self.nodes.num_free(train.name)
+                and layout.memory_fits()
+            ):
+                yield Choice(group=None, layout=layout, pin=pin, order="round_robin")
+
+    def in_group(self, number: int, job: ClusterJob) -> Iterator[Choice]:
+        """Packed into the least loaded rollout nodes of the group, then with one, two, ... new ones
+        instead, as far as memory and free nodes allow."""
+        standing = self.groups[number]
+        layout = standing.layout
+        if len(layout.jobs) >= self.max_group:
+            return
+        if any(map(self.nodes.is_drained, standing.train_nodes)):
+            return
+        train = layout.train_pool
+        if job.train_devices > layout.num_train_nodes * train.devices_per_node:
+            return
+        wanted = layout.rollout_pool.nodes_for(job.rollout_devices)
+        loads: dict[object, float] = {}
+        for pin, own in zip(layout.pins, layout.holds(), strict=True):
+            for node in pin:
+                loads[node] = loads.get(node, 0.0) + own.rollout_s
+        there = sorted(loads, key=lambda node: (loads[node], str(node)))
+        room = [node for node in there if self._has_room(node, job)]
+        free = self.nodes.num_free(layout.rollout_pool.name)
+        for new in range(max(wanted - len(room), 0), min(wanted, free) + 1):
+            pin = Pin((*room[: wanted - new], *map(new_node, range(new))))
+            changed = layout.plus(job, pin)
+            if changed.memory_fits():
+                yield Choice(group=number, layout=changed, pin=pin, order=standing.order)
+
+    def _has_room(self, node: object, job: ClusterJob) -> bool:
+        assert isinstance(node, Node)
+        free_gib = self.nodes.free_gib(node)
+        return free_gib >= job.rollout_memory_gib and not self.nodes.is_drained(node)
+
+
+class Policy(Protocol):
+    """Chooses where a job goes."""
+
+    @property
+    def tail_release(self) -> bool:
+        """Whether a rollout's tail leaves the nodes to the next job."""
+
+    def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
+        """None: it has to wait for nodes. `rest`: of its life, if it has waited or run."""
+
+    def obstacle(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> str:
+        """What keeps a job from all nodes that `place` finds none for, in words; empty: nobody
+        says."""
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether running jobs move, or are stopped, for one that waits (`room.py`)."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether what iterations show replaces a job's profile."""
+
+    def is_endangered(self, standing: Standing) -> bool:
+        """Whether a promise is likely to be broken if everybody stays."""
+
+    def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:
+        """Where a job of the group should go at a commit; into its own: another order of turns is
+        to be taken there. None: it stays."""
+
+
+class Stays:
+    """Of policies that never move a job."""
+
+    learns = False
+    makes_room = False
+
+    def obstacle(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> str:
+        return ""
+
+    def is_endangered(self, standing: Standing) -> bool:
+        return False
+
+    def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:
+        return None

@@ -1,0 +1,119 @@
+"""Room for a job that waits for nodes, made at the commit of one that runs.
+
+    by_moving     the one that runs goes elsewhere, so that both fit: its restart is charged, and
+                  every SLO is kept with it
+    by_stopping   of two jobs the one with the lower priority waits instead, if the other would have
+                  come before it in the queue (`waiting.py`)
+
+Each restart starts a job that waits, so that there are no more of them than jobs. A job is stopped
+only for those of higher priority, and these never for it: no two jobs take each other's place. And
+only for those that the queue lets overtake it, by its bound: nobody starves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from rollpacker.cluster.decide.job import ClusterJob
+from rollpacker.cluster.decide.placement import Choice, Policy, Rest, State, limits, rest_of
+
+WORTH = 2.0
+"""Room is made if the wait that it saves is worth so many restarts."""
+MAX_STOPPED = 4
+"""Jobs that are looked at for one to stop: those that come last in the queue."""
+
+
+class Late(NamedTuple):
+    """A job that has to be started, with what its waits and its restart leave of its SLO."""
+
+    job: ClusterJob
+    rest: Rest | None
+    """None: it has not waited."""
+
+
+def bearable(job: ClusterJob, rest: Rest) -> Rest:
+    """Of a job that has waited for nodes. Where that has broken its promise, the promise binds
+    nobody any more, and what is left of its life goes as its SLO says: else nobody could join it,
+    and everybody else would wait the longer."""
+    if rest.slowdown(job.slo, math.fsum(job.mean)) < 1:
+        return Rest(0.0, rest.iterations)
+    return rest
+
+
+def restarted(job: ClusterJob, rest: Rest) -> Rest:
+    """After a cold start more."""
+    return rest._replace(spare_s=rest.spare_s - job.cold_start_s)
+
+
+def pays(state: State, number: int, job: ClusterJob, waits: ClusterJob, restarts: float) -> bool:
+    """Whether so many restarts of a job of the group cost less than to have the other one wait
+    until the next job ends, at least."""
+    layout = state.groups[number].layout
+    soonest_s = min(
+        rest_of(one, standing.rest).iterations * math.fsum(one.mean)
+        for standing in state.groups.values()
+        for one in standing.layout.jobs
+    )
+    costs = WORTH * restarts * job.cold_start_s * layout.value(job)
+    return costs <= soonest_s * layout.value(waits)
+
+
+def by_moving(
+    policy: Policy, state: State, number: int, job: ClusterJob, rest: Rest, waits: Late
+) -> Sequence[tuple[Late, Choice]]:
+    """Where both go, in this order, once the job has left its group; empty: they do not fit, or
+    its restart would break its own promise."""
+    moved = Late(job, restarted(job, rest))
+    without = state.copy()
+    without.unsettle(job.name, number)
+    if policy.place(without, waits.job, rest=waits.rest) is None:
+        return ()
+    for packs in (False, True):
+        for order in ((waits, moved), (moved, waits)):
+            found = _in_turn(policy, without.copy(), order, packs)
+            if found and _survives(found, moved, rest):
+                return found
+    return ()
+
+
+def _in_turn(
+    policy: Policy, state: State, jobs: Sequence[Late], packs: bool
+) -> Sequence[tuple[Late, Choice]]:
+    """Where these go, one after the other; empty: one of them fits nowhere. `packs`: the first one
+    leaves the free nodes to the others, though it may be cheaper on some of them."""
+    found: list[tuple[Late, Choice]] = []
+    for n, one in enumerate(jobs):
+        there = state.as_if_full() if packs and n == 0 else state
+        choice = policy.place(there, one.job, rest=one.rest)
+        if choice is None:
+            return ()
+        state.settle(one.job, choice, tail_release=policy.tail_release, rest=one.rest)
+        found.append((one, choice))
+    return found
+
+
+def _survives(found: Iterable[tuple[Late, Choice]], moved: Late, before: Rest) -> bool:
+    """Whether the job's promise can be kept in spite of its restart, if it could without."""
+    assert moved.rest is not None
+    choice = next(choice for one, choice in found if one is moved)
+    layout, name = choice.layout, moved.job.name
+    index = [one.name for one in layout.jobs].index(name)
+    return (
+        limits(layout, {name: moved.rest})[index] >= 1 or limits(layout, {name: before})[index] < 1
+    )
+
+
+def by_stopping(
+    policy: Policy, state: State, behind: Mapping[str, int], waits: Late
+) -> tuple[str, Choice] | None:
+    """Who is to be stopped, and where the one that waits goes then. `behind`: jobs of lower
+    priority that come after it in the queue, with their groups, the last one first."""
+    for name, number in list(behind.items())[:MAX_STOPPED]:
+        without = state.copy()
+        without.unsettle(name, number)
+        choice = policy.place(without, waits.job, rest=waits.rest)
+        if choice is not None:
+            return name, choice
+    return None

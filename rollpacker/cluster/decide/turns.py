@@ -1,0 +1,267 @@
+"""Whose turn it is on the nodes of one group: jobs ask for a phase's nodes, and are granted them.
+
+    ask(job, phase) -> waits -> granted: all its nodes of that phase at once -> leave(job, phase)
+
+A job holds the nodes of one phase at most, so nobody who holds anything waits for anything: there
+is no circular wait. Orders:
+
+    round_robin   each job once a turn, in one fixed order on every node; who is not there yet is
+                  waited for (`awaited`). Its period has a closed form (`group.period_s`). What a
+                  job asks for besides (a second rollout before its training: a refill, an
+                  evaluation; training before a rollout: to begin, to mend) is no turn: it is first
+                  come, first served.
+    first_come    who asked first; nobody overtakes on a node that an earlier one waits for, so that
+                  a job of many nodes does not starve.
+    least_slack   as first_come, but who is closest to breaking its SLO comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rollpacker.cluster.decide.job import Phase
+
+Order = Literal["round_robin", "first_come", "least_slack"]
+ORDERS: tuple[Order, ...] = ("round_robin", "first_come", "least_slack")
+
+TRAINING = "training"
+"""The group's training nodes, which are held together."""
+
+Node = Hashable
+
+
+@dataclass(slots=True)
+class _Member:
+    rank: tuple[int, int]
+    """Place in the cyclic order."""
+    nodes: Mapping[Phase, tuple[Node, ...]]
+    slo: float
+    turns: dict[Phase, int]
+    """How many of each phase it was granted, counted from those of the others when it joined."""
+    waits_for: Phase | None = None
+    is_extra: bool = False
+    """What it waits for is not its turn's."""
+    holds: Phase | None = None
+    asked: int = 0
+    """Number of its last ask, among all asks of the group."""
+    asked_s: float = 0.0
+    since_s: float = 0.0
+    """Its first ask."""
+    away_since_s: float = 0.0
+    """When it last let go of nodes, or of its wait for some."""
+    waited_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A node, or the training nodes."""
+
+    members: list[_Member] = field(default_factory=list)
+    """Who uses it."""
+    holder: str | None = None
+
+    def due(self, phase: Phase) -> _Member:
+        """Whose turn it is in round robin: who had the fewest."""
+        return min(self.members, key=lambda one: (one.turns[phase], one.rank))
+
+
+class Turns:
+    """The turns of one group. All decisions are functions of what was asked, left and when."""
+
+    def __init__(self, order: Order = "round_robin") -> None:
+        self._order: Order = order
+        self._members: dict[str, _Member] = {}
+        self._seats: dict[Node, _Seat] = {TRAINING: _Seat()}
+        self._waiting: dict[str, _Member] = {}
+        self._num_asked = 0
+        self._num_joined = 0
+
+    @property
+    def order(self) -> Order:
+        return self._order
+
+    @order.setter
+    def order(self, order: Order) -> None:
+        """In round robin turns are counted from now on, without who has had more before."""
+        if order == "round_robin" != self._order:
+            for one in self._members.values():
+                is_between = one.turns["rollout"] > one.turns["train"]
+                one.turns = {"rollout": 1, "train": 0 if is_between else 1}
+        self._order = order
+
+    @property
+    def jobs(self) -> Sequence[str]:
+        return list(self._members)
+
+    def holder(self, node: Node) -> str | None:
+        """Who has the node; None: nobody."""
+        seat = self._seats.get(node)
+        return None if seat is None else seat.holder
+
+    def join(self, job: str, rollout_nodes: Sequence[Node], slo: float) -> None:
+        """The job takes part in turns from now on, which begins with a rollout. Jobs of more nodes
+        come earlier in the cyclic order. Its first turn is the next that nobody has begun, so that
+        rollouts and trainings stay in one order."""
+        assert job not in self._members and rollout_nodes
+        self._num_joined += 1
+        rank = (-len(rollout_nodes), self._num_joined)
+        nodes: dict[Phase, tuple[Node, ...]] = {
+            "rollout": tuple(rollout_nodes),
+            "train": (TRAINING,),
+        }
+        begun = max((one.turns["rollout"] for one in self._members.values()), default=0)
+        member = _Member(rank=rank, nodes=nodes, slo=slo, turns={"rollout": begun, "train": begun})
+        self._members[job] = member
+        for node in (*rollout_nodes, TRAINING):
+            self._seats.setdefault(node, _Seat()).members.append(member)
+
+    def remove(self, job: str, now_s: float) -> list[tuple[str, Phase]]:
+        """The job takes part no more, whatever it waits for or holds. Returns what is granted to
+        others by that."""
+        member = self._members.pop(job)
+        self._waiting.pop(job, None)
+        for node in (*member.nodes["rollout"], TRAINING):
+            seat = self._seats[node]
+            seat.members = [one for one in seat.members if one is not member]
+            if seat.holder == job:
+                seat.holder = None
+            if not seat.members and node != TRAINING:
+                del self._seats[node]
+        return self._grant(now_s)
+
+    def ask(self, job: str, phase: Phase, now_s: float) -> list[tuple[str, Phase]]:
+        """The job wants the nodes of a phase. Returns what is granted, to it or to others."""
+        member = self._members[job]
+        assert member.waits_for is None and member.holds is None, job
+        if member.asked == 0:
+            member.since_s = now_s
+        self._num_asked += 1
+        self._waiting[job] = member
+        has_rolled_out = member.turns["rollout"] > member.turns["train"]
+        member.is_extra = (phase == "rollout") == has_rolled_out
+        member.waits_for, member.asked, member.asked_s = phase, self._num_asked, now_s
+        return self._grant(now_s)
+
+    def withdraw(self, job: str, now_s: float) -> list[tuple[str, Phase]]:
+        """The job waits for nothing any more. Returns what is granted to others by that."""
+        if self._waiting.pop(job, None) is not None:
+            self._members[job].waits_for = None
+            self._members[job].away_since_s = now_s
+        return self._grant(now_s)
+
+    def leave(self, job: str, phase: Phase, now_s: float) -> list[tuple[str, Phase]]:
+        """The job is done with the nodes, or gives them up at its tail. Returns what is granted."""
+        member = self._members[job]
+        assert member.holds == phase, (job, phase, member.holds)
+        member.holds, member.away_since_s = None, now_s
+        for node in member.nodes[phase]:
+            self._seats[node].holder = None
+        return self._grant(now_s)
+
+    def awaited(self, now_s: float) -> dict[str, float]:
+        """Jobs for which free nodes are kept from others that want them, and for how long they have
+        neither held nor wanted any."""
+        if self._order != "round_robin":
+            return {}
+        away = {
+            id(one): job
+            for job, one in self._members.items()
+            if one.holds is None and one.waits_for is None
+        }
+        found = dict[str, float]()
+        for member in self._waiting.values():
+            phase = member.waits_for
+            assert phase is not None
+            for node in () if member.is_extra else member.nodes[phase]:
+                due = self._seats[node].due(phase)
+                if self._seats[node].holder is None and id(due) in away:
+                    found[away[id(due)]] = now_s - due.away_since_s
+        return found
+
+    def kept_for(self, job: str) -> str | None:
+        """Whose turn it is on the nodes that the job waits for, where nobody holds any of them;
+        None: it is nobody else's, or nothing is waited for."""
+        member = self._waiting.get(job)
+        if member is None or member.waits_for is None or member.is_extra:
+            return None
+        phase = member.waits_for
+        seats = [self._seats[node] for node in member.nodes[phase]]
+        if self._order != "round_robin" or any(seat.holder for seat in seats):
+            return None
+        due = [seat.due(phase) for seat in seats]
+        others = (name for one in due for name, who in self._members.items() if who is one)
+        return next((name for name in others if name != job), None)
+
+    # -- who is next -------------------------------------------------------------------
+
+    def _grant(self, now_s: float) -> list[tuple[str, Phase]]:
+        if not self._waiting:
+            return []
+        if len(self._waiting) == 1:  # in all orders the same, and most often so
+            ((job, member),) = self._waiting.items()
+            return [self._give(job, member, now_s)] if self._is_due(member) else []
+        waiting = [*self._waiting.items()]
+        if self._order == "round_robin":
+            return self._grant_round_robin(waiting, now_s)
+        if self._order == "first_come":
+            waiting.sort(key=lambda pair: pair[1].asked)
+        elif len(waiting) > 1:
+            waiting.sort(key=lambda pair: (_slack(pair[1], now_s), pair[1].asked))
+        granted, blocked = [], set[Node]()
+        for job, member in waiting:
+            assert member.waits_for is not None
+            nodes = member.nodes[member.waits_for]
+            if any(node in blocked or self._seats[node].holder for node in nodes):
+                blocked.update(nodes)
+            else:
+                granted.append(self._give(job, member, now_s))
+        return granted
+
+    def _is_due(self, member: _Member) -> bool:
+        """Whether its nodes are free, and in round robin it is its turn."""
+        phase = member.waits_for
+        assert phase is not None
+        is_in_turn = self._order == "round_robin" and not member.is_extra
+        for node in member.nodes[phase]:
+            seat = self._seats[node]
+            if seat.holder is not None or (is_in_turn and seat.due(phase) is not member):
+                return False
+        return True
+
+    def _grant_round_robin(
+        self, waiting: Sequence[tuple[str, _Member]], now_s: float
+    ) -> list[tuple[str, Phase]]:
+        granted, blocked = [], set[Node]()
+        for job, member in waiting:
+            assert member.waits_for is not None
+            nodes, phase = member.nodes[member.waits_for], member.waits_for
+            seats = [self._seats[node] for node in nodes]
+            if not (member.is_extra or all(seat.due(phase) is member for seat in seats)):
+                continue
+            if blocked.isdisjoint(nodes) and all(seat.holder is None for seat in seats):
+                granted.append(self._give(job, member, now_s))
+            else:
+                blocked.update(nodes)
+        return granted
+
+    def _give(self, job: str, member: _Member, now_s: float) -> tuple[str, Phase]:
+        phase = member.waits_for
+        assert phase is not None
+        for node in member.nodes[phase]:
+            seat = self._seats[node]
+            assert seat.holder is None, (node, seat.holder)
+            seat.holder = job
+        del self._waiting[job]
+        member.waits_for, member.holds = None, phase
+        member.turns[phase] += not member.is_extra
+        member.waited_s += max(now_s - member.asked_s, 0.0)
+        return job, phase
+
+
+def _slack(member: _Member, now_s: float) -> float:
+    """Seconds that the job may still wait, over what it has worked: below 0 its SLO is broken."""
+    elapsed_s = now_s - member.since_s
+    waited_s = member.waited_s + now_s - member.asked_s
+    return (member.slo - 1) * (elapsed_s - waited_s) - waited_s

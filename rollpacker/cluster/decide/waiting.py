@@ -1,0 +1,170 @@
+"""Jobs that wait for nodes: who is next, and who has to wait because of a quota.
+
+    came(job) = when it was submitted
+                - ageing x priority                    one more: as if it came so much earlier
+                + ageing x share of the quota in use   of its owner, from 0 to 1
+
+The earliest comes first. All age alike, so that priority is a head start and no rank: a job is
+overtaken only by those that come less than `ageing x (what they have more of priority + 1)` after
+it, and none starves. The share is that of the phase of which the owner has more; who has no quota
+has one of all devices.
+
+A quota bounds the devices that the running jobs of an owner asked for, shared or not. A job beyond
+it waits and keeps nobody up. A job within it that fits on no nodes keeps everybody up that comes
+after it: a smaller one that overtook it would hold nodes that it waits for, and one that is packed
+into a group keeps that group's nodes from being free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from rollpacker.cluster.decide.job import ClusterJob, Phase
+from rollpacker.cluster.decide.nodes import FEWER, Pool
+
+AGEING_H = 4.0
+"""What a priority more is worth, in hours."""
+PHASES: tuple[Phase, ...] = ("rollout", "train")
+Devices = Mapping[Phase, int]
+"""By phase."""
+
+
+class Waiting:
+    """The jobs that wait."""
+
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        quotas: Mapping[str, Devices] | None = None,
+        ageing_s: float = AGEING_H * 3600,
+    ) -> None:
+        """`quotas`: by owner; a phase that is not there has no bound."""
+        assert math.isfinite(ageing_s) and ageing_s >= 0, ageing_s
+        self.grow(pools)
+        self._quotas = quotas or {}
+        self._ageing_s = ageing_s
+        self._jobs: dict[str, tuple[ClusterJob, float]] = {}
+        """By name, in the order in which they came, with when."""
+
+    def grow(self, pools: Sequence[Pool]) -> None:
+        """These are what there is."""
+        self._all = {
+            phase: sum(pool.nodes * pool.devices_per_node for pool in pools if pool.phase == phase)
+            for phase in PHASES
+        }
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[ClusterJob]:
+        """In the order in which they came."""
+        return iter([job for job, _ in self._jobs.values()])
+
+    def add(self, job: ClusterJob, at_s: float) -> None:
+        """Raises `ValueError` for a job that its owner's quota never lets start."""
+        check_quota(job, self._quotas)
+        self._jobs[job.name] = (job, at_s)
+
+    def remove(self, name: str) -> None:
+        """Nothing, if there is no such job."""
+        self._jobs.pop(name, None)
+
+    def take(self, name: str) -> float:
+        """Remove one that waits, which has its nodes now. Returns when it came."""
+        return self._jobs.pop(name)[1]
+
+    def behind(self, job: ClusterJob, running: Sequence[tuple[ClusterJob, float]]) -> list[str]:
+        """Of running jobs, with when they came: those of lower priority that one that waits would
+        come before in the queue if they waited too; the one that would come last of them first."""
+        used = _used(one for one, _ in running)
+        behind: list[tuple[float, str]] = []
+        for one, at_s in running:
+            if one.priority < job.priority:
+                without = {**used, one.owner: _less(used[one.owner], one)}
+                came_s = self._came_s(self._jobs[job.name], without)
+                behind_s = self._came_s((one, at_s), without) - came_s
+                if behind_s > 0:
+                    behind.append((behind_s, one.name))
+        return [name for _, name in sorted(behind, reverse=True)]
+
+    def in_order(self, running: Iterable[ClusterJob]) -> list[ClusterJob]:
+        """All, the next one first, while these jobs run."""
+        return self._in_order(_used(running)) if self._jobs else []
+
+    def next(self, running: Iterable[ClusterJob]) -> ClusterJob | None:
+        """The first with which its owner is within the quota; None: there is none."""
+        if not self._jobs:
+            return None
+        used = _used(running)
+        return next((job for job in self._in_order(used) if self._is_within(job, used)), None)
+
+    def why_not_next(self, name: str, running: Iterable[ClusterJob]) -> str:
+        """Why a job that waits would not be given nodes even if there were some, in words; empty:
+        it would."""
+        if name not in self._jobs:
+            return ""
+        running = list(running)
+        used, (job, _) = _used(running), self._jobs[name]
+        for phase, most in self._quotas.get(job.owner, {}).items():
+            has, more = used.get(job.owner, {}).get(phase, 0), devices(job, phase)
+            if has + more > most:
+                return (
+                    f"{job.owner}'s running jobs have {has} of the {most} {phase} devices of "
+                    f"quotas.{job.owner}, and it needs {more}"
+                )
+        first = self.next(running)
+        if first is None or first.name == name:
+            return ""
+        return f"{first.name} comes first, which fits nowhere now, and nobody overtakes it"
+
+    def _came_s(self, entry: tuple[ClusterJob, float], used: Mapping[str, Devices]) -> float:
+        job, at_s = entry
+        return at_s - self._ageing_s * (job.priority - self._share(job.owner, used))
+
+    def _in_order(self, used: Mapping[str, Devices]) -> list[ClusterJob]:
+        entries = sorted(self._jobs.values(), key=lambda entry: self._came_s(entry, used))
+        return [job for job, _ in entries]
+
+    def _share(self, owner: str, used: Mapping[str, Devices]) -> float:
+        """Jobs on shared nodes may have asked for more devices than there are."""
+        if owner not in used:
+            return 0.0
+        most = {**self._all, **self._quotas.get(owner, {})}
+        return min(max(used[owner][phase] / most[phase] for phase in PHASES), 1.0)
+
+    def _is_within(self, job: ClusterJob, used: Mapping[str, Devices]) -> bool:
+        has = used.get(job.owner, {})
+        return all(
+            has.get(phase, 0) + devices(job, phase) <= most
+            for phase, most in self._quotas.get(job.owner, {}).items()
+        )
+
+
+def check_quota(job: ClusterJob, quotas: Mapping[str, Devices]) -> None:
+    """Raises `ValueError` for a job that its owner's quota never lets start."""
+    for phase, most in quotas.get(job.owner, {}).items():
+        if devices(job, phase) > most:
+            raise ValueError(
+                f"job {job.name} needs {devices(job, phase)} {phase} devices, and {job.owner} may "
+                f"have {most}: lower its {FEWER[phase]} or raise quotas.{job.owner}.{phase}"
+            )
+
+
+def devices(job: ClusterJob, phase: Phase) -> int:
+    """That the job asks for."""
+    return job.rollout_devices if phase == "rollout" else job.train_devices
+
+
+def _used(running: Iterable[ClusterJob]) -> dict[str, dict[Phase, int]]:
+    """Devices that the jobs asked for, by owner."""
+    used: dict[str, dict[Phase, int]] = {}
+    for job in running:
+        has = used.setdefault(job.owner, dict.fromkeys(PHASES, 0))
+        for phase in PHASES:
+            has[phase] += devices(job, phase)
+    return used
+
+
+def _less(has: Devices, job: ClusterJob) -> dict[Phase, int]:
+    return {phase: has[phase] - devices(job, phase) for phase in PHASES}

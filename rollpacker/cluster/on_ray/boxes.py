@@ -1,0 +1,74 @@
+"""A cluster's letters in one process's memory: that of an actor behind ray (`ray_mail.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from rollpacker.cluster.seats.mailbox import Letter
+
+NUM_KEYS = 100_000
+"""Keys that are remembered, so that a letter which is posted again is not put in twice: whoever
+does that does so within seconds."""
+
+
+class Boxes:
+    """See `Mailbox`. All methods run in one event loop; each answers with the epoch, too."""
+
+    def __init__(self) -> None:
+        self._epoch = secrets.token_hex(8)
+        self._numbers = itertools.count(1)
+        self._letters: dict[str, list[Letter]] = {}
+        self._keys: OrderedDict[tuple[str, str, str], None] = OrderedDict()
+        self._waiting: dict[str, set[asyncio.Event]] = {}
+
+    async def epoch(self) -> str:
+        return self._epoch
+
+    async def post(
+        self, box: str, sender: str, key: str, kind: str, facts: Mapping[str, Any]
+    ) -> str:
+        known = (box, sender, key)
+        if known not in self._keys:
+            number = next(self._numbers)
+            letter = Letter(number=number, sender=sender, kind=kind, facts=facts, key=key)
+            self._letters.setdefault(box, []).append(letter)
+            for waiter in self._waiting.get(box, ()):
+                waiter.set()
+            if len(self._keys) >= NUM_KEYS:
+                self._keys.popitem(last=False)
+        self._keys[known] = None
+        self._keys.move_to_end(known)
+        return self._epoch
+
+    async def read(self, box: str, after: int, within_s: float) -> tuple[str, list[Letter]]:
+        news = asyncio.Event()
+        waiting = self._waiting.setdefault(box, set())
+        waiting.add(news)
+        try:
+            if not (found := self._after(box, after)):
+                try:
+                    await asyncio.wait_for(news.wait(), within_s)
+                    found = self._after(box, after)
+                except TimeoutError:
+                    pass
+        finally:
+            waiting.discard(news)
+            if not waiting and self._waiting.get(box) is waiting:
+                del self._waiting[box]
+        return self._epoch, found
+
+    def _after(self, box: str, after: int) -> list[Letter]:
+        return [letter for letter in self._letters.get(box, ()) if letter.number > after]
+
+    async def forget(self, box: str, upto: int) -> str:
+        left = self._after(box, upto)
+        if left:
+            self._letters[box] = left
+        else:
+            self._letters.pop(box, None)
+        return self._epoch

@@ -1,0 +1,277 @@
+"""Who starts a cluster's jobs on ray, and ends them: a detached actor on each host, a *warden*.
+
+    service -- Runner --> RayRunner --> warden of a host --> keeper --> `rollpacker train ...`
+
+Wardens and jobs outlive the service: the next one finds them by name. Jobs are no jobs of ray's own
+(`ray job submit`), for which every cluster needs ray's dashboard: an HTTP server, and two dozen
+packages. That could not promise what a lease needs either: that all of a job is gone, on every
+host, when `kill` returns.
+
+Of a host that ray does not have nobody can say what runs there. A job counts as gone from it when
+it was away for so long that its keepers have ended everything (`Wardens.is_empty`), and not before.
+
+Which hosts are a pool's nodes follows from ray's resources: a host was started with
+`--resources='{"pool_NAME": 1}'`. Where no host has any such, and a phase has no more than one node,
+both nodes are the host of the head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray.autoscaler.sdk import request_resources
+
+from rollpacker.cluster.on_ray.warden import HOSTS, Start
+from rollpacker.cluster.on_ray.wardens import MARGIN_S, Wardens
+from rollpacker.cluster.service.runner import NoHost
+from rollpacker.workers.hosts.ray_agents import LEASE_S
+from rollpacker.workers.hosts.token import MODE, PATH
+
+if TYPE_CHECKING:
+    from rollpacker.cluster.decide.nodes import Node
+    from rollpacker.cluster.service.runner import Order
+
+NODES_FILE = "nodes.json"
+"""Of the cluster's folder: which host is which node."""
+STARTS_FILE = "starts.jsonl"
+"""Of the cluster's folder: on which hosts each job was started, how it has ended, and from which
+hosts it was gone as nobody could reach them."""
+BEGIN_S, KILL_S = 3.0, 2.0
+"""So long a call waits for that."""
+CODES_S = 0.02
+"""So old may be what a warden said."""
+
+
+def pool_resource(pool: str) -> str:
+    """Of the hosts that are this pool's nodes, as ray knows it."""
+    return f"pool_{pool}"
+
+
+class RayRunner:
+    """See `Runner`. This process is connected to ray."""
+
+    def __init__(self, name: str, *, head: str, folder: str | Path, one_host: bool = False) -> None:
+        """`name`: of the cluster, for its wardens. `head`: ray's, as all hosts reach it. What is
+        known of jobs, and what they print, is in `folder`, on the host of each. `one_host`: nodes
+        may be the head's host where no host says which pool it is of. Never of a phase that has
+        several: two jobs would be on the same devices at once."""
+        self._folder = Path(folder).resolve()
+        self._head = head
+        self._one_host = one_host
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._wardens = Wardens(name, head=head, folder=self._folder)
+        self._nodes: dict[str, str] = {}
+        """Addresses of nodes, by POOL/NUMBER."""
+        with contextlib.suppress(FileNotFoundError):
+            self._nodes = json.loads((self._folder / NODES_FILE).read_text())
+        self._places: dict[Start, tuple[str, ...]] = {}
+        """The addresses of all hosts where it may have processes, first of which is the one that it
+        was started on."""
+        self._codes: dict[Start, int] = {}
+        """Of those that have ended."""
+        self._left: dict[str, set[Start]] = {}
+        """By host: what was gone from it as nobody could reach it. Whoever comes there looks."""
+        self._read_starts()
+        self._gone_s: dict[Start, float] = {}
+        """Since when its first process is known to be gone."""
+        self._said_codes: dict[str, tuple[float, Mapping[Start, int | None]]] = {}
+        """By host: when its warden said so, and what."""
+
+    def _read_starts(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self._folder / STARTS_FILE).read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):  # its writer was killed
+                    said = json.loads(line)
+                    start = (said["job"], said["incarnation"])
+                    if "code" in said:
+                        self._codes[start] = said["code"]
+                        for address in said.get("left", ()):
+                            self._left.setdefault(address, set()).add(start)
+                    else:
+                        self._places[start] = tuple(said["hosts"])
+                        self._codes.pop(start, None)
+                        for address in said["hosts"]:  # `_clear` came before
+                            self._left.pop(address, None)
+
+    def _write_start(self, start: Start, **facts: Any) -> None:
+        line = json.dumps({"job": start[0], "incarnation": start[1], **facts})
+        with (self._folder / STARTS_FILE).open("a") as file:
+            file.write(f"\n{line}")  # the last one may be half of one
+
+    # -- where ---------------------------------------------------------------------------
+
+    def hosts(self, *, fresh: bool = True) -> dict[str, dict[str, float]]:
+        """See `Wardens.hosts`."""
+        return self._wardens.hosts(fresh=fresh)
+
+    def host_of(self, node: Node) -> str | None:
+        """The node's address, which stays its own while that host is there, or until another one
+        takes its place; what runs on the host that had it keeps that one from becoming another
+        node. None: ray has no more free hosts of the pool. Raises `OSError`."""
+        hosts = self.hosts()
+        is_marked = any(
+            name.startswith(pool_resource("")) for one in hosts.values() for name in one
+        )
+        if self._one_host and not is_marked:
+            return next(iter(hosts), None)
+        of_pool = [address for address, one in hosts.items() if pool_resource(node.pool) in one]
+        name = f"{node.pool}/{node.number}"
+        if self._nodes.get(name) not in of_pool:
+            taken = {host for one, host in self._nodes.items() if one.startswith(f"{node.pool}/")}
+            for start in self._places.keys() - self._codes.keys():
+                taken.update(self._places[start])
+            free = [address for address in of_pool if address not in taken]
+            if not free:
+                return None
+            self._nodes[name] = free[0]
+            draft = self._folder / f"{NODES_FILE}.new"
+            draft.write_text(json.dumps(self._nodes, indent=1))
+            draft.replace(self._folder / NODES_FILE)
+        return self._nodes[name]
+
+    def _address(self, node: Node) -> str:
+        address = self.host_of(node)
+        if address is None:
+            raise NoHost(
+                node,
+                f"ray has no host for node {node.number} of the pool {node.pool}: start one with "
+                f'ray start --address={self._head} --resources=\'{{"{pool_resource(node.pool)}": '
+                "1}'",
+            )
+        return address
+
+    def has_host(self, node: Node) -> bool:
+        """See `Runner`."""
+        return self.host_of(node) is not None
+
+    # -- jobs ----------------------------------------------------------------------------
+
+    def start(self, order: Order) -> None:
+        """See `Runner`. The job's first process is on the host of its first training node, which
+        writes its checkpoints."""
+        start = (order.job, order.incarnation)
+        rollout = [self._address(node) for node in order.rollout_nodes]
+        train = [self._address(node) for node in order.train_nodes]
+        address, code = train[0], self._codes.get(start)
+        earlier = self._places.get(start, ()) if code is None else ()
+        if code not in (None, -1) or (earlier and earlier[0] != address):
+            return  # on what was its node then; whether it runs there still, `ended` says
+        environ = dict(order.environ)
+        if len(self.hosts()) > 1:
+            for variable, addresses in zip(HOSTS.values(), (rollout, train), strict=True):
+                environ[variable] = ",".join(dict.fromkeys(addresses))
+        own = {"RAY_ADDRESS": self._head, **{name: os.environ[name] for name in (MODE, PATH)}}
+        places = tuple(dict.fromkeys((*train, *rollout, *earlier)))
+        for place in places:
+            self._wardens.make(place)
+            self._clear(place)
+        if places != earlier:
+            self._write_start(start, hosts=places)
+            self._places[start] = places
+            self._codes.pop(start, None)  # nobody knew it, or its host was away for too long
+            self._gone_s.pop(start, None)
+        order = replace(order, environ=environ)
+        self._wardens.tell([address], "begin", order, own, key=start, within_s=BEGIN_S)
+        self._wardens.forget(address, "codes")
+        self._said_codes.pop(address, None)
+
+    def _clear(self, address: str) -> None:
+        """End what was left on a host that was away. Keepers have done that, but for one that was
+        killed, or stopped with its job."""
+        for start in sorted(self._left.get(address, ())):
+            self._wardens.tell([address], "kill", *start, key=start, within_s=KILL_S)
+        self._left.pop(address, None)
+
+    def stop(self, job: str, incarnation: int) -> None:
+        """See `Runner`."""
+        start = (job, incarnation)
+        if start in self._places and start not in self._codes:
+            self._wardens.tell([self._places[start][0]], "stop", job, incarnation, key=start)
+
+    def kill(self, job: str, incarnation: int) -> None:
+        """See `Runner`. Other hosts than those of its nodes are told, but not waited for: a job has
+        no business there. Raises `OSError` as long as one of its own is cut off."""
+        start, hosts = (job, incarnation), self.hosts()
+        if start in self._codes or start not in self._places:
+            return
+        self._kill_everywhere(start, hosts)
+        code: int | None = -1
+        if (first := self._places[start][0]) in hosts:  # it may have ended before, with another one
+            code = self._wardens.tell([first], "codes", [start], key=start)[0][start]
+        if code is not None:
+            self._end(start, code)
+
+    def _kill_everywhere(self, start: Start, hosts: Mapping[str, Mapping[str, float]]) -> None:
+        first, *others = self._places[start]
+        for address in hosts.keys() - {first}:  # it may take long until the first process is gone
+            self._wardens.begin(address, "kill", *start, key=("before", start))
+        self._kill_on(first, start)
+        gone_s = self._gone_s.setdefault(start, time.monotonic())
+        for address in others:
+            self._kill_on(address, start)
+            if address not in hosts and time.monotonic() - gone_s < LEASE_S + MARGIN_S:
+                raise OSError(
+                    f"{address} is cut off, and what {start[0]} has there may still go on"
+                )
+        for address in hosts:
+            self._wardens.forget(address, "kill", ("before", start))
+
+    def _kill_on(self, address: str, start: Start) -> None:
+        if address in self.hosts(fresh=False):
+            self._wardens.tell([address], "kill", *start, key=start, within_s=KILL_S)
+        elif not self._wardens.is_empty(address):
+            raise OSError(f"{address} is cut off, and what {start[0]} has there is not gone yet")
+        else:
+            self._left.setdefault(address, set()).add(start)
+
+    def ended(self, job: str, incarnation: int) -> int | None:
+        """See `Runner`. Once it says a code, nothing of the job is on any host. None also of a job
+        whose hosts do not answer: its lease ends if it is silent, too."""
+        start = (job, incarnation)
+        if start not in self._places:
+            return -1
+        with contextlib.suppress(OSError):
+            if start not in self._codes and (code := self._code(start)) is not None:
+                self._kill_everywhere(start, self.hosts())
+                self._end(start, code)
+        return self._codes.get(start)
+
+    def _end(self, start: Start, code: int) -> None:
+        if start not in self._codes:
+            left = sorted(address for address, starts in self._left.items() if start in starts)
+            self._write_start(start, code=code, left=left)
+            self._codes[start] = code
+
+    def _code(self, start: Start) -> int | None:
+        address = self._places[start][0]
+        if address not in self.hosts(fresh=False):
+            return -1 if self._wardens.is_empty(address) else None
+        said_s, codes = self._said_codes.get(address, (0.0, {}))
+        if start not in codes or time.monotonic() - said_s > CODES_S:
+            # Whoever asks about one asks about the others, too.
+            known = [one for one, there in self._places.items() if there[0] == address]
+            known = [one for one in known if one not in self._codes]
+            (codes,) = self._wardens.tell([address], "codes", known)
+            self._said_codes[address] = time.monotonic(), codes
+        return codes.get(start)
+
+    def last_lines(self, job: str) -> str:
+        """See `Runner`: of its last start."""
+        places = {start[1]: places[0] for start, places in self._places.items() if start[0] == job}
+        if not places or (address := places[max(places)]) not in self.hosts(fresh=False):
+            return ""
+        with contextlib.suppress(OSError):
+            return str(self._wardens.tell([address], "last_lines", job, key=job)[0])
+        return ""
+
+    def want(self, num_nodes: Mapping[str, int]) -> None:
+        """See `Runner`. Ray's autoscaler is told, where there is one."""
+        bundles = [{pool_resource(pool): 1} for pool, n in num_nodes.items() for _ in range(n)]
+        self._wardens.ask_ray(request_resources, None, bundles)

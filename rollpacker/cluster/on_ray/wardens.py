@@ -1,0 +1,187 @@
+"""The hosts of a cluster on ray, and on each a detached actor that starts and ends jobs: a *warden*
+(`warden.py`).
+
+Who calls is never kept waiting by a host that does not answer: a call goes on, and who asks the
+same once more gets its answer. Ray takes up to a minute to give such a host up.
+
+Whether a host is one of the cluster's, ray's head says, to the service and to the host's own
+warden alike. A raylet that it has given up it never takes back: so what a host without any has was
+last known to be the cluster's before, and is ended by its keepers `keeper.FENCE_S` later, whether
+or not anybody can reach it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from rollpacker.cluster.on_ray.mail import NAMESPACE
+from rollpacker.cluster.on_ray.warden import Warden
+from rollpacker.cluster.service.keeper import FENCE_S
+from rollpacker.workers.hosts.ray_connection import check_answers, say_short
+
+ANSWER_S = 1.0
+MUTE_S = 1.0
+"""A host that has not answered for so long is not waited for any more."""
+HOSTS_S = 1.0
+"""So old may be what ray said, where nothing hangs on it."""
+MARGIN_S = 5.0
+"""Keepers look once a second, and what they end is gone a little later."""
+
+# Ray starts it again, also without a service: jobs end where none is for `FENCE_S`.
+_Actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=16)(
+    Warden
+)
+
+
+class Wardens:
+    """This process is connected to ray. All methods raise `OSError` where ray's head does not
+    answer."""
+
+    def __init__(self, name: str, *, head: str, folder: Path) -> None:
+        """`name`: of the cluster. `head`: ray's address. `folder`: on each host, for jobs."""
+        self._name, self._head, self._folder = name, head, folder
+        self._actors: dict[str, Any] = {}
+        self._calls: dict[tuple[str, str, Hashable], tuple[Any, float]] = {}
+        """Not answered yet, by host, method, and what tells them apart; and when they began."""
+        self._hosts: dict[str, dict[str, float]] = {}
+        self._looked_s = -math.inf
+        self._away: dict[str, tuple[frozenset[str], float]] = {}
+        """Hosts that ray does not have: the raylets that it knew there, and since when it is known
+        that all of them are given up."""
+
+    # -- hosts ---------------------------------------------------------------------------
+
+    def hosts(self, *, fresh: bool = True) -> dict[str, dict[str, float]]:
+        """Address and resources of the hosts that ray takes to be there, the head's first.
+        `fresh`: not as they were a second ago."""
+        if fresh or time.monotonic() - self._looked_s > HOSTS_S:
+            nodes = self.ask_ray(ray.nodes)
+            head = "node:__internal_head__"
+            alive = [node for node in nodes if node["Alive"]]
+            alive.sort(key=lambda node: (head not in node["Resources"], node["NodeManagerAddress"]))
+            self._hosts = {node["NodeManagerAddress"]: node["Resources"] for node in alive}
+            self._looked_s = time.monotonic()
+            raylets = defaultdict[str, set[str]](set)
+            for node in nodes:
+                raylets[node["NodeManagerAddress"]].add(node["NodeID"])
+            self._away = {
+                address: self._away_since(address, frozenset(raylets[address]))
+                for address in {*raylets, *self._away} - self._hosts.keys()
+            }
+        return self._hosts
+
+    def _away_since(self, address: str, raylets: frozenset[str]) -> tuple[frozenset[str], float]:
+        known = self._away.get(address)
+        return known if known and known[0] == raylets else (raylets, self._looked_s)
+
+    def is_empty(self, address: str) -> bool:
+        """Whether the host is away for so long that no job is there any more."""
+        if address in self.hosts(fresh=False):
+            return False
+        _, since_s = self._away.setdefault(address, (frozenset(), time.monotonic()))
+        if time.monotonic() - since_s <= FENCE_S + MARGIN_S:
+            return False
+        return address not in self.hosts() and self._away[address][1] == since_s
+
+    # -- calls ---------------------------------------------------------------------------
+
+    def begin(self, address: str, method: str, *arguments: Any, key: Hashable = None) -> None:
+        """Call a method of this host's warden, unless such a call is not answered yet. `key`: what
+        tells it from other calls of the method."""
+        call = (address, method, key)
+        if call not in self._calls:
+            function = getattr(self._actor(address), method)
+            self._calls[call] = function.remote(*arguments), time.monotonic()
+
+    def tell(
+        self,
+        addresses: Sequence[str],
+        method: str,
+        *arguments: Any,
+        key: Hashable = None,
+        within_s: float = ANSWER_S,
+    ) -> list[Any]:
+        """See `begin`. Returns the answers, each of which is given once. Raises `OSError` for the
+        first that there is none of yet, or that is an error."""
+        for address in addresses:
+            self.begin(address, method, *arguments, key=key)
+        mute = self._mute()
+        asked = [self._calls[address, method, key][0] for address in addresses]
+        awaited = [one for one, there in zip(asked, addresses, strict=True) if there not in mute]
+        if awaited:
+            ray.wait(awaited, num_returns=len(awaited), timeout=within_s)
+        done, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
+        for address, reference in zip(addresses, asked, strict=True):
+            if reference not in done:
+                raise OSError(f"{address} does not answer")
+        return [self._answer(address, method, key) for address in addresses]
+
+    def forget(self, address: str, method: str, key: Hashable = None) -> None:
+        """Nobody wants the answer of this call any more: the next one is another."""
+        self._calls.pop((address, method, key), None)
+
+    def _answer(self, address: str, method: str, key: Hashable) -> Any:
+        reference, _ = self._calls.pop((address, method, key))
+        try:
+            return ray.get(reference)
+        except RayTaskError as error:
+            raise OSError(f"{address}: {error.cause}") from error
+        except RayActorError as error:  # another one goes on in its place
+            self._actors.pop(address, None)
+            raise OSError(f"{address}: its warden is gone; ray starts another one") from error
+        except RayError as error:
+            raise OSError(f"{address}: {say_short(error)}") from error
+
+    def _mute(self) -> set[str]:
+        now_s = time.monotonic()
+        old = {
+            reference: address
+            for (address, _, _), (reference, began_s) in self._calls.items()
+            if now_s - began_s > MUTE_S
+        }
+        if not old:
+            return set()
+        _, unanswered = ray.wait(list(old), num_returns=len(old), timeout=0)
+        return {old[reference] for reference in unanswered}
+
+    def ask_ray(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call one of ray's own functions."""
+        try:
+            check_answers(self._head)
+            return function(*arguments)
+        except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+            raise OSError(f"ray at {self._head} cannot be asked: {say_short(error)}") from error
+
+    # -- wardens -------------------------------------------------------------------------
+
+    def make(self, address: str) -> None:
+        """Have one on this host before it is needed: ray takes seconds for that."""
+        self._actor(address)
+
+    def _actor(self, address: str) -> Any:
+        if address not in self._actors:
+            self._actors[address] = self.ask_ray(self._make, address)
+        return self._actors[address]
+
+    def _make(self, address: str) -> Any:
+        return _Actor.options(
+            name=f"warden-{self._name}-{address}",
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            resources={f"node:{address}": 0.001},
+        ).remote(self._folder, address, _is_member)
+
+
+def _is_member() -> bool:
+    """Of the process that asks: whether ray's head has its raylet."""
+    own = ray.get_runtime_context().get_node_id()
+    return any(node["NodeID"] == own and node["Alive"] for node in ray.nodes())

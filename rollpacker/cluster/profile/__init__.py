@@ -1,0 +1,1 @@
+"""How long a job's phases take, told from its event log."""

@@ -1,0 +1,348 @@
+"""A job as a cluster plans with it, of what a run's log shows.
+
+    events.jsonl -> iterations (`phase_times.py`) -> without warm-up -> by kind of round
+    checkpoint   -> bytes of the weights and of the trainer's state -> host memory, switches, link
+    config.yaml  -> devices, steps
+
+What the log does not know is stated: `WAKE_GB_S`, and `COLD_START_S` where no start was logged.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollpacker.cluster.decide.iteration import Iteration
+from rollpacker.cluster.decide.job import ClusterJob, Phase, RoundTimes, Times
+from rollpacker.cluster.decide.nodes import Pool
+from rollpacker.cluster.profile.phase_times import PhaseTimes
+from rollpacker.config.load import differences, load_config, to_plain
+from rollpacker.config.schema import RunConfig
+from rollpacker.core.commands import Commit, Leave
+from rollpacker.core.events import Entered
+from rollpacker.core.ids import PoolName
+from rollpacker.core.records import POOL_SWITCH, Entry, Note, Record
+from rollpacker.report.log import EventLog, events_path
+
+CONFIG_FILE = "config.yaml"
+MIN_ITERATIONS = 3
+MAX_ITERATIONS = 300
+"""The latest: how long responses are changes over a run."""
+WARM_FACTOR = 1.5
+MAX_WARM = 3
+WAKE_GB_S: Mapping[Phase, float] = {"rollout": 25.0, "train": 10.0}
+"""Between host memory and a device, 1e9 bytes per second, of each device; parking takes as long.
+Published warm starts (RollMux, arXiv 2512.11306) come to 18 to 39 and to 8 to 12."""
+COLD_START_S = 60.0
+GIB, GB = 2**30, 1e9
+SHAPING = (
+    *("model.path", "model.device", "model.dtype", "model.lora", "model.quantization"),
+    *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_response_tokens"),
+    *("rollout.dynamic_sampling", "environment"),
+    *("rollout.engine.name", "rollout.engines", "train.processes", "train.pipeline.stages"),
+)
+"""Keys of a run's config without which another run's phases take another time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProfile:
+    """What a run's folder says of its iterations and its size."""
+
+    folder: Path
+    config: RunConfig
+    rounds: tuple[RoundTimes, ...]
+    num_iterations: int
+    """That `rounds` are made of."""
+    num_warm: int
+    """Iterations at the begin that were left out."""
+    switch_s: Mapping[PoolName, float]
+    """Mean seconds to wake and to park on a pool, together, where the run shared pools."""
+    start_s: float | None
+    """What starting took, the last time; None: the log does not say."""
+    model_bytes: int
+    """Of the weights, as the newest checkpoint has them; 0: there is none."""
+    trainer_bytes: int
+    """Of the trainer's state there, weights included."""
+
+
+def job_of_run(
+    folder: str | Path,
+    *,
+    name: str,
+    slo: float,
+    steps: int | None = None,
+    config: RunConfig | None = None,
+    on_gpus: bool = False,
+    pools: Sequence[Pool] = (),
+    **given: Any,
+) -> ClusterJob:
+    """The job that a run is, or will be, by the log of this one.
+
+    `steps`: until it ends; None: as many as its config says. `config`: of the run that will be; its
+    phases must be those of the log. `on_gpus`: the pools have GPUs. `pools`: on whose nodes it will
+    be. `given`: fields of `ClusterJob` that are known better. Raises `ValueError` with one message
+    for a folder that tells too little, or of another run."""
+    profile = read_profile(folder)
+    if config is not None:
+        check_profile(profile, config)
+    check_device(profile, on_gpus=on_gpus)
+    return ClusterJob(
+        **{
+            **run_needs(profile, pools),
+            **given,
+            "name": name,
+            "slo": slo,
+            "steps": steps_of(config or profile.config, steps, folder),
+            "rounds": profile.rounds,
+        }
+    )
+
+
+def steps_of(config: RunConfig, steps: int | None, folder: str | Path) -> int:
+    """Raises `ValueError` where only the data says when the run ends."""
+    steps = config.train.steps if steps is None else steps
+    if steps is None:
+        raise ValueError(
+            f"profile {folder}: how many steps the job takes is not known, its config has "
+            "train.epochs alone: give steps (train.steps=400)"
+        )
+    return steps
+
+
+def run_needs(profile: RunProfile, pools: Sequence[Pool] = ()) -> dict[str, Any]:
+    """Devices, memory, switches and start, as fields of `ClusterJob`. Memory and switches follow
+    from the sizes of the checkpoint's files: of weights and optimizer alone, without what the
+    processes take for themselves. What is published is part of the training of a run that shared
+    pools, and does not cross the link once more."""
+    needs = needs_of(
+        model_bytes=profile.model_bytes,
+        trainer_bytes=profile.trainer_bytes,
+        devices=devices_of(profile.config),
+        num_copies=profile.config.rollout.engines,
+        pools=pools,
+    )
+    needs["cold_start_s"] = COLD_START_S if profile.start_s is None else profile.start_s
+    if profile.switch_s:
+        needs["model_gb"] = 0.0
+    return needs | {f"{pool}_switch_s": seconds for pool, seconds in profile.switch_s.items()}
+
+
+def needs_of(
+    *,
+    model_bytes: float,
+    trainer_bytes: float,
+    devices: Mapping[Phase, int],
+    num_copies: int,
+    pools: Sequence[Pool] = (),
+) -> dict[str, Any]:
+    """Devices, memory and switches as fields of `ClusterJob`. The engines keep `num_copies` of the
+    weights, spread over their devices; the trainer's state is spread over its own. `pools`: on the
+    nodes of which the job will be."""
+    held = {"rollout": model_bytes * num_copies, "train": trainer_bytes}
+    needs: dict[str, Any] = {"model_gb": model_bytes / GB}
+    for phase, count in devices.items():
+        needs[f"{phase}_devices"] = count
+        needs[f"{phase}_memory_gib"] = held[phase] / fewest_nodes(phase, count, pools) / GIB
+        needs[f"{phase}_switch_s"] = 2 * held[phase] / count / GB / WAKE_GB_S[phase]
+    return needs
+
+
+def fewest_nodes(phase: Phase, devices: int, pools: Sequence[Pool]) -> int:
+    """That a job with so many devices is spread over, in the pools of the phase that have as many:
+    there each of its nodes keeps the most. Where no pool has, as on nodes of 8."""
+    counts = [
+        pool.nodes_for(devices)
+        for pool in pools
+        if pool.phase == phase and pool.nodes_for(devices) <= pool.nodes
+    ]
+    return min(counts, default=math.ceil(devices / 8))
+
+
+def devices_of(config: RunConfig) -> dict[Phase, int]:
+    """Of the engines, and of the trainer."""
+    return {
+        "rollout": config.rollout.engines * config.parallelism_planner.initial,
+        "train": config.train.processes or 1,
+    }
+
+
+# -- reading a folder --------------------------------------------------------------
+
+
+def read_profile(folder: str | Path) -> RunProfile:
+    """Raises `ValueError` (`LogError`, `ConfigError`) for a folder that is none of a run, for a log
+    that is damaged, and for one with too few iterations."""
+    events = events_path(folder)
+    if not (events.parent / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"profile {folder} holds no {CONFIG_FILE}, by which a run's devices are known: give "
+            "the folder of a run, such as runs/quickstart"
+        )
+    config = load_config(events.parent / CONFIG_FILE, [], RunConfig)
+    book = _Book()
+    for entry in EventLog(events):
+        book.feed(entry)
+    iterations = without_last(book.iterations, book.last_step)
+    kept = without_warm_up(iterations)
+    num_whole = _num_whole(kept)
+    if num_whole < MIN_ITERATIONS:
+        warm = len(iterations) - len(kept)
+        left_out = f" besides {warm} of warm-up" if warm else ""
+        raise ValueError(
+            f"profile {folder} has {num_whole} whole iterations{left_out}, and a profile takes "
+            f"{MIN_ITERATIONS} or more: let it run for more steps (train.steps)"
+        )
+    newest = _newest_checkpoint(events.parent)
+    return RunProfile(
+        folder=events.parent,
+        config=config,
+        rounds=rounds_of(kept),
+        num_iterations=len(kept),
+        num_warm=len(iterations) - len(kept),
+        switch_s=book.switch_s(),
+        start_s=book.start_s,
+        model_bytes=0 if newest is None else _weight_bytes(newest / "model"),
+        trainer_bytes=0 if newest is None else _weight_bytes(newest / "trainer"),
+    )
+
+
+def check_profile(profile: RunProfile, config: RunConfig) -> None:
+    """Raises `ValueError` if a run with this config would have other phases than the profile's."""
+    for key, theirs, ours in differences(to_plain(profile.config), to_plain(config)):
+        if any(key == one or key.startswith(f"{one}.") for one in SHAPING):
+            raise ValueError(
+                f"profile {profile.folder} is of another run: it had {key}={_word(theirs)}, and "
+                f"this one has {_word(ours)}, which changes how long its phases take. Run this one "
+                f"alone for {MIN_ITERATIONS + MAX_WARM} steps, and give its folder"
+            )
+
+
+def check_device(profile: RunProfile, *, on_gpus: bool) -> None:
+    """Raises `ValueError` for seconds of a CPU where GPUs are planned with."""
+    if on_gpus and profile.config.model.device == "cpu":
+        raise ValueError(
+            f"profile {profile.folder} was made on a CPU (model.device=cpu), and the pools have "
+            f"GPUs: make one of {MIN_ITERATIONS} steps or more on them"
+        )
+
+
+def _word(value: object) -> str:
+    if isinstance(value, Mapping):  # a whole part of the config, which the other has not
+        return "one"
+    return "nothing" if value is None else str(value)
+
+
+@dataclass(slots=True)
+class _Book:
+    """What is taken from a log, in one pass."""
+
+    iterations: list[Iteration] = field(default_factory=list)
+    start_s: float | None = None
+    last_step: int | None = None
+    """With which the run is over."""
+    _times: PhaseTimes = field(default_factory=PhaseTimes)
+    _woke_s: dict[PoolName, list[float]] = field(default_factory=dict)
+    _parked_s: dict[PoolName, list[float]] = field(default_factory=dict)
+    _left: PoolName | None = None
+
+    def feed(self, entry: Entry) -> None:
+        done = self._times.feed(entry)
+        if done is not None:
+            self.iterations.append(done)
+        if isinstance(entry, Record):
+            if isinstance(entry.event, Entered):
+                self._woke_s.setdefault(entry.event.pool, []).append(entry.event.switch_s)
+            for command in entry.commands:
+                if isinstance(command, Leave):
+                    self._left = command.pool
+                elif isinstance(command, Commit):
+                    self.last_step = command.step if command.last else None
+        elif isinstance(entry, Note) and entry.name == "startup":
+            self.start_s = entry.seconds
+        elif isinstance(entry, Note) and entry.name == POOL_SWITCH and self._left is not None:
+            self._parked_s.setdefault(self._left, []).append(entry.seconds)
+
+    def switch_s(self) -> dict[PoolName, float]:
+        """Median of both ways; nothing of a run that had its pools to itself."""
+        return {
+            pool: statistics.median(woke) + statistics.median(self._parked_s.get(pool, [0.0]))
+            for pool, woke in self._woke_s.items()
+            if any(woke)
+        }
+
+
+def saved_step(folder: Path) -> int:
+    """The step of the run's newest checkpoint, from which it would go on; 0: there is none."""
+    newest = _newest_checkpoint(folder)
+    return 0 if newest is None else int(newest.name[5:])
+
+
+def _newest_checkpoint(folder: Path) -> Path | None:
+    """The last whole one; they are renamed when they are complete."""
+    there = [p for p in (folder / "checkpoints").glob("step_*") if p.name[5:].isdigit()]
+    return max(there, key=lambda path: int(path.name[5:]), default=None)
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+
+
+# -- iterations --------------------------------------------------------------------
+
+
+def without_last(iterations: Sequence[Iteration], last_step: int | None) -> Sequence[Iteration]:
+    """A run's last step evaluates and writes a checkpoint, whatever its config says of the others.
+    It is left out where enough remain."""
+    rest = [one for one in iterations if one.step != last_step]
+    return rest if _num_whole(rest) >= MIN_ITERATIONS else iterations
+
+
+def _num_whole(iterations: Iterable[Iteration]) -> int:
+    """That trained on something."""
+    return sum(not one.is_empty for one in iterations)
+
+
+def without_warm_up(iterations: Sequence[Iteration]) -> list[Iteration]:
+    """The latest `MAX_ITERATIONS`. Of the first ones of all, at most `MAX_WARM`, each that comes
+    before the first ordinary one is left out: its rollout or its training took more than
+    `WARM_FACTOR` times the median of the later ones of its kind (kernels are compiled, caches
+    filled), and the empty ones before it. A kind that comes back less than twice has no median, and
+    its iteration stays."""
+    first = 0
+    for number, one in enumerate(iterations[:MAX_WARM]):
+        if _is_warm_up(iterations, number):
+            first = number + 1
+        elif not one.is_empty:
+            break
+    return [*iterations[first:]][-MAX_ITERATIONS:]
+
+
+def _is_warm_up(iterations: Sequence[Iteration], first: int) -> bool:
+    one = iterations[first]
+    later = [other for other in iterations[first + 1 :] if other.kind == one.kind]
+    return len(later) > 1 and (
+        one.rollout_s > WARM_FACTOR * statistics.median(other.rollout_s for other in later)
+        or one.train_s > WARM_FACTOR * statistics.median(other.train_s for other in later)
+    )
+
+
+def rounds_of(iterations: Sequence[Iteration]) -> tuple[RoundTimes, ...]:
+    """By kind, the most frequent first, as a cluster learns them later."""
+    by_kind: dict[str, list[Times]] = {}
+    for one in iterations:
+        by_kind.setdefault(one.kind, []).append(one.times)
+    return tuple(
+        RoundTimes(
+            kind=kind,
+            share=len(own) / len(iterations),
+            rollout_s=tuple(one.rollout_s for one in own),
+            train_s=tuple(one.train_s for one in own),
+            between_s=statistics.fmean(one.between_s for one in own),
+            after_s=statistics.fmean(one.after_s for one in own),
+        )
+        for kind, own in sorted(by_kind.items(), key=lambda item: -len(item[1]))
+    )

@@ -1,0 +1,226 @@
+"""What each iteration of a run took, phase by phase, as a job that shares pools is described by
+(`cluster/decide/job.py`): whether the run shared pools or had its own.
+
+    Committed -- rollout --> last sample ended -- between --> TrainOn -- train --> WeightsSynced
+              -- after --> Committed
+
+What an evaluation generates, between the last two, is rollout. Waits for pools, and switches,
+belong to none of them. It is a fold of its own beside the history, small enough for a run to feed
+it live.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rollpacker.cluster.decide.iteration import EMPTY, EVALUATED, Iteration
+from rollpacker.core.commands import (
+    Command,
+    Commit,
+    Enter,
+    Launch,
+    Leave,
+    Replace,
+    Resize,
+    RoundKind,
+    TrainOn,
+)
+from rollpacker.core.events import (
+    Committed,
+    Entered,
+    Event,
+    RunStarted,
+    SampleAborted,
+    SampleFailed,
+    SampleGenerated,
+    WeightsSynced,
+)
+from rollpacker.core.records import (
+    CALLBACK_SECONDS,
+    EVALUATION_ROLLOUT,
+    POOL_SWITCH,
+    Entry,
+    Note,
+    Record,
+)
+
+
+class PhaseTimes:
+    """Feed it a log's entries, live or from a file; it answers at every commit of a step that one
+    session saw from its begin. A step that another session took up is left out: nobody knows what
+    it would have taken. `feed` is O(1)."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        """For pools, with switches, of all steps so far."""
+        self._now_s = 0.0
+        """Of the entry at hand, by the run's own clock: without the waits of this session."""
+        self._last_s = 0.0
+        """The same as logged."""
+        self._waits = False
+        self._step: _Step | None = None
+        """The one under way; None: its begin was not seen."""
+        self._last_step = 0
+        self._incarnation = Counter[int]()
+        """By engine: whoever had a lower one says nothing that counts."""
+
+    def feed(self, entry: Entry) -> Iteration | None:
+        if isinstance(entry, Record):
+            self._advance(entry.time_s)
+            done = self._event(entry.event)
+            for command in entry.commands:
+                self._command(command)
+            return done
+        if isinstance(entry, Note):
+            self._note(entry)
+            return None
+        self._last_s, self._waits, self._step = entry.time_s, False, None
+        self._last_step = max(self._last_step, entry.step)
+        self._incarnation.clear()
+        return None
+
+    def _advance(self, time_s: float, switch_s: float = 0.0) -> None:
+        passed_s = max(0.0, time_s - self._last_s)
+        self._last_s = max(self._last_s, time_s)
+        waited_s = passed_s if self._waits else min(switch_s, passed_s)
+        self.waited_s += waited_s
+        self._now_s += passed_s - waited_s
+
+    def _note(self, note: Note) -> None:
+        step = self._step
+        holds_up = note.name == POOL_SWITCH and (step is None or step.waits_for_parking)
+        self._advance(note.time_s, note.seconds if holds_up else 0.0)
+        if note.name == "evaluation" and step is not None:
+            step.evaluate(note)
+        if note.name == "gradients" and step is not None:
+            now, due_s = self._now_s, step.train_on_s
+            until_s = now if due_s is None else min(now, due_s)
+            step.begun_s += max(0.0, until_s - (now - note.seconds))
+
+    def _event(self, event: Event) -> Iteration | None:
+        step, now = self._step, self._now_s
+        match event:
+            case RunStarted():
+                self._step = _Step(now)
+            case Committed():
+                return self._commit(event)
+            case Entered():
+                self._waits = False
+            case SampleGenerated() | SampleAborted() | SampleFailed() if step is not None:
+                if event.incarnation >= self._incarnation[event.engine]:
+                    step.ended_s = now
+            case WeightsSynced() if step is not None:
+                step.synced_s = now
+            case _:
+                pass
+        return None
+
+    def _commit(self, event: Committed) -> Iteration | None:
+        done, self._step = self._step, _Step(self._now_s)
+        if event.step <= self._last_step:  # a resumed run is given its last one again
+            return None
+        self._last_step = event.step
+        return None if done is None else done.times(event.step, self._now_s)
+
+    def _command(self, command: Command) -> None:
+        match command:
+            case Enter():
+                self._waits = True
+            case Leave():  # also of a pool that was still awaited
+                self._waits = False
+                if self._step is not None:
+                    self._step.is_judging = command.pool == "rollout"
+            case Replace():
+                self._incarnation[command.engine] = command.incarnation
+            case Resize():
+                for engine, number in enumerate(command.incarnations):
+                    self._incarnation[engine] = number
+            case Launch() if self._step is not None:
+                self._step.launch(command, self._now_s)
+            case TrainOn() if self._step is not None:
+                self._step.train_on_s = self._now_s
+            case Commit() if self._step is not None and self._step.commit_s is None:
+                self._step.commit_s, self._step.is_judging = self._now_s, False
+                self._step.is_last = command.last or command.stopping
+            case _:
+                pass
+
+
+@dataclass(slots=True)
+class _Step:
+    """When a step passed from one phase to the next, by the run's own clock."""
+
+    begin_s: float
+    round: int | None = None
+    """The one under way."""
+    kind: RoundKind | None = None
+    round_begin_s: float = 0.0
+    ended_s: float | None = None
+    """Its last sample so far."""
+    rollout_s: dict[str, float] = field(default_factory=dict)
+    """Of the rounds before, by kind."""
+    between_s: float = 0.0
+    """After them."""
+    begun_s: float = 0.0
+    """Gradients before the step was due."""
+    train_on_s: float | None = None
+    synced_s: float | None = None
+    commit_s: float | None = None
+    is_last: bool = False
+    is_judging: bool = False
+    """The rollout pool was left last: verdicts are awaited, of a round or of an evaluation."""
+    evaluated_s: float | None = None
+    """What an evaluation generated. None: there was none."""
+
+    @property
+    def waits_for_parking(self) -> bool:
+        """While verdicts are awaited it holds nobody up."""
+        is_over = self.synced_s is not None or self.commit_s is not None
+        return is_over and not self.is_judging
+
+    def evaluate(self, note: Note) -> None:
+        """It is over. Logs from before its generation was told have all of it as that."""
+        callbacks_s = note.metrics.get(CALLBACK_SECONDS, 0.0)
+        generated_s = note.metrics.get(EVALUATION_ROLLOUT, note.seconds - callbacks_s)
+        self.evaluated_s = (self.evaluated_s or 0.0) + generated_s
+        self.is_judging = False
+
+    def launch(self, command: Launch, now: float) -> None:
+        if command.round == self.round:
+            return  # one more sample of it
+        if self.round is None:
+            self.round_begin_s = self.begin_s
+        else:
+            self.close_round(now)
+            self.round_begin_s = now
+        self.round, self.kind, self.ended_s = command.round, command.kind, None
+
+    def close_round(self, now: float) -> None:
+        """What comes next is there at `now`."""
+        if self.kind is None:
+            return
+        ended_s = now if self.ended_s is None else self.ended_s
+        before_s = self.rollout_s.get(str(self.kind), 0.0)
+        self.rollout_s[str(self.kind)] = before_s + ended_s - self.round_begin_s
+        self.kind = None
+        self.between_s += now - ended_s
+
+    def times(self, step: int, now: float) -> Iteration:
+        commit_s = now if self.commit_s is None else self.commit_s
+        synced_s = commit_s if self.synced_s is None else self.synced_s
+        train_on_s = synced_s if self.train_on_s is None else self.train_on_s
+        self.close_round(train_on_s)
+        seconds = self.rollout_s
+        kind = max(seconds, key=lambda kind: seconds[kind], default=str(RoundKind.PLAIN))
+        evaluated_s = min(self.evaluated_s or 0.0, now - synced_s)
+        return Iteration(
+            step=step,
+            kind=(EMPTY if self.train_on_s is None else kind)
+            + (EVALUATED if self.evaluated_s is not None else ""),
+            rollout_s=sum(seconds.values()) + evaluated_s,
+            between_s=self.between_s,
+            train_s=synced_s - train_on_s + self.begun_s,
+            after_s=now - synced_s - evaluated_s,
+            last=self.is_last,
+        )

@@ -1,0 +1,175 @@
+"""A mailbox of files, for jobs and a service on one host: a journal for each box.
+
+    \n{"sender": ..., "key": ..., "kind": ..., "facts": ...}\n        a letter
+
+A letter is one write at the end of its box's file. The kernel makes it whole and puts one behind
+the other, so there is no lock: whoever is stopped or killed, at whatever moment, holds up nobody. A
+letter of which only a part was written (its writer was killed, the disk is full) is none.
+
+A letter's number is where it begins. What was dealt with becomes a hole in the file: zeros that
+take no room. A reader looks every few milliseconds whether the file has grown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from rollpacker.cluster.seats.local_disk import check_local
+from rollpacker.cluster.seats.mailbox import ALL, Letter
+
+SCHEME = "file:"
+LOOK_S = 0.004
+NUM_KEYS = 100_000
+"""Of letters that were read, so that none comes twice: who posts one again does so within
+seconds."""
+_EPOCH = "epoch"
+_PUNCH_HOLE = 0x01 | 0x02
+"""`fallocate`'s modes: make a hole, and keep the size."""
+
+
+class FileMailbox:
+    """Meets `Mailbox`. That a key counts once is known to the object that reads the box."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `ValueError` for a folder on a network file system: appending is not one step
+        there."""
+        check_local(folder)
+        self.folder = folder.absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._known: OrderedDict[tuple[str, str, str], int] = OrderedDict()
+        """Numbers of letters, by box, sender and key."""
+        own = self.folder / f"{_EPOCH}.{uuid.uuid4().hex}"
+        try:
+            own.write_text(uuid.uuid4().hex)
+            with contextlib.suppress(FileExistsError):
+                os.link(own, self.folder / _EPOCH)
+        finally:  # also on a full disk
+            own.unlink(missing_ok=True)
+
+    @property
+    def address(self) -> str:
+        return f"{SCHEME}{self.folder}"
+
+    @property
+    def epoch(self) -> str:
+        return (self.folder / _EPOCH).read_text()
+
+    def post(self, box: str, sender: str, key: str, kind: str, facts: Mapping[str, Any]) -> None:
+        letter = {"sender": sender, "key": key, "kind": kind, "facts": facts}
+        line = f"\n{json.dumps(letter, allow_nan=False)}\n".encode()
+        path = self._path(box)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.write(file, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        finally:
+            os.close(file)
+
+    def read(self, box: str, after: int, within_s: float) -> list[Letter]:
+        path = self._path(box)
+        until = time.monotonic() + within_s
+        seen = -1
+        while True:
+            size = _size(path)
+            found = [] if size in (0, seen) else self._letters(box, path, after)
+            seen = size
+            left_s = until - time.monotonic()
+            if found or left_s <= 0:
+                return found
+            time.sleep(min(LOOK_S, left_s))
+
+    def forget(self, box: str, upto: int) -> None:
+        path = self._path(box)
+        with contextlib.suppress(FileNotFoundError):
+            if upto == ALL:
+                path.unlink()
+            else:
+                _make_hole(path, upto)
+
+    def _path(self, box: str) -> Path:
+        return self.folder / f"{quote(box, safe='')}.letters"
+
+    def _letters(self, box: str, path: Path, after: int) -> list[Letter]:
+        """Those that begin there or behind it, whole ones."""
+        found = []
+        for place, line in _lines(path, after):
+            try:
+                letter = Letter(number=place + 1, **json.loads(line))
+            except (ValueError, TypeError):  # a part of one
+                continue
+            known = (box, letter.sender, letter.key)
+            if self._known.setdefault(known, letter.number) == letter.number:
+                found.append(letter)
+            if len(self._known) > NUM_KEYS:
+                self._known.popitem(last=False)
+        return found
+
+
+def open_mailbox(address: str) -> FileMailbox:
+    """The one with this address. Raises `OSError` if there is none."""
+    folder = Path(address.removeprefix(SCHEME))
+    if not (folder / _EPOCH).exists():
+        raise OSError(f"there is no mailbox {folder}: is the cluster's folder still there?")
+    return FileMailbox(folder)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _lines(path: Path, after: int) -> list[tuple[int, bytes]]:
+    """Whole ones, each with the place of the line end before it, which is not before `after`. A
+    file that ends before that is another one: all of its lines."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return []
+    try:
+        size = os.fstat(file).st_size
+        first = _data(file, after if after <= size else 0)
+        data = os.pread(file, size - first, first)
+    finally:
+        os.close(file)
+    found = []
+    begin = data.find(b"\n")
+    while (end := data.find(b"\n", begin + 1)) > begin >= 0:
+        if end > begin + 1:
+            found.append((first + begin, data[begin + 1 : end]))
+        begin = end
+    return found
+
+
+def _data(file: int, place: int) -> int:
+    """Where the hole ends, if there is one at this place."""
+    try:
+        return os.lseek(file, place, os.SEEK_DATA)
+    except OSError as error:  # all of the rest is a hole, or this disk knows none
+        return os.fstat(file).st_size if error.errno == errno.ENXIO else place
+
+
+def _make_hole(path: Path, upto: int) -> None:
+    """Raises `FileNotFoundError`."""
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        upto = min(upto, os.fstat(file).st_size)
+        libc = ctypes.CDLL(None)
+        lengths = (ctypes.c_int64(0), ctypes.c_int64(upto))
+        if upto and libc.fallocate(file, _PUNCH_HOLE, *lengths):  # this disk knows no holes
+            place = _data(file, 0)
+            os.pwrite(file, bytes(max(0, upto - place)), place)
+    finally:
+        os.close(file)

@@ -1,0 +1,246 @@
+"""A job's seat, over a mailbox.
+
+    ask 1 {pool, purpose} -->                each ask has a number, which its grant and end have
+                      <-- grant {ask: 1}
+    left {ask: 1}     -->                    also of an ask that was given up, granted or not
+    beat {ask, left}  -->                    once a second: the lease, and all of the above once
+                                             more, in case that a letter was lost
+    committed {...}   -->    <-- stop {reason}
+
+A thread beats and another one reads, each with a connection of its own, so that neither waits for
+the other. What is written cannot be lost with this process: whoever reads it knows its incarnation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rollpacker.cluster.seats.mailbox import SERVICE, Letter, Mailbox
+from rollpacker.cluster.seats.seat import START, Iteration, LeaseLost
+from rollpacker.core.ids import PoolName
+
+LEASE_S = 5.0
+"""A grant is over when the service has heard nothing of the job for so long."""
+START_LEASE_S = 30.0
+"""The same of a pool on which parts begin: a process that loads libraries and a model beats late,
+for whatever holds Python's lock meanwhile holds up its other threads."""
+BEAT_S = 1.0
+UNHEARD_S = 60.0
+"""A wait for a pool fails if the mailbox could not be reached for so long."""
+_LOOK_S = 0.02
+"""So quickly a wait that was given up is noticed."""
+_READ_S = 1.0
+_END_S = 10.0
+"""Within which threads end that wait for a mailbox that does not answer."""
+_AGAIN_S = 0.1
+
+Told = Callable[[str], None]
+
+
+def lease_s(purpose: str) -> float:
+    """Of a pool that is held for this."""
+    return START_LEASE_S if purpose == START else LEASE_S
+
+
+@dataclass(slots=True)
+class _Ask:
+    number: int
+    pool: PoolName
+    purpose: str
+    is_granted: bool = False
+    nodes: tuple[str, ...] = ()
+
+
+class MailboxSeat:
+    """Meets `Seat`."""
+
+    def __init__(self, mailbox: Mailbox, job: str, incarnation: int) -> None:
+        """Raises `OSError` if the mailbox cannot be reached."""
+        self._mailbox = mailbox
+        self._job = job
+        self._incarnation = incarnation
+        self._changed = threading.Condition()
+        self._ask: _Ask | None = None
+        """What is waited for, or held."""
+        self._untold: list[Iteration] = []
+        """That ended while a pool was held, whose parts were still about to park."""
+        self._num_asked = 0
+        self._num_posted = 0
+        self._beaten_s = time.monotonic()
+        """When the last beat began that got through."""
+        self._lost: str | None = None
+        self._wants_stop: str | None = None
+        self._watchers: list[tuple[Told, Told]] = []
+        self._closed = threading.Event()
+        self._beat()
+        self._threads = [
+            threading.Thread(target=work, name=f"seat of {job}", daemon=True)
+            for work in (self._beat_on, self._read_on)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def enter(self, pool: PoolName, purpose: str, *, given_up: threading.Event) -> bool:
+        with self._changed:
+            assert self._ask is None, (self._ask, pool)
+            self._check()
+            self._num_asked += 1
+            ask = self._ask = _Ask(self._num_asked, pool, purpose)
+        self._try_to_post("ask", self._about(ask))
+        with self._changed:
+            while not (ask.is_granted or given_up.is_set() or self._is_unheard()):
+                self._changed.wait(_LOOK_S)
+            if ask.is_granted and not given_up.is_set():
+                return True
+            self._ask = None
+        self._try_to_post("left", {"ask": ask.number})
+        if given_up.is_set():
+            return False
+        raise OSError(f"the cluster's mailbox has not been reached for {UNHEARD_S:g} s")
+
+    def leave(self, pool: PoolName) -> None:
+        with self._changed:
+            ask = self._ask
+            if ask is None or ask.pool != pool or not ask.is_granted:
+                return
+            self._ask = None
+            untold, self._untold = self._untold, []
+        self._try_to_post("left", {"ask": ask.number})
+        for iteration in untold:
+            self.committed(iteration)
+
+    def committed(self, iteration: Iteration) -> None:
+        """The cluster hears of it when nothing is held: it moves nobody who holds devices."""
+        with self._changed:
+            if self._ask is not None and self._ask.is_granted:
+                self._untold.append(iteration)
+                return
+        self._try_to_post("committed", asdict(iteration), tries=3)
+
+    def watch(self, lost: Told, stop: Told) -> None:
+        with self._changed:
+            self._watchers.append((lost, stop))
+            was_lost, wants_stop = self._lost, self._wants_stop
+        if was_lost:
+            lost(was_lost)
+        if wants_stop:
+            stop(wants_stop)
+
+    def close(self) -> None:
+        if not self._closed.is_set():
+            with self._changed:
+                ask = self._ask
+            if ask is not None:
+                self.leave(ask.pool)
+            self._closed.set()
+            self._end_threads()
+
+    def _end_threads(self) -> None:
+        """A thread that calls ray while Python ends, or ray's own part in the process does, ends
+        the process with exit code 1, or aborts it."""
+        with contextlib.suppress(OSError):  # so that who reads need not wait for a letter
+            self._mailbox.post(self._job, self._job, f"{self._incarnation}/close", "close", {})
+        until = time.monotonic() + _END_S
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0.0))
+
+    # -- letters -----------------------------------------------------------------------
+
+    def _post(self, kind: str, facts: dict[str, Any], tries: int = 1) -> None:
+        with self._changed:
+            self._num_posted += 1
+            key = f"{self._incarnation}/{self._num_posted}"
+        facts = {**facts, "incarnation": self._incarnation}
+        for left in reversed(range(tries)):
+            try:
+                return self._mailbox.post(SERVICE, self._job, key, kind, facts)
+            except OSError:
+                if not left:
+                    raise
+
+    def _try_to_post(self, kind: str, facts: dict[str, Any], tries: int = 1) -> None:
+        """Where it does not get through, the next beat says it."""
+        with contextlib.suppress(OSError):
+            self._post(kind, facts, tries)
+
+    def _about(self, ask: _Ask) -> dict[str, Any]:
+        return {"ask": ask.number, "pool": ask.pool, "purpose": ask.purpose}
+
+    def _beat(self) -> None:
+        began_s = time.monotonic()
+        with self._changed:
+            ask = self._ask
+            facts: dict[str, Any] = {"left": self._num_asked - (ask is not None)}
+        self._post("beat", {**facts, **({} if ask is None else self._about(ask))})
+        self._beaten_s = began_s
+
+    # -- threads -----------------------------------------------------------------------
+
+    def _beat_on(self) -> None:
+        wait_s = BEAT_S
+        while not self._closed.wait(wait_s):
+            self._lose_if_silent(time.monotonic() - self._beaten_s)
+            try:
+                self._beat()
+                wait_s = BEAT_S
+            except OSError:
+                wait_s = _AGAIN_S
+
+    def _read_on(self) -> None:
+        after, epoch, box = 0, "", self._job
+        while not self._closed.is_set():
+            try:
+                if (now := self._mailbox.epoch) != epoch:
+                    after, epoch = 0, now
+                for letter in self._mailbox.read(box, after, _READ_S):
+                    after = letter.number
+                    self._take(letter)
+                    self._mailbox.forget(box, after)
+            except OSError:
+                self._closed.wait(0.1)
+
+    def _take(self, letter: Letter) -> None:
+        facts = letter.facts
+        if facts.get("incarnation") != self._incarnation:
+            return
+        if letter.kind == "grant":
+            with self._changed:
+                ask = self._ask
+                if ask is not None and ask.number == facts["ask"]:
+                    ask.is_granted = True
+                    self._changed.notify_all()
+        elif letter.kind == "stop":
+            self._want_stop(str(facts["reason"]))
+
+    def _lose_if_silent(self, silent_s: float) -> None:
+        with self._changed:
+            ask = self._ask
+            if self._lost or ask is None or not ask.is_granted or silent_s <= lease_s(ask.purpose):
+                return
+            reason = f"the cluster's service has not heard of this job for {silent_s:.1f} s"
+            self._lost = reason
+            self._changed.notify_all()
+            watchers = [lost for lost, _ in self._watchers]
+        for told in watchers:
+            told(reason)
+
+    def _want_stop(self, reason: str) -> None:
+        with self._changed:
+            if self._wants_stop:
+                return
+            self._wants_stop = reason
+            watchers = [stop for _, stop in self._watchers]
+        for told in watchers:
+            told(reason)
+
+    def _is_unheard(self) -> bool:
+        return time.monotonic() - self._beaten_s > UNHEARD_S
+
+    def _check(self) -> None:
+        if self._lost:
+            raise LeaseLost(self._lost)

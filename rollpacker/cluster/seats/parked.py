@@ -1,0 +1,65 @@
+"""What a program parks with: its model and its optimizer wait in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+def parking(
+    *owners: nn.Module | Optimizer | Callable[[], object] | None, device: str = "cuda"
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """`(park, wake)`: they take all tensors of the modules (parameters, gradients, buffers) and
+    optimizers (state) off devices of this type into host memory, and bring them back, bit for bit.
+
+    An owner may also be a function that returns one, or None, each time that is parked: for an
+    optimizer that is made later. A tensor stays the same object. While parked nobody may read or
+    write it, so save checkpoints inside a phase. Tensors on other devices stay where they are."""
+    from rollpacker.weights.host_store import HostStore
+
+    store = HostStore(device)
+
+    def park() -> None:
+        store.offload(tensor for owner in owners for tensor in _tensors_of(owner))
+
+    return park, store.reload
+
+
+def _tensors_of(owner: object) -> Iterator[Tensor]:
+    from torch import Tensor, nn
+
+    if isinstance(owner, nn.Module):
+        yield from owner.buffers()
+        for parameter in owner.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+    elif isinstance(owner, Tensor):
+        yield owner
+    elif hasattr(owner, "state") and hasattr(owner, "param_groups"):  # wrapped optimizers too
+        yield from _tensors_in(owner.state)
+    elif callable(owner):
+        yield from _tensors_of(owner())
+    elif owner is not None:
+        raise ValueError(
+            f"parking({type(owner).__name__}): give it modules, optimizers, or functions that "
+            "return one"
+        )
+
+
+def _tensors_in(state: Any) -> Iterator[Tensor]:
+    """Those of an optimizer's state, however deep."""
+    from torch import Tensor
+
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors_in(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _tensors_in(value)

@@ -1,0 +1,427 @@
+"""The phases of a program of any framework, which takes turns on pools with other jobs.
+
+    import rollpacker.cluster as cluster
+
+    park, wake = cluster.parking(model, optimizer)
+    for step in range(first, last):
+        with cluster.phase("rollout", park=engine.sleep, wake=engine.wake_up):
+            ...                        # generate
+        ...                            # judge: no pool is held
+        with cluster.phase("train", park=park, wake=wake):
+            ...                        # update the weights, save a checkpoint
+        cluster.committed(step)
+
+The environment says whether the process is a job of a cluster (`seat.py`). If not, nothing waits
+and no hook is called. docs/many-jobs.md has the page.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import operator
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar, get_args
+
+from rollpacker.cluster.seats.open_seat import open_seat
+from rollpacker.cluster.seats.seat import SEAT_VARIABLE, Iteration, LeaseLost, Seat
+from rollpacker.core.ids import PoolName
+from rollpacker.warn_once import WarnOnce
+from rollpacker.workers.loopback import gloo_on_loopback
+
+Answer = TypeVar("Answer")
+
+_LOST = 6
+"""Exit code, as of `rollpacker train`: it can be resumed."""
+UNTOLD_ITERATIONS = 3
+"""So many without a call of `committed` are warned about."""
+_PURPOSES: dict[PoolName, str] = {"rollout": "round", "train": "step"}
+
+_logger = logging.getLogger(__name__)
+
+
+class Stopped(SystemExit):
+    """The cluster wants the program to end here: it is to go on elsewhere or later, or was
+    cancelled. Unless it is caught the process ends with exit code 130, as of `rollpacker train`,
+    which says that it is not done."""
+
+    def __init__(self, code: int = 130) -> None:
+        super().__init__(code)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How a phase began, in seconds; both 0 outside of a cluster."""
+
+    waited_s: float
+    """For the pool."""
+    wake_s: float
+    """In `wake`."""
+
+
+@contextlib.contextmanager
+def phase(
+    pool: PoolName,
+    *,
+    park: Callable[[], object] | None = None,
+    wake: Callable[[], object] | None = None,
+) -> Iterator[Turn]:
+    """Hold a pool of the cluster: "rollout" to generate, "train" to update the weights.
+
+    Waits until the pool is this job's, calls `wake` (bring to the device what the phase needs),
+    and yields the `Turn`. At the end, also by an exception, waits for the device, calls `park`
+    (leave nothing on it) and gives the pool to others. In a program of several ranks all ranks call
+    it, once `torch.distributed` is initialised: rank 0 asks for the pool, which all enter together
+    and leave when the last is ready; `park` and `wake` are each rank's own.
+
+    A process is in one phase at a time, whatever its threads: another inside it is a `ValueError`.
+    An exception of a hook, or on one of several ranks, leaves unknown what is on the devices: the
+    pool is then kept until the process ends, and every later phase is a `ValueError`.
+
+    Raises `Stopped` in place of waiting if the cluster wants the program to end, or somebody by a
+    SIGTERM that the program does not handle itself (a second one ends it at once); `OSError` if the
+    cluster cannot be reached for long; `LeaseLost` if it has given a pool that was held to another
+    job. A lease that is lost inside a phase ends the process at once, with exit code 6 and a line
+    on stderr: no Python exception stops what a device computes already."""
+    program = _opened()
+    turn = program.enter(pool, wake)
+    try:
+        yield turn
+    except BaseException:
+        program.leave(park, failed=True)
+        raise
+    program.leave(park)
+
+
+def committed(step: int, *, kind: str = "plain") -> None:
+    """The iteration `step` is over, and a program that is started again would go on after it: call
+    it when that is saved, after its phases, on every rank. The cluster learns from it how long
+    iterations take (`kind` tells kinds apart that differ in length), and moves jobs only here. What
+    comes before a program's first rollout phase belongs to no iteration. Raises `LeaseLost`, and
+    `ValueError` for a step that is no whole number."""
+    try:
+        step = operator.index(step)
+    except TypeError:
+        raise ValueError(f"committed({step!r}): say which step it was, a whole number") from None
+    _opened().committed(step, kind)
+
+
+class _Ranks:
+    """The processes that are one program."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self._group: Any = None
+        distributed = sys.modules.get("torch.distributed")
+        if not (distributed and distributed.is_available() and distributed.is_initialized()):
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ValueError(
+                    "rollpacker.cluster: this is one of several ranks (WORLD_SIZE), and "
+                    "torch.distributed is not initialised: do that before the first phase"
+                )
+        elif distributed.get_world_size() > 1:
+            from datetime import timedelta
+
+            self.rank = distributed.get_rank()
+            # A group of its own, since turns may be longer than the others' patience; and by way of
+            # the host, since nothing may be on the devices.
+            all_here = os.environ.get("LOCAL_WORLD_SIZE") == str(distributed.get_world_size())
+            with gloo_on_loopback() if all_here else contextlib.nullcontext():
+                self._group = distributed.new_group(backend="gloo", timeout=timedelta(days=365))
+            atexit.register(self._end)
+
+    @property
+    def are_several(self) -> bool:
+        return self._group is not None
+
+    def meet(self) -> None:
+        """Return when all have come here."""
+        if self.are_several:
+            sys.modules["torch.distributed"].barrier(group=self._group)
+
+    def ask_first(self, question: Callable[[], Answer]) -> Answer:
+        """What rank 0 answers or raises, on all."""
+        if not self.are_several:
+            return question()
+        said: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                said = [question(), None]
+            except (LeaseLost, OSError, Stopped, ValueError) as error:
+                said = [None, error]
+        sys.modules["torch.distributed"].broadcast_object_list(said, src=0, group=self._group)
+        answer, problem = said
+        if problem is not None:
+            raise problem
+        return answer  # type: ignore[no-any-return]
+
+    def _end(self) -> None:
+        # A thread of gloo may still be letting go of what was sent last. If it does so while Python
+        # ends, the process aborts; the group's end waits for its threads.
+        distributed = sys.modules["torch.distributed"]
+        if distributed.is_initialized():
+            distributed.destroy_process_group(self._group)
+        self._group = None
+
+
+class _Program:
+    """This process's part in the cluster."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._phase: PoolName | None = None
+        """That some thread is in, or waits to enter."""
+        self._holds = False
+        """The phase's pool: on rank 0, which alone has the seat."""
+        self._unknown: str | None = None
+        """Why nobody knows what is on the devices."""
+        self._lost: str | None = None
+        self._wish = threading.Event()
+        """To stop."""
+        self._seconds = _Seconds()
+        self._ranks: _Ranks | None = None
+        """None: in no cluster."""
+        self._seat: Seat | None = None
+        if SEAT_VARIABLE in os.environ:
+            self._ranks = _Ranks()
+            self._ranks.ask_first(self._open)
+            self._heed_sigterm()
+
+    def _open(self) -> None:
+        self._seat = open_seat(os.environ)
+        if self._seat is not None:
+            self._seat.watch(self._on_lost, lambda reason: self._wish.set())
+            atexit.register(self._close)
+
+    def enter(self, pool: PoolName, wake: Callable[[], object] | None) -> Turn:
+        """See `phase`."""
+        with self._lock:
+            self._check(pool)
+            self._phase = pool
+        if self._ranks is None:
+            return Turn(0.0, 0.0)
+        asked_s = self._seconds.asks(pool)
+        try:
+            self._ranks.ask_first(lambda: self._take(pool))
+        except BaseException:
+            self._phase = None
+            raise
+        entered_s = time.monotonic()
+        if wake is not None:
+            with self._hook("wake"):
+                wake()
+        return Turn(entered_s - asked_s, self._seconds.begins() - entered_s)
+
+    def leave(self, park: Callable[[], object] | None, *, failed: bool = False) -> None:
+        """See `phase`."""
+        if self._ranks is None:
+            self._phase = None
+            return
+        pool = self._phase
+        assert pool is not None
+        with self._hook("park"):
+            _settle()
+            self._seconds.ends(pool)
+            if park is not None:
+                park()
+        if failed and self._ranks.are_several:
+            # The others may be at work still, and perhaps will never come here.
+            self._unknown = f"an exception ended phase({pool!r}) on one of several ranks"
+            return
+        self._ranks.meet()
+        try:
+            self._ranks.ask_first(lambda: self._give(pool))
+        finally:
+            self._phase = None
+            self._seconds.left()
+
+    def committed(self, step: int, kind: str) -> None:
+        """See `committed`."""
+        if self._phase is not None:
+            raise ValueError(
+                f"committed({step}) inside phase({self._phase!r}): call it after the phases of "
+                "the iteration"
+            )
+        if self._ranks is None:
+            return
+        iteration = self._seconds.iteration(step, kind)
+        if iteration is not None:
+            self._ranks.ask_first(lambda: self._tell(iteration))
+
+    def _check(self, pool: str) -> None:
+        if pool not in get_args(PoolName):
+            raise ValueError(f"phase({pool!r}): there are 'rollout' and 'train'")
+        if self._unknown is not None:
+            raise ValueError(f"phase({pool!r}): {self._unknown}; end the process")
+        if self._phase is not None:
+            raise ValueError(
+                f"phase({pool!r}) inside phase({self._phase!r}): a process is in one phase at a "
+                "time, whatever its threads; let that one end first"
+            )
+
+    # -- what rank 0 does with the seat -------------------------------------------------
+
+    def _take(self, pool: PoolName) -> None:
+        if self._seat is None:
+            return
+        self._raise_if_lost()
+        if self._wish.is_set() or not self._seat.enter(pool, _PURPOSES[pool], given_up=self._wish):
+            raise Stopped
+        with self._lock:
+            self._raise_if_lost()
+            self._holds = True
+
+    def _give(self, pool: PoolName) -> None:
+        with self._lock:
+            self._holds = False
+        if self._seat is not None:
+            self._raise_if_lost()
+            self._seat.leave(pool)
+
+    def _tell(self, iteration: Iteration) -> None:
+        self._raise_if_lost()
+        if self._seat is not None:
+            self._seat.committed(iteration)
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise LeaseLost(self._lost)
+
+    def _on_lost(self, reason: str) -> None:
+        with self._lock:
+            self._lost = reason
+            if self._holds:
+                _end_at_once(f"the {self._phase} pool is another job's now: {reason}")
+
+    def _close(self) -> None:
+        # A pool that is held is free when the process is gone, and not before.
+        if self._seat is not None and not self._holds:
+            self._seat.close()
+
+    # -- the rest -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _hook(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._unknown = f"{name} failed in phase({self._phase!r}) ({error!r})"
+            raise
+
+    def _heed_sigterm(self) -> None:
+        if (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        ):
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != _pid:  # a child that was forked meanwhile: it ends as it ever did
+            os.kill(os.getpid(), number)
+            return
+        self._wish.set()
+
+
+class _Seconds:
+    """What an iteration takes, without waits for pools and without switches."""
+
+    def __init__(self) -> None:
+        self._counts = False
+        self._since_s = 0.0
+        """The end of the last stretch that was counted."""
+        self._told = False
+        self._num_untold = 0
+        self._warn_once = WarnOnce(_logger)
+        self._new()
+
+    def _new(self) -> None:
+        self._last: PoolName | None = None
+        self._spent = dict.fromkeys(("rollout", "between", "train", "after"), 0.0)
+
+    def _lap(self, what: str) -> float:
+        now_s = time.monotonic()
+        if self._counts:
+            self._spent[what] += now_s - self._since_s
+        self._since_s = now_s
+        return now_s
+
+    def asks(self, pool: PoolName) -> float:
+        """Returns the time."""
+        now_s = self._lap("between" if self._last == "rollout" else "after")
+        if pool == "rollout":
+            self._counts = True
+            self._num_untold += self._last == "train"
+            if self._num_untold == UNTOLD_ITERATIONS and not self._told:
+                self._warn_once(
+                    "rollpacker.cluster: %d iterations, and no call of "
+                    "rollpacker.cluster.committed(step): without it the cluster cannot tell how "
+                    "long they take, nor move the job",
+                    self._num_untold,
+                )
+        self._last = pool
+        return now_s
+
+    def begins(self) -> float:
+        """The phase does its work from now on. Returns the time."""
+        self._since_s = time.monotonic()
+        return self._since_s
+
+    def ends(self, pool: PoolName) -> None:
+        self._lap(pool)
+
+    def left(self) -> None:
+        """The switch is over."""
+        self._since_s = time.monotonic()
+
+    def iteration(self, step: int, kind: str) -> Iteration | None:
+        """What the last one took, if one was begun."""
+        self._lap("between" if self._last == "rollout" else "after")
+        counted, spent = self._counts, self._spent
+        self._told = True
+        self._new()
+        if not counted:
+            return None
+        return Iteration(
+            step=step,
+            kind=kind,
+            rollout_s=spent["rollout"],
+            between_s=spent["between"],
+            train_s=spent["train"],
+            after_s=spent["after"],
+        )
+
+
+def _settle() -> None:
+    """Wait for what was begun on the device: it is part of the phase, and has to be over before
+    the pool is another's."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _end_at_once(why: str) -> NoReturn:
+    with contextlib.suppress(OSError):
+        os.write(2, f"rollpacker.cluster: {why}. The process ends at once.\n".encode())
+    os._exit(_LOST)
+
+
+_program: _Program | None = None
+_pid = os.getpid()
+_opening = threading.Lock()
+
+
+def _opened() -> _Program:
+    """This process's, opened at the first call."""
+    global _program, _pid
+    with _opening:
+        if _program is None:
+            _program, _pid = _Program(), os.getpid()
+        return _program

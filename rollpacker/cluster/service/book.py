@@ -1,0 +1,353 @@
+"""What the service knows of its jobs besides what the core does: a fold over events and commands.
+
+It is made anew from the stored events when a service starts, by the very same code.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rollpacker.cluster.decide.cluster import (
+    LOSSES_S,
+    Asked,
+    Cancelled,
+    Command,
+    Committed,
+    Drained,
+    Ended,
+    Event,
+    GiveUp,
+    Grant,
+    Grown,
+    Left,
+    Lost,
+    Restored,
+    Start,
+    StayedAway,
+    Stop,
+    Submitted,
+    Withdrew,
+)
+from rollpacker.cluster.decide.job import ClusterJob, Phase, Times
+from rollpacker.cluster.decide.nodes import Node
+from rollpacker.cluster.seats.mailbox import SERVICE
+from rollpacker.cluster.seats.seat import SEAT_VARIABLE, seat_variable
+from rollpacker.cluster.service.runner import Order
+
+Facts = Mapping[str, Any]
+NUM_NOTES = 200
+NUM_LAST = 8
+PAUSES_S = (0.0, 10.0, 60.0)
+"""Before a job that was lost so often since its last commit is started again: what ended it may
+need time to be over. The last one stands for all that come after."""
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+"""Of a job, or of a cluster whose folder is named after it."""
+
+
+class Note(NamedTuple):
+    """Something that a person wants to know."""
+
+    at_s: float
+    text: str
+
+
+@dataclass(slots=True)
+class Turn:
+    """What the job's incarnation asked for last."""
+
+    ask: int = 0
+    """The job's number of it; 0: it has not asked yet."""
+    phase: Phase | None = None
+    """Awaited or held; None: neither."""
+    token: int = 0
+    """Of the grant that stands."""
+    since_s: float = 0.0
+    """It was asked for, or granted."""
+    purpose: str = ""
+    """In the job's word."""
+
+
+@dataclass(slots=True)
+class Record:
+    """A job since it was submitted."""
+
+    job: ClusterJob
+    facts: Facts
+    """As they were submitted: command, folder, ..."""
+    submitted_s: float
+    starts: list[Start]
+    """Of all its incarnations, numbered from 1."""
+    num_before: int = 0
+    """Of them: those of jobs that had this name before, of which some may still be ending."""
+    is_placed: bool = False
+    """It has nodes: those of the last start."""
+    turn: Turn = field(default_factory=Turn)
+    steps: int = 0
+    work_s: float = 0.0
+    waited_s: float = 0.0
+    """For pools, for nodes, and for starts after the first."""
+    waits_since_s: float = 0.0
+    """For nodes, or for its next start to ask."""
+    lost_s: tuple[float, ...] = ()
+    """When it was lost, since its last commit, or not long ago."""
+    is_cancelled: bool = False
+    outcome: str = ""
+    """done, failed, cancelled; empty: not yet."""
+    ended_s: float = 0.0
+    told: Facts = field(default_factory=dict)
+    """Of its end or its last loss: exit code, last lines, why."""
+
+    @property
+    def incarnation(self) -> int:
+        return len(self.starts)
+
+    @property
+    def starts_from_s(self) -> float:
+        """It is started no sooner."""
+        num_lost = len(self.lost_s)
+        return self.lost_s[-1] + PAUSES_S[min(num_lost, len(PAUSES_S)) - 1] if num_lost else 0.0
+
+    def nodes(self, incarnation: int) -> frozenset[Node]:
+        start = self.starts[incarnation - 1]
+        return frozenset((*start.rollout_nodes, *start.train_nodes))
+
+
+class Book:
+    """All jobs by name, and what has happened of late."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+        self.notes: deque[Note] = deque(maxlen=NUM_NOTES)
+        self.drained: set[Node] = set()
+        self.hostless: set[Node] = set()
+        """Of the drained ones those that may have jobs again once they have a host."""
+
+    def placed(self) -> Sequence[Record]:
+        """Jobs that have nodes."""
+        return [one for one in self.records.values() if one.is_placed]
+
+    def write(self, event: Event, facts: Facts, commands: Sequence[Command]) -> None:
+        """Enter what happened, and what the core said to it. `facts`: what the core does not need
+        to know of it."""
+        at_s = event.at_s
+        match event:
+            case Submitted():
+                self._submitted(event, facts)
+            case Drained() | Restored():
+                self._node(event, facts)
+            case Grown():
+                self.note(at_s, f"pool {event.pool} has {event.nodes} nodes now")
+            case _ if event.job in self.records:
+                self._of_job(self.records[event.job], event, facts)
+        for command in commands:
+            self._command(command, at_s)
+        if isinstance(event, Cancelled):
+            self._cancelled(self.records[event.job], at_s)
+
+    def check_new(self, job: ClusterJob, facts: Facts) -> None:
+        """Raises `ValueError` for a job that cannot be submitted beside those that are here."""
+        if not NAME.fullmatch(job.name) or job.name == SERVICE:
+            raise ValueError(
+                f"{job.name!r} is no name for a job: a hundred letters, digits, -, _ and . at most"
+            )
+        for one in self.records.values():
+            if not one.outcome and one.job.name != job.name and one.facts["run"] == facts["run"]:
+                raise ValueError(
+                    f"run {facts['run']} is here already, as job {one.job.name}: cancel that one, "
+                    "or give this one another name=..."
+                )
+
+    def known(self, name: str) -> Record:
+        """Raises `ValueError` for a name of no job."""
+        record = self.records.get(name)
+        if record is None:
+            known = ", ".join(self.records) or "none"
+            raise ValueError(f"there is no job {name}; there are {known}")
+        return record
+
+    def note(self, at_s: float, text: str) -> None:
+        self.notes.append(Note(at_s, text))
+
+    def has_told(self, text: str) -> bool:
+        """Of late."""
+        return text in [note.text for note in self.notes][-NUM_LAST:]
+
+    # -- events ------------------------------------------------------------------------
+
+    def _submitted(self, event: Submitted, facts: Facts) -> None:
+        name = event.job.name
+        before = self.records.pop(name, None)  # an ended one: starts are counted on
+        starts = [] if before is None else before.starts
+        self.records[name] = Record(
+            event.job,
+            facts,
+            event.at_s,
+            starts,
+            num_before=len(starts),
+            steps=event.job.steps_before,
+            waits_since_s=event.at_s,
+        )
+        self.note(event.at_s, f"{name} was submitted")
+
+    def _of_job(self, record: Record, event: Event, facts: Facts) -> None:
+        at_s, turn, name = event.at_s, record.turn, record.job.name
+        match event:
+            case Asked():
+                if turn.ask == 0:
+                    record.waited_s += self._start_waited_s(record, at_s)
+                record.turn = Turn(facts["ask"], event.phase, 0, at_s, facts["purpose"])
+            case Left() | Withdrew():
+                record.waited_s += self._awaits_s(record, at_s)
+                record.turn = Turn(turn.ask)
+            case Committed():
+                last = _last_of(record)
+                if event.numbers_otherwise and record.steps <= last:
+                    told = f"has committed step {facts['step']}, and was submitted with {last}"
+                    self.note(at_s, f"{name} {told}: its commits are counted as they come")
+                record.steps, record.lost_s = int(facts["step"]), ()
+                record.work_s += event.work_s
+            case StayedAway():
+                told = "is away for longer than it said: it is passed over until it asks again"
+                self.note(at_s, f"{name} {told}")
+            case Lost():
+                self.note(at_s, f"{name} was lost: {facts['why']}")
+                recent = (one for one in record.lost_s if at_s - one < LOSSES_S)
+                record.told, record.lost_s = facts, (*recent, at_s)
+                record.waited_s += self._awaits_s(record, at_s)
+                record.turn, record.waits_since_s = Turn(), at_s
+            case Ended():
+                self._end(record, at_s, facts)
+
+    def _start_waited_s(self, record: Record, at_s: float) -> float:
+        """How long its start took, which counts after the first."""
+        is_first = not record.told and record.steps == record.job.steps_before
+        return 0.0 if is_first else at_s - record.waits_since_s
+
+    def _awaits_s(self, record: Record, at_s: float) -> float:
+        """For how long it has waited for a pool, or for nodes."""
+        if not record.is_placed:
+            return at_s - record.waits_since_s
+        return at_s - record.turn.since_s if record.turn.phase and not record.turn.token else 0.0
+
+    def _end(self, record: Record, at_s: float, facts: Facts) -> None:
+        record.waited_s += self._awaits_s(record, at_s)
+        record.outcome, record.told = str(facts["outcome"]), facts
+        record.is_placed, record.turn, record.ended_s = False, Turn(), at_s
+        why = f": {facts['why']}" if facts.get("why") else ""
+        self.note(at_s, f"{record.job.name} {_ENDED[record.outcome]}{why}")
+
+    def _cancelled(self, record: Record, at_s: float) -> None:
+        """A job without nodes is gone at once."""
+        record.is_cancelled = True
+        if not record.is_placed and not record.outcome:
+            self._end(record, at_s, {"outcome": "cancelled"})
+
+    def _node(self, event: Drained | Restored, facts: Facts) -> None:
+        node = event.node
+        self.hostless.discard(node)
+        if isinstance(event, Drained):
+            self.drained.add(node)
+            if facts.get("until_it_has_a_host"):
+                self.hostless.add(node)
+        else:
+            self.drained.discard(node)
+        what = "gets no more jobs" if isinstance(event, Drained) else "may have jobs again"
+        if node in self.hostless:
+            what = "has no host, and gets no more jobs until it does"
+        self.note(event.at_s, f"node {node_name(node)} {what}")
+
+    # -- commands ----------------------------------------------------------------------
+
+    def _command(self, command: Command, at_s: float) -> None:
+        match command:
+            case Start():
+                self._start(self.records[command.job], command, at_s)
+            case Grant():
+                record = self.records[command.job]
+                record.waited_s += at_s - record.turn.since_s
+                record.turn.token, record.turn.since_s = command.token, at_s
+            case Stop():
+                record = self.records[command.job]
+                if not command.of_cancelled:
+                    record.is_placed, record.turn, record.waits_since_s = False, Turn(), at_s
+                self.note(at_s, f"{command.job} is to stop: {command.reason}")
+            case GiveUp():
+                record = self.records[command.job]
+                why = f"{record.told['why']}, once too often"
+                if lines := str(record.told.get("last_lines", "")).strip().splitlines():
+                    why += f". The last line that it printed: {lines[-1].strip()}"
+                self._end(record, at_s, {**record.told, "outcome": "failed", "why": why})
+
+    def _start(self, record: Record, start: Start, at_s: float) -> None:
+        if not record.is_placed:
+            record.waited_s += at_s - record.waits_since_s
+        record.starts.append(start)
+        record.is_placed, record.turn, record.waits_since_s = True, Turn(), at_s
+        nodes = " ".join(map(node_name, (*start.rollout_nodes, *start.train_nodes)))
+        self.note(at_s, f"{record.job.name} starts on {nodes}")
+
+
+_ENDED = {"done": "is done", "failed": "failed", "cancelled": "was cancelled"}
+
+
+def order_of(record: Record, address: str) -> Order:
+    """To make its last start. `address`: of the mailbox."""
+    start, facts = record.starts[-1], record.facts
+    seat = seat_variable(address, record.job.name, record.incarnation)
+    return Order(
+        job=record.job.name,
+        incarnation=record.incarnation,
+        command=[*facts["command"], *(facts["resume"] if record.incarnation > 1 else ())],
+        environ={**facts["environ"], SEAT_VARIABLE: seat},
+        folder=facts["folder"],
+        rollout_nodes=start.rollout_nodes,
+        train_nodes=start.train_nodes,
+    )
+
+
+def node_name(node: Node) -> str:
+    return f"{node.pool}/{node.number}"
+
+
+def node_of(name: str) -> Node:
+    """Raises `ValueError` for what is no name of a node."""
+    pool, _, number = name.rpartition("/")
+    if not pool or not number.isdecimal():
+        raise ValueError(f"{name} is no node: POOL/NUMBER, such as cheap/0")
+    return Node(pool, int(number))
+
+
+def committed(at_s: float, record: Record, facts: Facts) -> Committed | None:
+    """The event that a job tells; None: it counts already. Raises `ValueError`."""
+    times, step, last = times_of(facts), int(facts["step"]), facts.get("last")
+    if step <= record.steps:
+        return None
+    return Committed(
+        at_s,
+        record.job.name,
+        sum(times),
+        times,
+        str(facts["kind"]),
+        step,
+        None if last is None else bool(last),
+        numbers_otherwise=last is None and step > _last_of(record),
+    )
+
+
+def _last_of(record: Record) -> int:
+    """The number of the last step that was submitted."""
+    return record.job.steps_before + record.job.steps
+
+
+def times_of(facts: Facts) -> Times:
+    """Of a committed iteration. Raises `ValueError` for what cannot be seconds."""
+    times = Times(*(float(facts[name]) for name in Times._fields))
+    for name, seconds in zip(Times._fields, times, strict=True):
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"{name} must be 0 or more seconds, not {seconds}")
+    return times

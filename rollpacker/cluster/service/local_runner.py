@@ -1,0 +1,216 @@
+"""Jobs as processes of this host, which outlive the service.
+
+    FOLDER/jobs/NAME/INCARNATION/    keeper, process, exit: see `keeper.py`
+    FOLDER/jobs/NAME/output          what all its starts have printed
+
+A start's processes are found by their environment, which all have that it started, whatever
+session they are in, and by their parents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rollpacker.cluster.decide.nodes import Node
+from rollpacker.cluster.service import keeper
+from rollpacker.cluster.service.runner import Order
+
+MARK = "ROLLPACKER_START"
+"""Of a start's environment: its folder."""
+ROLLOUT_NODES, TRAIN_NODES = "ROLLPACKER_ROLLOUT_NODES", "ROLLPACKER_TRAIN_NODES"
+"""Of a job's environment: its nodes, POOL/NUMBER, with commas."""
+ENDING = "ending"
+"""Of a start's folder: who was found when it was killed; gone once all of them are."""
+START_S = 10.0
+GONE_S = 10.0
+LAST_BYTES = 4000
+_LOOK_S = 0.002
+_NUM_LOOKS = 2
+"""So often in a row nothing may be found: a process may be forked while it is looked for."""
+
+
+class LocalRunner:
+    """Meets `Runner`."""
+
+    def __init__(self, folder: Path, contact: Path | None = None) -> None:
+        """`contact`: see `keeper.py`; None: no other host has jobs."""
+        self._folder = folder.absolute() / "jobs"
+        self._contact = "" if contact is None else str(contact.absolute())
+
+    def start(self, order: Order) -> None:
+        place = self._place(order.job, order.incarnation)
+        if (place / keeper.KEEPER).exists() or _code(place) is not None:
+            return  # it was, or it was killed before it could be
+        command = [shutil.which(order.command[0]) or order.command[0], *order.command[1:]]
+        place.mkdir(parents=True, exist_ok=True)
+        environ = {
+            **os.environ,
+            **order.environ,
+            MARK: str(place),
+            ROLLOUT_NODES: _names(order.rollout_nodes),
+            TRAIN_NODES: _names(order.train_nodes),
+        }
+        with (place.parent / keeper.OUTPUT).open("ab") as output:
+            kept = subprocess.run(
+                [sys.executable, "-ISB", keeper.__file__, str(place), self._contact, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environ,
+                cwd=order.folder,
+                check=False,
+            )
+        if kept.returncode:
+            raise OSError(f"job {order.job}: {self.last_lines(order.job).strip()}")
+        until = time.monotonic() + START_S
+        while not (place / keeper.KEEPER).exists():
+            if time.monotonic() > until:
+                raise OSError(f"job {order.job} has not started within {START_S:g} s")
+            time.sleep(_LOOK_S)
+
+    def has_host(self, node: Node) -> bool:
+        return True
+
+    def stop(self, job: str, incarnation: int) -> None:
+        place = self._place(job, incarnation)
+        with contextlib.suppress(OSError, ValueError):
+            pid = int((place / keeper.PROCESS).read_text())
+            if _is_marked(pid, _mark(place)):
+                os.kill(pid, signal.SIGTERM)
+
+    def kill(self, job: str, incarnation: int) -> None:
+        place = self._place(job, incarnation)
+        mark = _mark(place)
+        until = time.monotonic() + GONE_S
+        looks, written = 0, _read_ending(place)
+        found = written
+        while looks < _NUM_LOOKS:
+            found = _family(mark, found)
+            looks = 0 if found else looks + 1
+            if found.keys() - written.keys():
+                # Who ends loses its mark before its devices: another kill may have to go on here.
+                with contextlib.suppress(OSError):  # a full disk lets nobody live
+                    keeper.write(place / ENDING, json.dumps(found))
+                    written = found
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > until:
+                raise OSError(f"job {job}: processes {sorted(found)} do not end")
+            time.sleep(_LOOK_S)
+        if _code(place) is None:
+            place.mkdir(parents=True, exist_ok=True)
+            keeper.write(place / keeper.EXIT, str(-signal.SIGKILL))
+        (place / ENDING).unlink(missing_ok=True)
+
+    def ended(self, job: str, incarnation: int) -> int | None:
+        place = self._place(job, incarnation)
+        if (place / ENDING).exists():  # somebody was about to end it
+            self.kill(job, incarnation)
+        if not (place / keeper.KEEPER).exists():
+            return -1
+        if (code := _code(place)) is not None:
+            return code
+        with (place / keeper.KEEPER).open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+        if _code(place) is None:  # somebody has killed the keeper
+            self.kill(job, incarnation)
+        return _code(place)
+
+    def last_lines(self, job: str) -> str:
+        path = self._folder / job / keeper.OUTPUT
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+            return file.read().decode(errors="replace")
+        return ""
+
+    def want(self, num_nodes: Mapping[str, int]) -> None:
+        """This host has what it has."""
+
+    def _place(self, job: str, incarnation: int) -> Path:
+        return self._folder / job / str(incarnation)
+
+
+def _code(place: Path) -> int | None:
+    with contextlib.suppress(FileNotFoundError):
+        return int((place / keeper.EXIT).read_text())
+    return None
+
+
+def _names(nodes: Sequence[Node]) -> str:
+    return ",".join(f"{node.pool}/{node.number}" for node in nodes)
+
+
+# -- processes ---------------------------------------------------------------------
+
+
+def _mark(place: Path) -> bytes:
+    return f"{MARK}={place}".encode()
+
+
+class _Process(NamedTuple):
+    parent: int
+    began: str
+    """In ticks of the host's clock: a number may be another process's later."""
+
+
+_Processes = dict[int, _Process]
+"""By their numbers."""
+
+
+def _read_ending(place: Path) -> _Processes:
+    """What an earlier kill has left behind unfinished."""
+    with contextlib.suppress(FileNotFoundError):
+        known = json.loads((place / ENDING).read_text())
+        return {int(pid): _Process(*one) for pid, one in known.items()}
+    return {}
+
+
+def _is_marked(pid: int, mark: bytes) -> bool:
+    """False for processes of others, and for those that have ended. One whose first thread has
+    ended says it by the others."""
+    here = Path(f"/proc/{pid}")
+    for path in (here / "environ", *here.glob("task/*/environ")):
+        with contextlib.suppress(OSError):
+            if environ := path.read_bytes():
+                return mark in environ.split(b"\0")
+    return False
+
+
+def _family(mark: bytes, known: Mapping[int, _Process]) -> _Processes:
+    """All that have the mark or a parent that is one of them, and of the known ones those that are
+    there still: one that ends loses its environment before its files and devices."""
+    here = _processes()
+    still = {pid for pid, one in known.items() if pid in here and here[pid].began == one.began}
+    found = still | {pid for pid in here if _is_marked(pid, mark)}
+    while more := {pid for pid, one in here.items() if one.parent in found} - found:
+        found |= more
+    return {pid: here[pid] for pid in found}
+
+
+def _processes() -> _Processes:
+    """All of the host. A process has ended when its last thread has, not its first: until then it
+    has its files open, and its devices."""
+    found = {}
+    # Not glob("[0-9]*/stat"): it looks itself, and raises for a process that ends meanwhile.
+    for path in (process / "stat" for process in Path("/proc").glob("[0-9]*")):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            state, parent, num_threads, began = (fields[n] for n in (0, 1, 17, 19))
+            if state != "Z" or int(num_threads) > 1:
+                found[int(path.parent.name)] = _Process(int(parent), began)
+    return found

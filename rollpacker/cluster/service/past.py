@@ -1,0 +1,121 @@
+"""What has happened in a cluster, and what came of it.
+
+    FOLDER/events.db   all events (`store.py`)
+    FOLDER/snapshot    number of one of them, a digest, and the state after it as `pickle` has it
+
+State is the replay of all events; the snapshot is a cache of it, which may be deleted at any time,
+so that a new service replays only what is behind it. Its digest is of the state and of all that it
+depends on: the source of what decides, the cluster as it began, and that very event of that very
+store. If anything of it is another one, all is replayed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rollpacker.cluster.decide import cluster as core
+from rollpacker.cluster.service import book
+from rollpacker.cluster.service.store import Entry, Position, Store, checksum, happened
+
+EVERY = 10_000
+"""Events, which take a second or two to replay: benchmarks/cluster_replay.py."""
+_NAME = "snapshot"
+logger = logging.getLogger(__name__)
+
+
+class State(NamedTuple):
+    """What comes of all events up to one."""
+
+    cluster: core.Cluster
+    book: book.Book
+    last_s: float
+    """When it happened, or a little later: time goes on from there."""
+
+
+class Past:
+    """Of the cluster that is served from a folder."""
+
+    def __init__(self, folder: Path, cluster: core.Cluster) -> None:
+        """`cluster`: as it began. Raises as `Store` does."""
+        self.store = Store(folder / "events.db")
+        self._path = folder / _NAME
+        self._origin = _digest_of_code() + pickle.dumps(cluster)
+        self._began = State(cluster, book.Book(), 0.0)
+        self._number = 0
+        """Of the event after which the snapshot is."""
+
+    def replay(self) -> State:
+        """All that has happened. Raises `ValueError` if it would go otherwise now, and `OSError`
+        where it cannot be read."""
+        state = self._read() or self._began
+        last_s, behind = state.last_s, self.store.entries(self._number)
+        for number, entry in enumerate(behind, start=self._number + 1):
+            event, facts = happened(entry)
+            commands = state.cluster.handle(event)
+            if checksum(commands) != entry.checksum:
+                raise ValueError(
+                    f"{self.store.path}: event {number} ({entry.event['kind']}) leads to something"
+                    " else now than when it was written: the cluster's file or the version of "
+                    "rollpacker has changed. Serve it as it was until its jobs have ended, or take "
+                    "another folder"
+                )
+            state.book.write(event, facts, commands)
+            last_s = event.at_s
+        state = state._replace(last_s=last_s)
+        self._keep(state)
+        return state
+
+    def write(self, entries: Sequence[Entry], position: Position, state: State) -> None:
+        """What has happened, and letters up to where were dealt with; `state`: after that. Raises
+        `OSError`."""
+        self.store.write(entries, position)
+        self._keep(state)
+
+    def _keep(self, state: State) -> None:
+        """If there are many events behind the snapshot."""
+        number = self.store.num_events
+        if number - self._number < EVERY:
+            return
+        self._number = number  # also if it cannot be written: then it is tried after as many more
+        payload = pickle.dumps(state, pickle.HIGHEST_PROTOCOL)
+        draft = self._path.with_name(f"{_NAME}.new")
+        try:
+            draft.write_bytes(b"%d\n%s\n" % (number, self._digest(number, payload)) + payload)
+            os.replace(draft, self._path)
+        except OSError as error:  # what matters is written
+            logger.warning("%s is not kept: %s", self._path, error)
+
+    def _read(self) -> State | None:
+        try:
+            head, digest, payload = self._path.read_bytes().split(b"\n", 2)
+            number = int(head)
+        except (OSError, ValueError):
+            return None
+        if digest != self._digest(number, payload):
+            return None
+        self._number = number
+        state: State = pickle.loads(payload)
+        return state
+
+    def _digest(self, number: int, payload: bytes) -> bytes:
+        written = repr((self.store.id, number, self.store.written(number)))
+        found = hashlib.sha256()
+        for part in (self._origin, written.encode(), payload):
+            found.update(hashlib.sha256(part).digest())
+        return found.hexdigest().encode()
+
+
+def _digest_of_code() -> bytes:
+    """Of what decides what comes of an event, and in which form it is kept."""
+    found = hashlib.sha256(sys.version.encode())
+    decides = sorted(Path(core.__file__).parent.rglob("*.py"))
+    for path in (*decides, Path(book.__file__), Path(__file__)):
+        found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.digest()

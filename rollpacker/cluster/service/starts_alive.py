@@ -1,0 +1,234 @@
+"""Which starts of jobs are alive, as the runner and the letters say: nothing of it is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+
+from rollpacker.cluster.decide.nodes import Node
+from rollpacker.cluster.seats.mailbox_seat import lease_s
+from rollpacker.cluster.service.book import Book, Record, node_name
+from rollpacker.cluster.service.hostless import Hostless
+from rollpacker.cluster.service.runner import Runner
+
+SILENT_S = 60.0
+"""A job that holds nothing and was heard before may be silent for so long: others wait for it."""
+PRESS_S = 30.0
+"""Who is to leave and has not ended is sent a signal, ..."""
+KILL_S = 300.0
+"""... and ended, so long after what may be the longest iteration of its profile: it may be inside
+of one, or save what came of it."""
+
+Start = tuple[str, int]
+"""A job's name, and its incarnation."""
+
+
+class Alive:
+    """Starts whose processes are not known to be gone."""
+
+    def __init__(self, book: Book, runner: Runner) -> None:
+        """Asks the runner about all starts that the book knows."""
+        self._book = book
+        self._runner = runner
+        self.hostless = Hostless(runner)
+        self.incarnations: set[Start] = set()
+        self.ever_heard: set[str] = set()
+        """Of the jobs' present incarnations."""
+        self._heard_s: dict[str, float] = {}
+        self._leaves_since_s: dict[Start, float] = {}
+        self._pressed: set[Start] = set()
+        self._attempted: set[Start] = set()
+        self._in_vain_s = 0.0
+        """Spent on what the runner could not do, since somebody was excused."""
+        now_s = time.monotonic()
+        for name, record in book.records.items():
+            for incarnation in range(1, record.incarnation + 1):
+                try:
+                    if self._ended((name, incarnation)) is None:
+                        self.incarnations.add((name, incarnation))
+                except OSError:  # of processes that do not end, for example: it is asked again
+                    self.attempted(name, incarnation)
+            if record.turn.ask:
+                self.ever_heard.add(name)
+                self._heard_s[name] = now_s
+
+    def of(self, name: str) -> list[int]:
+        return [incarnation for one, incarnation in self.incarnations if one == name]
+
+    def started(self, name: str, incarnation: int) -> None:
+        self.incarnations.add((name, incarnation))
+        self._attempted.discard((name, incarnation))
+        self._is_new(name)
+
+    def attempted(self, name: str, incarnation: int) -> None:
+        """Whoever was to start it could not say whether it has: it is tried again, and may come."""
+        if (name, incarnation) not in self.incarnations:
+            self._is_new(name)
+        self.incarnations.add((name, incarnation))
+        self._attempted.add((name, incarnation))
+
+    def _is_new(self, name: str) -> None:
+        """What was heard of its earlier start says nothing of this one."""
+        self.ever_heard.discard(name)
+        self._heard_s.pop(name, None)
+
+    def heard(self, name: str) -> None:
+        """Of the present incarnation."""
+        self.ever_heard.add(name)
+        self._heard_s[name] = time.monotonic()
+
+    def excuse(self, away_s: float, longest_s: float) -> None:
+        """Silence of so long counts for nobody, if it is longer than that: the service was stopped,
+        or could write no letters, and perhaps nobody could. That it waited for a process to end is
+        no excuse: what others wrote meanwhile is there."""
+        seconds, self._in_vain_s = away_s - self._in_vain_s, 0.0
+        if seconds <= longest_s:
+            return
+        now_s = time.monotonic()
+        for name in self._heard_s:
+            self._heard_s[name] = min(self._heard_s[name] + seconds, now_s)
+
+    def forget(self, name: str, incarnation: int) -> None:
+        """It is gone."""
+        start = (name, incarnation)
+        self.incarnations.discard(start)
+        self._leaves_since_s.pop(start, None)
+        self._pressed.discard(start)
+        self._attempted.discard(start)
+
+    def is_present(self, start: Start) -> bool:
+        """Whether it is what the job has now, and no earlier one."""
+        record = self._book.records[start[0]]
+        return record.is_placed and record.incarnation == start[1]
+
+    def leaving(self) -> list[Start]:
+        """Those that are to end: their jobs have other nodes, or none."""
+        return [one for one in sorted(self.incarnations) if not self.is_present(one)]
+
+    def nodes_of_leaving(self) -> set[Node]:
+        records = self._book.records
+        return {node for name, n in self.leaving() for node in records[name].nodes(n)}
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        began_s = time.monotonic()
+        try:
+            yield
+        except OSError:
+            self._in_vain_s += time.monotonic() - began_s
+            raise
+
+    def _ended(self, start: Start) -> int | None:
+        """Raises `OSError`."""
+        with self._trying():
+            return self._runner.ended(*start)
+
+    def _kill(self, start: Start) -> None:
+        """Raises `OSError`."""
+        with self._trying():
+            self._runner.kill(*start)
+
+    def gone(self) -> list[tuple[str, int, int]]:
+        """With their exit codes; none of those about whom nothing can be said now."""
+        found = []
+        for start in sorted(self.incarnations):
+            with contextlib.suppress(OSError):
+                code = self._ended(start)
+                if code is None:
+                    self._attempted.discard(start)
+                elif code != -1 or start not in self._attempted:
+                    found.append((*start, code))
+                elif not self._is_wanted(start):
+                    self._kill(start)  # so that it does not begin late
+                    found.append((*start, code))
+        return found
+
+    def _is_wanted(self, start: Start) -> bool:
+        return self.is_present(start) and not self._book.records[start[0]].is_cancelled
+
+    def silent(self) -> list[tuple[str, str]]:
+        """Jobs that have not been heard for too long, and why that is too long."""
+        now_s, found = time.monotonic(), []
+        for record in self._book.placed():
+            name = record.job.name
+            if (name, record.incarnation) not in self.incarnations:
+                continue
+            turn = record.turn
+            if turn.ask:  # this start was heard once, whoever was asked to make it again since
+                self._heard_s.setdefault(name, now_s)
+            silent_s = now_s - self._heard_s.get(name, now_s)
+            if silent_s > (lease_s(turn.purpose) if turn.token else SILENT_S):
+                found.append((name, f"it was silent for {silent_s:.1f} s"))
+        return found
+
+    def kill(self, start: Start, tell: Callable[[str], None]) -> bool:
+        """Whether all its processes are gone now. If not, it is told why."""
+        try:
+            self._kill(start)
+        except OSError as error:
+            tell(f"{start[0]} cannot be ended yet: {error}")
+            return False
+        return True
+
+    def press(self) -> None:
+        """Starts that are to leave and do not. Raises `OSError`."""
+        now_s = time.monotonic()
+        for start in self.leaving():
+            since_s = self._leaves_since_s.setdefault(start, now_s)
+            longest_s = math.fsum(self._book.records[start[0]].job.worst)
+            if now_s - since_s > KILL_S + longest_s:
+                self._kill(start)
+            elif now_s - since_s > PRESS_S and start not in self._pressed:
+                self._pressed.add(start)
+                self._runner.stop(*start)
+
+    def due(self, now_s: float) -> Iterator[Record]:
+        """Jobs that are to be started now: nothing of their earlier starts is left, nobody who is
+        to leave is on their nodes, and their pause after a loss is over."""
+        crowded = self.nodes_of_leaving()
+        for record in self._book.placed():
+            name, incarnation = record.job.name, record.incarnation
+            there = {(name, one) for one in self.of(name)}
+            if record.is_cancelled or there - (self._attempted & {(name, incarnation)}):
+                continue
+            is_time = now_s >= record.starts_from_s
+            if is_time and crowded.isdisjoint(record.nodes(incarnation)):
+                yield record
+
+    def not_started(self) -> set[Node]:
+        """Nodes of jobs that are still to be started, now or after a pause, or whose start may have
+        failed."""
+        return {
+            node
+            for record in self._book.placed()
+            if not self.is_started(record) or self._is_attempted(record)
+            for node in record.nodes(record.incarnation)
+        }
+
+    def in_the_way(self, record: Record) -> str:
+        """Of a job that has nodes and is not started yet: whose end that waits for, in words."""
+        name = record.job.name
+        if self.is_started(record):
+            return ""
+        if any(one < record.incarnation for one in self.of(name)):
+            return "its start before has ended"
+        for other, incarnation in self.leaving():
+            for node in sorted(self._book.records[other].nodes(incarnation)):
+                if node in record.nodes(record.incarnation):
+                    return f"{other} has left {node_name(node)}"
+        return ""
+
+    def _is_attempted(self, record: Record) -> bool:
+        return (record.job.name, record.incarnation) in self._attempted
+
+    def is_started(self, record: Record) -> bool:
+        return (record.job.name, record.incarnation) in self.incarnations
+
+
+def why_ended(code: int) -> str:
+    """In words."""
+    if code == -1:
+        return "its processes are gone"
+    return f"its process ended with exit code {code}" if code >= 0 else f"signal {-code} ended it"

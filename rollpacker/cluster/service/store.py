@@ -1,0 +1,170 @@
+"""What happened in the cluster, on a local disk: the service's state is what comes of it.
+
+Events are written before their commands are obeyed, together with the number of the last letter
+that was dealt with. Of the commands a checksum is kept: a service whose core would have decided
+otherwise (another version, other pools) must not go on from here.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from rollpacker.cluster.decide import cluster as core
+from rollpacker.cluster.seats.local_disk import check_local
+from rollpacker.codec import from_plain, to_plain
+
+FORMAT = 3
+"""Written by a version that knows all events of it; a lower one is read, and becomes one."""
+_OF_PEOPLE = ("Submitted", "Cancelled", "Drained", "Restored", "Grown")
+"""Events that wait for the disk: who asked was answered. Of the others a crash of the host may lose
+the last ones, with all processes that they are about."""
+_TABLES = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS events (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT, commands INTEGER
+);
+"""
+
+
+_EVENTS: dict[str, type[Any]] = {one.__name__: one for one in get_args(core.Event)}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    event: dict[str, Any]
+    """As JSON has it."""
+    checksum: int
+    """Of the commands that it led to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Which letters were dealt with."""
+
+    epoch: str
+    number: int
+
+
+def entry_of(event: core.Event, facts: Mapping[str, Any], commands: object) -> Entry:
+    """`facts`: what is to be known of it besides."""
+    plain = {"kind": type(event).__name__, "event": to_plain(event), "facts": dict(facts)}
+    return Entry(plain, checksum(commands))
+
+
+def happened(entry: Entry) -> tuple[core.Event, Mapping[str, Any]]:
+    """The event, and what is to be known of it besides."""
+    plain = entry.event
+    event: core.Event = from_plain(_EVENTS[plain["kind"]], plain["event"])
+    return event, plain["facts"]
+
+
+def checksum(commands: object) -> int:
+    return zlib.crc32(repr(commands).encode())
+
+
+class Store:
+    """Raises `ValueError` for a file on a network file system or of a newer version, and `OSError`
+    where it cannot be read or written."""
+
+    def __init__(self, path: Path) -> None:
+        check_local(path.parent)
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._errors():
+            self._base = sqlite3.connect(path, timeout=5.0, isolation_level=None)
+            self._base.execute("PRAGMA journal_mode = WAL")
+            self._base.executescript(_TABLES)
+        found = int(self._fact("format", str(FORMAT)))
+        if found > FORMAT:
+            self._base.close()
+            raise ValueError(
+                f"{path} was written by a newer version (format {found}, known: {FORMAT}): update "
+                "rollpacker, or serve from another folder"
+            )
+        if found < FORMAT:
+            with self._errors():
+                self._base.execute("UPDATE facts SET value = ? WHERE name = 'format'", (FORMAT,))
+        self.id = self._fact("id", uuid.uuid4().hex)
+        """Of this cluster, for ever."""
+        known = json.loads(self._fact("left_out", "[]"))
+        self.left_out = {Position(*one) for one in known}
+        """Letters that are not dealt with, though others behind them are."""
+
+    @property
+    def position(self) -> Position:
+        return Position(self._fact("epoch", ""), int(self._fact("position", "0")))
+
+    def leave_out(self, letter: Position) -> None:
+        """Nobody is to deal with this one."""
+        self.left_out.add(letter)
+        told = json.dumps([[one.epoch, one.number] for one in self.left_out])
+        with self._errors():
+            self._base.execute("INSERT OR REPLACE INTO facts VALUES ('left_out', ?)", (told,))
+
+    def began_s(self, now_s: float) -> float:
+        """When the file was made: the zero of events' times."""
+        return float(self._fact("began_s", repr(now_s)))
+
+    @property
+    def num_events(self) -> int:
+        with self._errors():
+            (number,) = self._base.execute("SELECT max(number) FROM events").fetchone()
+        return number or 0
+
+    def written(self, number: int) -> tuple[str, int] | None:
+        """The event of this number as it is on the disk, with its checksum; None: there is none."""
+        query = "SELECT event, commands FROM events WHERE number = ?"
+        with self._errors():
+            found: tuple[str, int] | None = self._base.execute(query, (number,)).fetchone()
+        return found
+
+    def entries(self, after: int = 0) -> Iterator[Entry]:
+        """Those with higher numbers than this one; the first is 1."""
+        query = "SELECT event, commands FROM events WHERE number > ? ORDER BY number"
+        with self._errors():
+            for event, commands in self._base.execute(query, (after,)):
+                yield Entry(json.loads(event), commands)
+
+    def write(self, entries: Sequence[Entry], position: Position) -> None:
+        """All of it, or nothing."""
+        rows = [(json.dumps(one.event), one.checksum) for one in entries]
+        facts = [("epoch", position.epoch), ("position", str(position.number))]
+        is_asked_for = any(one.event["kind"] in _OF_PEOPLE for one in entries)
+        with self._errors():
+            self._base.execute(f"PRAGMA synchronous = {'FULL' if is_asked_for else 'NORMAL'}")
+            self._base.execute("BEGIN IMMEDIATE")
+            try:
+                self._base.executemany("INSERT INTO events (event, commands) VALUES (?, ?)", rows)
+                self._base.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", facts)
+                self._base.execute("COMMIT")
+            except BaseException:
+                if self._base.in_transaction:
+                    self._base.execute("ROLLBACK")
+                raise
+
+    def close(self) -> None:
+        self._base.close()
+
+    def _fact(self, name: str, default: str) -> str:
+        """What is there, or this from now on."""
+        with self._errors():
+            self._base.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, default))
+            (value,) = self._base.execute(
+                "SELECT value FROM facts WHERE name = ?", (name,)
+            ).fetchone()
+            return str(value)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise OSError(f"{self.path}: {error}") from error

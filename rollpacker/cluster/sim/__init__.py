@@ -1,0 +1,1 @@
+"""Many jobs on shared pools, in virtual time."""

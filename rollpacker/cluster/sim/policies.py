@@ -1,0 +1,85 @@
+"""What the shipped policy is compared with. All place jobs as they come."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.job import ClusterJob
+from rollpacker.cluster.decide.placement import Choice, Policy, Rest, State, Stays
+from rollpacker.cluster.decide.published import AsPublished
+from rollpacker.cluster.decide.turns import ORDERS
+from rollpacker.cluster.sim.spec import ClusterSpec
+
+SHIPPED = "rollpacker"
+POLICIES: Mapping[str, str] = {
+    SHIPPED: "the shipped one: the price of work, SLOs with the stated confidence",
+    "dedicated": "every job has nodes of both pools to itself",
+    "colocated": "every job has training nodes to itself, and generates there too",
+    "rollmux": "Algorithm 1 as published, for the longest iterations, in round robin",
+    "random": "any group with room, or a new one, all alike; SLOs are not looked at",
+    "most_idle": "the group with the lowest load; a new one if all are saturated",
+}
+"""Names for `--compare`."""
+NO_TURNS = ("dedicated", "colocated")
+"""Policies under which nobody shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alone(Stays):
+    """Every job in a group of its own, on the cheapest nodes."""
+
+    tail_release: bool = False
+
+    def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
+        return min(state.alone(job), key=lambda one: one.layout.price_per_h, default=None)
+
+
+@dataclass(slots=True)
+class AnyGroup(Stays):
+    """One of the groups with room, or a new one, all alike."""
+
+    rng: random.Random
+    tail_release: bool = True
+
+    def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
+        groups = [[*state.in_group(number, job)] for number in state.groups]
+        choices = [choices for choices in (*groups, [*state.alone(job)]) if choices]
+        return self.rng.choice(self.rng.choice(choices)) if choices else None
+
+
+@dataclass(slots=True)
+class MostIdle(Stays):
+    """Packed into the group whose busiest resource is the least busy; into a new one if all are
+    saturated."""
+
+    tail_release: bool = True
+
+    def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
+        idle: list[tuple[float, int, Choice]] = []
+        for number, standing in state.groups.items():
+            cycle, load, _ = standing.layout.bound()
+            first = next(state.in_group(number, job), None)
+            if load < cycle and first is not None:
+                idle.append((load / cycle, number, first))
+        if idle:
+            return min(idle, key=lambda one: one[:2])[2]
+        return Alone().place(state, job)
+
+
+def policy(name: str, spec: ClusterSpec) -> Policy:
+    """The policy of this name."""
+    match name:
+        case "rollmux":
+            return AsPublished()
+        case "random":
+            return AnyGroup(random.Random(f"placement/{spec.seed}"))
+        case "most_idle":
+            return MostIdle()
+        case "dedicated" | "colocated":
+            return Alone()
+    assert name == SHIPPED, name
+    orders = ORDERS if spec.order == "auto" else (spec.order,)
+    return CheapestWork(confidence=spec.slo_confidence, orders=orders)

@@ -1,0 +1,100 @@
+"""Phase times of a cluster's jobs from elsewhere: a run's log, or a scenario that is simulated.
+
+Seconds are those of the cluster's first pool of each phase. A scenario is simulated on the GPUs of
+these pools; a run was measured on what it had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollpacker.cluster.decide.iteration import EMPTY, Iteration
+from rollpacker.cluster.decide.job import Phase, RoundTimes
+from rollpacker.cluster.profile.job_profile import (
+    check_device,
+    needs_of,
+    read_profile,
+    rounds_of,
+    run_needs,
+)
+from rollpacker.cluster.sim.spec import PoolSpec, core_pools, reference
+from rollpacker.sim.scenario import Scenario, load_scenario
+from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES
+from rollpacker.sim.simulate import simulate
+
+PARKED_PARAMETER_BYTES = TRAINED_PARAMETER_BYTES - 4
+"""All that is trained but the gradients."""
+
+
+class Profile(NamedTuple):
+    """What a job is made of."""
+
+    rounds: tuple[RoundTimes, ...]
+    needs: dict[str, Any]
+    """Other fields of `ClusterJob`."""
+    steps: int | None
+    """That it takes; None: nobody knows."""
+
+
+def profile_of_run(folder: str | Path, pools: Sequence[PoolSpec]) -> Profile:
+    """Raises `ValueError` as `report.job_profile` does."""
+    found = read_profile(folder)
+    check_device(found, on_gpus=any(pool.gpu is not None for pool in pools))
+    needs = run_needs(found, core_pools(pools))
+    return Profile(found.rounds, needs, found.config.train.steps)
+
+
+def profile_of_scenario(path: str | Path, pools: Sequence[PoolSpec]) -> Profile:
+    """As many steps as the file says. Weights cross the link of the cluster: the scenario's own
+    sync is left out. Raises `ConfigError` as loading the scenario does."""
+    scenario = on_pools(load_scenario(path), pools)
+    steps = simulate(scenario).steps
+    iterations = [
+        Iteration(
+            step=number,
+            kind=step.kind if step.train_s > 0 else EMPTY,
+            rollout_s=step.rollout_s,
+            between_s=step.reward_s,
+            train_s=step.train_s,
+            after_s=0.0,
+        )
+        for number, step in enumerate(steps, 1)
+    ]
+    return Profile(rounds_of(iterations), _scenario_needs(scenario, pools), None)
+
+
+def on_pools(scenario: Scenario, pools: Sequence[PoolSpec]) -> Scenario:
+    """The scenario on two pools: on their GPUs where they are named, with as many devices as it has
+    for each phase. Nobody trains while it generates (who holds the training pool waits for
+    nothing), so that streaming is off."""
+    cluster = scenario.cluster
+    gpus = {phase: _gpu(pools, phase) for phase in ("rollout", "train")}
+    trainer = cluster.gpu if cluster.train_gpu is None else cluster.train_gpu
+    return dataclasses.replace(
+        scenario,
+        cluster=dataclasses.replace(
+            cluster,
+            gpu=gpus["rollout"] or cluster.gpu,
+            train_gpu=gpus["train"] or trainer,
+            train_gpus=cluster.trainer_gpus,
+        ),
+        stream_trainer=dataclasses.replace(scenario.stream_trainer, enabled=False),
+    )
+
+
+def _gpu(pools: Sequence[PoolSpec], phase: Phase) -> str | None:
+    return reference(pools, phase).gpu if pools else None
+
+
+def _scenario_needs(scenario: Scenario, pools: Sequence[PoolSpec]) -> dict[str, Any]:
+    cluster = scenario.cluster
+    return needs_of(
+        model_bytes=scenario.shape.weight_bytes,
+        trainer_bytes=scenario.shape.params * PARKED_PARAMETER_BYTES,
+        devices={"rollout": cluster.gpus, "train": cluster.trainer_gpus},
+        num_copies=cluster.gpus // scenario.rollout.tensor_parallel,
+        pools=core_pools(pools),
+    )

@@ -1,0 +1,104 @@
+"""What came of a simulated cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rollpacker.cluster.decide.nodes import Pool
+
+SLO_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """One job's life."""
+
+    name: str
+    slo: float
+    slowdown: float
+    """Elapsed over elapsed without waits for pools and switches."""
+
+    @property
+    def kept(self) -> bool:
+        return self.slowdown <= self.slo * (1 + SLO_TOLERANCE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyResult:
+    """All jobs under one policy."""
+
+    price_per_h: float
+    """The whole price over the hours that the jobs would take without any sharing."""
+    jobs: tuple[JobResult, ...]
+    peak_devices: Mapping[str, int]
+    """By pool."""
+    busy: Mapping[str, float]
+    """By pool: of the device time that was paid for, so much generated or trained."""
+
+    @property
+    def slo_kept(self) -> float:
+        """Share of the jobs."""
+        return sum(job.kept for job in self.jobs) / len(self.jobs)
+
+    @property
+    def slowdown_mean(self) -> float:
+        return math.fsum(job.slowdown for job in self.jobs) / len(self.jobs)
+
+    def to_plain(self) -> dict[str, object]:
+        """As `rollpacker cluster simulate --json` prints it."""
+        return {
+            "price_per_h": self.price_per_h,
+            "slo_kept": self.slo_kept,
+            "slowdown_mean": self.slowdown_mean,
+            "peak_devices": dict(self.peak_devices),
+            "busy": dict(self.busy),
+        }
+
+
+class Bill:
+    """What is open, and what it has cost so far."""
+
+    def __init__(self, pools: Sequence[Pool]) -> None:
+        self._pools = {pool.name: pool for pool in pools}
+        self._open = dict.fromkeys(self._pools, 0.0)
+        self._peak = dict.fromkeys(self._pools, 0.0)
+        self._node_s = dict.fromkeys(self._pools, 0.0)
+        self._busy_s = dict.fromkeys(self._pools, 0.0)
+        self._at_s = 0.0
+
+    def pass_until(self, at_s: float) -> None:
+        """So long everything stayed as it is."""
+        for pool, count in self._open.items():
+            self._node_s[pool] += count * (at_s - self._at_s)
+        self._at_s = at_s
+
+    def change(self, pool: str, nodes: int) -> None:
+        """So many nodes more; fewer, if negative."""
+        self._open[pool] += nodes
+        self._peak[pool] = max(self._peak[pool], self._open[pool])
+
+    def work(self, pool: str, node_s: float) -> None:
+        """So many seconds of nodes generated or trained."""
+        self._busy_s[pool] += node_s
+
+    def price(self) -> float:
+        """Of all hours so far."""
+        return math.fsum(
+            seconds / 3600 * self._pools[pool].node_price_per_h
+            for pool, seconds in self._node_s.items()
+        )
+
+    def result(self, jobs: Sequence[JobResult], hours: float) -> PolicyResult:
+        """`hours`: what the price is shared out over."""
+        devices = {name: pool.devices_per_node for name, pool in self._pools.items()}
+        return PolicyResult(
+            price_per_h=self.price() / hours,
+            jobs=tuple(sorted(jobs, key=lambda job: job.name)),
+            peak_devices={pool: round(peak) * devices[pool] for pool, peak in self._peak.items()},
+            busy={
+                pool: self._busy_s[pool] / seconds if seconds else 0.0
+                for pool, seconds in self._node_s.items()
+            },
+        )

@@ -1,0 +1,204 @@
+"""What `rollpacker cluster` reads: pools of nodes, and the jobs that a simulation has come to them
+(`configs/clusters/`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rollpacker.cluster.decide.job import Phase
+from rollpacker.cluster.decide.nodes import Pool
+from rollpacker.cluster.decide.waiting import AGEING_H, PHASES
+from rollpacker.config.load import load_config
+from rollpacker.did_you_mean import did_you_mean
+from rollpacker.sim.hardware import GPUS
+from rollpacker.sim.scenario_checks import at_least_one, check_known
+
+Profile = Literal["balanced", "rollout-heavy", "train-heavy", "mixed"]
+MAX_JOBS = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSpec:
+    """Nodes of one kind (`pools.N.*`)."""
+
+    name: str
+    """Of the pool, in tables."""
+    phase: Phase
+    """What its nodes are for."""
+    nodes: int
+    """That may be rented at once."""
+    devices_per_node: int = 8
+    """A job has whole nodes."""
+    gpu: str | None = None
+    """A datasheet's name (`rollpacker simulate --presets`). Jobs' seconds are those of the first
+    pool of the phase; another GPU's rollouts take longer by its memory bandwidth, its training by
+    its arithmetic. None: as fast as the first one."""
+    price_per_device_h: float
+    """Of a device that is in use, in any currency."""
+    host_memory_gib: float
+    """Of a node: what parked jobs can keep there."""
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "nodes", "devices_per_node")
+        if self.gpu is not None:
+            check_known("gpu", self.gpu, GPUS)
+        for name in ("price_per_device_h", "host_memory_gib"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name} must be more than 0, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsSpec:
+    """The jobs that come (`jobs.*`): drawn, or read from a trace."""
+
+    trace: str | None = None
+    """A JSONL file with a job on each line; the other keys then have no effect. The path is
+    relative to the folder that the command is run in."""
+    count: int = 300
+    """Jobs."""
+    hours: float = 580.0
+    """In which they arrive, at moments that are all alike."""
+    mean_hours: float = 14.4
+    """A job's life if it never waited. Lives are log-normal; the longest is ten times the mean."""
+    profile: Profile = "mixed"
+    """Which phase is the longer one; mixed: a third of the jobs each."""
+    slo: tuple[float, float] = (1.0, 2.0)
+    """Each job's lies between these, all alike."""
+    variation: float = 0.1
+    """Of iterations: standard deviation over mean of how long their phases are."""
+    growth: float = 0.0
+    """Rollouts and training take longer by this share at the end of a job's life than at its begin,
+    and all the more the later: what nobody knows beforehand."""
+    tail_share: float = 0.2
+    """The last part of a rollout that needs only an eighth of the devices."""
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "count")
+        if self.count > MAX_JOBS:
+            raise ValueError(f"count must be at most {MAX_JOBS:,}, not {self.count:,}")
+        for name in ("hours", "mean_hours"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name} must be more than 0, not {getattr(self, name)}")
+        low, high = self.slo
+        if not 1 <= low <= high < math.inf:
+            raise ValueError(
+                f"slo must be two rising numbers of 1 or more, not {low:g} and {high:g}: alone "
+                "a job has a slowdown of 1, and sharing makes no job faster"
+            )
+        if not 0 <= self.variation <= 1:
+            raise ValueError(f"variation must be from 0 to 1, not {self.variation}")
+        if not (math.isfinite(self.growth) and self.growth > -1):
+            raise ValueError(f"growth must be above -1, not {self.growth}")
+        if not 0 <= self.tail_share < 1:
+            raise ValueError(f"tail_share must be 0 or more and below 1, not {self.tail_share}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """Pools that several jobs share."""
+
+    name: str
+    """Of tables."""
+    pools: tuple[PoolSpec, ...]
+    """One at least for each phase."""
+    link_gb_s: float
+    """Between the pools, per device, 1e9 bytes per second."""
+    max_group: int = 5
+    """Jobs that take turns on the same nodes at most."""
+    slo_confidence: float = 0.99
+    """An SLO is kept with this probability, for iterations as they are distributed."""
+    order: Literal["auto", "round_robin", "first_come", "least_slack"] = "auto"
+    """Of turns. auto: what is cheapest for each group."""
+    quotas: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By owner: rollout and train devices that his running jobs may have asked for, shared or not.
+    Who is not named, and a phase that is not, has no bound."""
+    ageing_h: float = AGEING_H
+    """A job that waits for nodes comes before those of one priority more that are submitted so many
+    hours later."""
+    jobs: JobsSpec = JobsSpec()
+    """Of a simulation."""
+    seed: int = 0
+    """Of the jobs and their iterations."""
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "max_group")
+        if not (math.isfinite(self.link_gb_s) and self.link_gb_s > 0):
+            raise ValueError(f"link_gb_s must be more than 0, not {self.link_gb_s}")
+        if not 0.5 <= self.slo_confidence < 1:
+            raise ValueError(
+                f"slo_confidence must be from 0.5 to below 1, not {self.slo_confidence:g}"
+            )
+        if not (math.isfinite(self.ageing_h) and self.ageing_h >= 0):
+            raise ValueError(f"ageing_h must be 0 or more hours, not {self.ageing_h}")
+        self._check_quotas()
+        names = [pool.name for pool in self.pools]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f'pools has two pools with the name "{name}": give each its own')
+        for phase in ("rollout", "train"):
+            if not any(pool.phase == phase for pool in self.pools):
+                raise ValueError(f"pools has none with phase: {phase}; add one")
+
+    def _check_quotas(self) -> None:
+        for owner, quota in self.quotas.items():
+            for phase, most in quota.items():
+                if phase not in PHASES:
+                    raise ValueError(
+                        f'quotas.{owner} has no key "{phase}".{did_you_mean(phase, PHASES)} Known: '
+                        "rollout, train, each with a number of devices"
+                    )
+                if most < 1:
+                    raise ValueError(
+                        f"quotas.{owner}.{phase} must be 1 or more devices, not {most}"
+                    )
+
+    def core_quotas(self) -> dict[str, dict[Phase, int]]:
+        """As the core knows them."""
+        return {
+            owner: {phase: quota[phase] for phase in PHASES if phase in quota}
+            for owner, quota in self.quotas.items()
+        }
+
+    def core_pools(self) -> tuple[Pool, ...]:
+        """See the function."""
+        return core_pools(self.pools)
+
+
+def core_pools(pools: Sequence[PoolSpec]) -> tuple[Pool, ...]:
+    """As the core knows them."""
+    return tuple(
+        Pool(
+            name=pool.name,
+            phase=pool.phase,
+            nodes=pool.nodes,
+            devices_per_node=pool.devices_per_node,
+            price_per_device_h=pool.price_per_device_h,
+            host_memory_gib=pool.host_memory_gib,
+            scale=seconds_scale(pool.phase, reference(pools, pool.phase).gpu, pool.gpu),
+        )
+        for pool in pools
+    )
+
+
+def reference(pools: Sequence[PoolSpec], phase: Phase) -> PoolSpec:
+    """The pool whose seconds the jobs' profiles have."""
+    return next(pool for pool in pools if pool.phase == phase)
+
+
+def seconds_scale(phase: Phase, measured_on: str | None, gpu: str | None) -> float:
+    """Seconds of a phase on this GPU over those on the one that it was measured on; 1 where one of
+    them is not known."""
+    if measured_on is None or gpu is None:
+        return 1.0
+    if phase == "rollout":
+        return GPUS[measured_on].bandwidth_tb_s / GPUS[gpu].bandwidth_tb_s
+    return GPUS[measured_on].tflops / GPUS[gpu].tflops
+
+
+def load_cluster(path: str | Path, overrides: Sequence[str] = ()) -> ClusterSpec:
+    """The file with the overrides applied. Raises `ConfigError` with one message."""
+    return load_config(path, overrides, ClusterSpec)

@@ -1,0 +1,71 @@
+"""When each check starts, on which of a kind's workers, and how long it may run (`schedule`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from rollpacker.core.checks.schedule import KindConfig, Order, Schedule
+from rollpacker.core.commands import CancelScore, Command, Score
+from rollpacker.core.events import SampleScored
+from rollpacker.core.ids import SampleId
+
+RewardKindConfig = KindConfig
+"""One kind of check: how many at a time, and the deadline of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardScheduleConfig:
+    """How checks are scheduled."""
+
+    overlap: bool = True
+    """Check a response while others are still generated. False: all of a round's together, when
+    the last one is generated."""
+    order: Order = "fifo"
+    """Who is next when a worker becomes free. "closest": the prompt that lacks the fewest verdicts,
+    so that a race on verdicts completes prompts instead of beginning all of them. "longest": the
+    check that is expected to take longest, so that it does not end up last and alone; expected is
+    what the longest check of the same prompt took, before that the kind's mean, and among equals
+    the longest response comes first."""
+    cancel: bool = True
+    """End checks that run for samples which are not needed any more, so that their workers are
+    free."""
+    max_retries: int = 1
+    """How often a check is asked for again when the machinery failed (not the response); then there
+    is no verdict."""
+    kinds: Mapping[str, RewardKindConfig] = field(default_factory=dict)
+    """By the source of the prompt."""
+
+    def __post_init__(self) -> None:
+        if self.max_retries < 0:
+            raise ValueError(f"max_retries must not be negative, not {self.max_retries}")
+
+
+class RewardSchedule(Schedule[SampleScored]):
+    """Checks: said by `Score`, answered by `SampleScored`."""
+
+    def __init__(self, config: RewardScheduleConfig) -> None:
+        super().__init__(
+            config.kinds,
+            order=config.order,
+            max_retries=config.max_retries,
+            say=_score,
+            is_right=_is_right,
+        )
+        self.config = config
+
+    def drop(self, samples: Iterable[SampleId]) -> list[Command]:
+        """Nobody needs these verdicts any more. Checks under way are cancelled."""
+        running = self.forget(samples)
+        return [CancelScore(samples=tuple(running))] if running and self.config.cancel else []
+
+
+def _score(*, sample: SampleId, timeout_s: float | None, retry: int) -> Score:
+    return Score(sample=sample, timeout_s=timeout_s, retry=retry)
+
+
+def _is_right(event: SampleScored) -> bool:
+    correct = event.correct
+    if correct is None:
+        correct = event.value is not None and event.value > 0
+    return correct and not event.timed_out

@@ -1,0 +1,256 @@
+"""What samples wait for outside of the engine, and how long it may take: when each starts.
+
+A check of a response and an environment's answer are both such a *deed*. A kind of deed is the
+`source` of its prompts. A kind with a number of workers runs so many at a time and keeps the rest
+waiting; one that nobody needs any more leaves the queue without having run, or is cancelled. A kind
+that is not configured has no bound: its deeds start when they are asked for.
+
+    ask -> started at once, or waits -> (free, start_waiting) -> started
+                                     -> forget: never started
+    started -> free -> its answer counts
+                    -> ask_again: the machinery failed, once more
+            -> forget: to be cancelled, then free
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from rollpacker.core.checks.deadlines import AdaptiveDeadline, AdaptiveDeadlineConfig
+from rollpacker.core.checks.prompt_queue import PromptQueue
+from rollpacker.core.commands import Command
+from rollpacker.core.ids import PromptId, SampleId
+
+Order = Literal["fifo", "closest", "longest"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindConfig:
+    """One kind of deed."""
+
+    workers: int | None = None
+    """At a time. None: no bound."""
+    deadline: AdaptiveDeadlineConfig | None = None
+    """None: the limit of whoever does it holds."""
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers must be at least 1, not {self.workers}")
+
+
+class Ended(Protocol):
+    """The event that ends a deed."""
+
+    @property
+    def sample(self) -> SampleId: ...
+
+    @property
+    def seconds(self) -> float | None: ...
+
+    @property
+    def cause(self) -> str: ...
+
+
+E = TypeVar("E", bound=Ended)
+
+
+class _Kind:
+    __slots__ = (
+        *("by_prompt", "deadline", "dropped", "longest_s", "num_free", "num_seen", "queue"),
+        "total_s",
+    )
+
+    def __init__(self, config: KindConfig) -> None:
+        self.num_free = config.workers
+        """None: no bound."""
+        self.deadline = None if config.deadline is None else AdaptiveDeadline(config.deadline)
+        self.queue: deque[SampleId] = deque()
+        """Who waits, where the order is "fifo"."""
+        self.by_prompt = PromptQueue()
+        """Who waits, in the other orders."""
+        self.dropped: set[SampleId] = set()
+        """Still in the queue, but not needed any more."""
+        self.longest_s: dict[PromptId, float] = {}
+        """Longest deed so far of each prompt of this round."""
+        self.num_seen = 0
+        """Deeds that ended by themselves, where the order is "longest"."""
+        self.total_s = 0.0
+        """Seconds that they took together."""
+
+    def saw(self, prompt: PromptId, seconds: float) -> None:
+        """A deed of the prompt ended by itself after so long."""
+        self.num_seen += 1
+        self.total_s += seconds
+        self.longest_s[prompt] = max(seconds, self.longest_s.get(prompt, 0.0))
+
+    @property
+    def mean_s(self) -> float:
+        """Of the deeds that ended by themselves."""
+        return self.total_s / self.num_seen if self.num_seen else 0.0
+
+
+_UNBOUND = KindConfig()
+_NOT_RUNNING = -1
+
+
+class Schedule(Generic[E]):
+    """The deeds that run and those that wait, over rounds: a slow one may outlive its round. A
+    sample has one at a time."""
+
+    def __init__(
+        self,
+        kinds: Mapping[str, KindConfig],
+        *,
+        order: Order,
+        max_retries: int,
+        say: Callable[..., Command],
+        is_right: Callable[[E], bool],
+    ) -> None:
+        """`say(sample=, timeout_s=, retry=)` makes the command that starts a deed; `is_right` tells
+        of one that ended by itself whether its seconds are what others may take."""
+        self.running: dict[SampleId, int] = {}
+        """Started, answer awaited, in order; how often they were started before."""
+        self.num_waiting = 0
+        """In all queues, dropped ones that nobody has looked at since included."""
+        self._configs = kinds
+        self._max_retries = max_retries
+        self._say = say
+        self._is_right = is_right
+        self._kinds: dict[str, _Kind] = {}
+        self._by_prompt = order != "fifo"
+        self._longest = order == "longest"
+        self._cancelled: set[SampleId] = set()
+        """Running, and not needed any more."""
+
+    def begin_round(self) -> None:
+        """Forget what was learnt of the last round's prompts."""
+        for kind in self._kinds.values():
+            kind.longest_s.clear()
+            kind.by_prompt.look_at_all()
+
+    def ask(self, sample: SampleId, num_tokens: int = 0) -> list[Command]:
+        """The sample, of so many tokens, needs a deed: start it, or let it wait for a worker."""
+        source = sample[0][0]
+        kind = self._kinds.get(source) or self._add_kind(source)
+        if kind.num_free is None or kind.num_free > 0:
+            return [self._start(kind, sample)]
+        self.num_waiting += 1
+        if self._by_prompt:
+            kind.by_prompt.add(sample, num_tokens if self._longest else 0)
+        else:
+            kind.queue.append(sample)
+        return []
+
+    def free(self, event: E) -> int | None:
+        """A deed ended: its worker is free, and the deadline learns. How often it had been started
+        before, or None if it was not started at all."""
+        sample = event.sample
+        retry = self.running.pop(sample, _NOT_RUNNING)
+        if retry == _NOT_RUNNING:
+            return None
+        kind = self._kinds[sample[0][0]]
+        if kind.num_free is not None:
+            kind.num_free += 1
+        if self._cancelled:
+            self._cancelled.discard(sample)
+        if kind.by_prompt:
+            kind.by_prompt.look_again(sample[0])
+        seconds = event.seconds
+        if seconds is not None and not event.cause:  # it ended by itself
+            if self._longest:
+                kind.saw(sample[0], seconds)
+            if kind.deadline is not None:
+                kind.deadline.observe(seconds, correct=self._is_right(event))
+        return retry
+
+    def look_again(self, prompt: PromptId) -> None:
+        """The prompt lacks fewer samples now."""
+        kind = self._kinds.get(prompt.source)
+        if kind is not None:
+            kind.by_prompt.look_again(prompt)
+
+    def may_ask_again(self, event: E, retry: int) -> bool:
+        """Whether the machinery failed, rather than the response, and may get another try."""
+        return event.cause == "infrastructure" and retry < self._max_retries
+
+    def ask_again(self, sample: SampleId, retry: int) -> Command:
+        """The deed once more, at once: its worker has just become free."""
+        return self._start(self._kinds[sample[0][0]], sample, retry + 1)
+
+    def start_waiting(self, source: str, missing: Callable[[PromptId], int]) -> list[Command]:
+        """Start as many waiting deeds of this kind as there are free workers. `missing` tells how
+        many samples a prompt still lacks: asked again where a deed of the prompt was asked for
+        or has ended since, and after `look_again`."""
+        kind = self._kinds[source]
+        commands: list[Command] = []
+        waiting = kind.by_prompt if self._by_prompt else kind.queue
+        while kind.num_free and waiting:
+            sample = self._next_of_prompts(kind, missing) if self._by_prompt else self._next(kind)
+            if sample is None:
+                break
+            commands.append(self._start(kind, sample))
+        return commands
+
+    def forget(self, samples: Iterable[SampleId]) -> list[SampleId]:
+        """Nobody needs these any more. Returns those that run, and were needed until now."""
+        running = []
+        for sample in samples:
+            if sample in self.running:
+                if sample not in self._cancelled:
+                    self._cancelled.add(sample)
+                    running.append(sample)
+            elif self._by_prompt:
+                self._kinds[sample.prompt.source].by_prompt.remove(sample)
+                self.num_waiting -= 1
+            else:
+                self._kinds[sample.prompt.source].dropped.add(sample)
+        return running
+
+    def timeout_s(self, source: str) -> float | None:
+        """The deadline in force for this kind."""
+        kind = self._kinds.get(source)
+        return None if kind is None or kind.deadline is None else kind.deadline.timeout_s
+
+    def state(self) -> dict[str, Any]:
+        """Deadlines; what is under way is nobody's after a restart."""
+        return {
+            source: kind.deadline.state()
+            for source, kind in sorted(self._kinds.items())
+            if kind.deadline is not None
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        for source, learnt in state.items():
+            deadline = self._add_kind(source).deadline
+            if deadline is not None:
+                deadline.restore(learnt)
+
+    def _add_kind(self, source: str) -> _Kind:
+        kind = self._kinds[source] = _Kind(self._configs.get(source, _UNBOUND))
+        return kind
+
+    def _start(self, kind: _Kind, sample: SampleId, retry: int = 0) -> Command:
+        self.running[sample] = retry
+        if kind.num_free is not None:
+            kind.num_free -= 1
+        deadline = kind.deadline
+        timeout_s = None if deadline is None else deadline.timeout_s
+        return self._say(sample=sample, timeout_s=timeout_s, retry=retry)
+
+    def _next(self, kind: _Kind) -> SampleId | None:
+        while kind.queue:
+            sample = kind.queue.popleft()
+            self.num_waiting -= 1
+            if sample not in kind.dropped:
+                return sample
+            kind.dropped.remove(sample)
+        return None
+
+    def _next_of_prompts(self, kind: _Kind, missing: Callable[[PromptId], int]) -> SampleId:
+        self.num_waiting -= 1
+        if self._longest:
+            return kind.by_prompt.pop(kind.longest_s.get, kind.mean_s)
+        return kind.by_prompt.pop(lambda prompt: -missing(prompt), 0.0)

@@ -1,0 +1,481 @@
+"""The engines of a run: which one each sample runs on, and what becomes of it if that is lost.
+
+The fleet stands between the job and the engines. The job decides *what* is launched and aborted;
+here it gets its engine, and what engines say is heeded only if it is theirs to say:
+
+    from the job           to the engines
+    Launch                 the same with `engines`; of another degree: Resize first
+    Continue               the same, where the turn before was generated if that takes samples
+    Abort                  the same; who waits for an engine has stopped
+    Release                the same, and Move of what the released engines have
+
+    from the engines       to the job             to the engines
+    a sample ended         the same, or nothing: the engine does not have it (any more)
+    EngineLost             its aborted samples    Replace, and Place of the others
+    EngineReady                                   Place of those that waited, Move of some
+    SampleMoved
+
+Samples keep their ids: a loss uses up no retry, and nobody is launched twice. Each is in one engine
+at most, of one incarnation; what an earlier incarnation still says is counted and forgotten. A
+released engine is given nothing until the next round, whatever becomes of the others: where all of
+these are lost, samples wait for a replacement; and one that is lost while it is released is
+replaced when its devices are the engines' again. Fed with the same events it says the same: no
+clock, no chance, ties by number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from rollpacker.codec import OMIT_DEFAULT, absent
+from rollpacker.core.commands import (
+    NOWHERE,
+    Abort,
+    Command,
+    Continue,
+    Launch,
+    Move,
+    Place,
+    Release,
+    Replace,
+    Resize,
+)
+from rollpacker.core.events import (
+    Committed,
+    EngineLost,
+    EngineReady,
+    SampleAborted,
+    SampleFailed,
+    SampleGenerated,
+    SampleMoved,
+)
+from rollpacker.core.fleet.devices import MOVERS, Devices
+from rollpacker.core.fleet.lost_engines import EngineLosses
+from rollpacker.core.fleet.routing import Engine, Known, Router, Routing
+from rollpacker.core.fleet.sample_places import Seats
+from rollpacker.core.ids import SampleId
+
+ZOMBIE = "zombie"
+"""Under this name `Job.num_late` counts what engines say of samples that they do not have."""
+
+HEEDED = frozenset({SampleGenerated, SampleAborted, SampleFailed, Committed})
+"""Events of which the fleet says whether they are heeded."""
+
+_DIRECTED = frozenset({Abort, *MOVERS})
+"""Commands that are about engines or their devices; most are checks of responses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """Engines that can be lost, and replaced."""
+
+    num_engines: int = 1
+    routing: Routing = "spread"
+    """How each sample is given its engine: `core/fleet/routing.py`."""
+    max_losses: int = 3
+    """So many losses of one engine without a committed step between them end the run."""
+    losses_of_all: bool = field(default=False, metadata=absent(True))
+    """Losses of all engines together count, as they did in older logs."""
+    moves: bool = False
+    """Samples under way may move to an engine that has joined, and from one that is released; the
+    engines can go on with each other's tokens."""
+    num_devices: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    """Devices that `num_engines` engines share at first, and others at another degree of tensor
+    parallelism. None: the engines stay as they are."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_engines", "max_losses"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.num_devices is not None and (
+            self.num_devices < 1 or self.num_devices % self.num_engines
+        ):
+            raise ValueError(
+                f"num_devices must be a multiple of num_engines ({self.num_engines}), not "
+                f"{self.num_devices}"
+            )
+
+
+class Fleet:
+    """Tell it every event that it heeds, and every command (`direct`); `on_engine` answers to
+    events of engines."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        late: Counter[str] | None = None,
+        train_group: int = 1,
+        *,
+        trainer_apart: bool = False,
+        by_turn: bool = False,
+    ) -> None:
+        """`late` counts zombies. `train_group`: devices of a training replica. `by_turn`: see
+        `Seats`."""
+        self.config = config
+        self.engines = [Engine(number) for number in range(config.num_engines)]
+        """Those that there are, at the degree of the round."""
+        self.given_up = ""
+        """Why the run cannot go on, in words; nothing is to be heeded any more."""
+        self._slots = list(self.engines)
+        """Those of all degrees that there were."""
+        self._degree = (config.num_devices or config.num_engines) // config.num_engines
+        """Devices of one engine."""
+        self.devices = Devices(
+            config.num_engines,
+            self._degree,
+            train_group=train_group,
+            trainer_apart=trainer_apart,
+        )
+        self._router = Router(config.routing)
+        self._late = Counter[str]() if late is None else late
+        self._seats = Seats(by_turn=by_turn)
+        """Of the round."""
+        self.unanswered = deque[SampleAborted]()
+        """What the job is to hear, by `direct`, of samples that were aborted and that nobody will
+        answer for."""
+        self._gathering: set[int] = set()
+        """Engines of a new layout that are still to come; all samples wait for them."""
+        self._round = 0
+        self._known = Known()
+        """Of the last round that brought something."""
+        self._seen = Known()
+        """Of this round."""
+        self._losses = EngineLosses(config.max_losses, of_all=config.losses_of_all)
+
+    @property
+    def num_ready(self) -> int:
+        """Engines that are there."""
+        return sum(engine.ready for engine in self.engines)
+
+    def nobody(self) -> str:
+        """In words, for a deadline's message; empty while an engine takes samples."""
+        if self._gathering:
+            return f"{len(self._gathering)} of {len(self.engines)} engines to be laid out anew"
+        if self._takers():
+            return ""
+        count = len(self.engines)
+        which = "the only engine" if count == 1 else f"any of the {count} engines, all lost,"
+        if any(engine.released for engine in self.engines):
+            which = "an engine whose devices were not released"
+        return f"{which} to be replaced ({str(self._losses) or 'it was lost'})"
+
+    def why_kept(self) -> str:
+        """Why no engine can be released now, in words; or nothing."""
+        if not self.config.moves:
+            return "samples under way cannot move to another engine"
+        if self.num_ready < len(self.engines):
+            return "an engine was being replaced"
+        return ""
+
+    # -- what engines say --------------------------------------------------------------
+
+    def heeds(self, event: Committed | SampleGenerated | SampleAborted | SampleFailed) -> bool:
+        """Whether the job is to hear this event. Called once with every one of `HEEDED`, in
+        order."""
+        # Every response comes by here: benchmarks/fleet_speed.py, benchmarks/sim_speed.py.
+        if isinstance(event, Committed):
+            self._losses.clear()
+            return True
+        sample, number, seats = event.sample, event.engine, self._seats
+        seat = seats.engine.get(sample, number)
+        if event.incarnation != self._slots[number].incarnation or (
+            number != seat and number != seats.source.get(sample)
+        ):
+            self._late[ZOMBIE] += 1
+            return False
+        # One that was not launched, or had ended, is for the round to refuse: its engine is
+        # current.
+        tokens = seats.work.pop(sample, None)
+        if tokens is not None:
+            self.engines[seat].tokens -= tokens
+            if number != seat:  # it was to move, and has ended before
+                seats.engine[sample] = number
+            if type(event) is SampleGenerated:
+                seen = self._seen
+                seen.num_finished += 1
+                seen.num_tokens += event.num_tokens
+        return True
+
+    def on_engine(
+        self, event: EngineLost | EngineReady | SampleMoved, version: int
+    ) -> list[Command]:
+        """The answer; `version`: of the weights that engines should have now. Sets `given_up` where
+        that is what follows."""
+        match event:
+            case EngineLost():
+                return self._on_lost(event, version)
+            case EngineReady():
+                return self._on_ready(event, version)
+            case SampleMoved():
+                self._on_moved(event)
+        return []
+
+    def _on_moved(self, event: SampleMoved) -> None:
+        sample, seats = event.sample, self._seats
+        is_current = event.incarnation == self._slots[event.engine].incarnation
+        if (
+            not (is_current and sample in seats.work and sample in seats.source)
+            or seats.engine[sample] != event.engine
+        ):
+            self._late[ZOMBIE] += 1
+            return
+        del seats.source[sample]
+
+    def _on_lost(self, event: EngineLost, version: int) -> list[Command]:
+        engine = self._slots[event.engine]
+        if event.incarnation != engine.incarnation:
+            return []  # known already, or its layout is no more
+        self.given_up = self._losses.add(engine.number, event.reason)
+        if self.given_up:
+            return []
+        engine.incarnation += 1
+        engine.ready = False
+        replacing = [] if engine.released else [self._replace(engine, version)]
+        if engine.number in self._gathering:
+            return [*replacing, *self._gather(engine)]
+        return [*replacing, *self._place_again(engine.number)]
+
+    def _replace(self, engine: Engine, version: int) -> Replace:
+        return Replace(engine=engine.number, incarnation=engine.incarnation, version=version)
+
+    def _place_again(self, lost: int) -> list[Command]:
+        """The samples that the lost engine had, or that were on their way to it or from it. What
+        was on its way to it goes on, where its source has it still."""
+        homeless: list[SampleId] = []
+        going_on: list[SampleId] = []
+        anyone = bool(self._takers())
+        seats = self._seats
+        for sample, tokens in list(seats.work.items()):
+            source = seats.source.get(sample)
+            if lost not in (seats.engine[sample], source):
+                continue
+            self.engines[seats.engine[sample]].tokens -= tokens
+            stays = source not in (None, lost)  # it has not left the engine that it comes from
+            if stays and anyone and sample not in seats.stopping:
+                going_on.append(sample)
+                continue
+            seats.source.pop(sample, None)
+            if sample not in seats.stopping:
+                seats.engine[sample] = NOWHERE
+                homeless.append(sample)
+            elif stays:
+                assert source is not None
+                seats.engine[sample] = source  # it will answer
+                self.engines[source].tokens += tokens
+            else:
+                self._settle(sample)
+        return [*self._place(homeless), *self._send(going_on)]
+
+    def _on_ready(self, event: EngineReady, version: int) -> list[Command]:
+        engine = self._slots[event.engine]
+        if engine.ready or event.incarnation != engine.incarnation:
+            return []
+        assert event.version <= version, f"{event} with version {version}"
+        assert not engine.released, f"{event}: its devices are the trainer's"
+        if event.version < version:  # the step ended while it was made
+            return [self._replace(engine, version)]
+        engine.ready = True
+        if engine.number in self._gathering:
+            return self._gather(engine)
+        placed = self._place_waiting()
+        return [*placed, *self._share_with(engine)] if self.config.moves else placed
+
+    def _gather(self, engine: Engine) -> list[Command]:
+        """This one of the new layout is there, or was lost. After the last one all begin."""
+        self._gathering.remove(engine.number)
+        return self._place_waiting()
+
+    def _share_with(self, engine: Engine) -> list[Command]:
+        """An engine that has joined is given a share of what others have: the last ones first, who
+        have the fewest tokens to take along."""
+        takers, seats = self._takers(), self._seats
+        mean = sum(one.tokens for one in takers) / max(len(takers), 1)
+        moved: list[SampleId] = []
+        for sample, tokens in reversed(seats.work.items()):
+            giver = self.engines[seats.engine[sample]]
+            if giver is engine or sample in seats.stopping or sample in seats.source:
+                continue
+            if engine.tokens + tokens <= mean <= giver.tokens - tokens:
+                giver.tokens -= tokens
+                engine.tokens += tokens
+                seats.source[sample], seats.engine[sample] = giver.number, engine.number
+                moved.append(sample)
+        return [Move(samples=tuple(moved), engine=engine.number)] if moved else []
+
+    # -- what the job says -------------------------------------------------------------
+
+    def direct(
+        self, commands: list[Command], on_aborted: Callable[[SampleAborted], list[Command]]
+    ) -> list[Command]:
+        """The job's commands as they go to the engines. `on_aborted` is told of samples that nobody
+        will answer for, and its commands are added."""
+        if not (self.unanswered or any(type(command) in _DIRECTED for command in commands)):
+            return commands
+        commands = self._assign(commands)
+        while self.unanswered:
+            commands += self._assign(on_aborted(self.unanswered.popleft()))
+        for command in commands:
+            self.devices.obey(command)
+        return commands
+
+    def _assign(self, commands: list[Command]) -> list[Command]:
+        assigned: list[Command] = []
+        for command in commands:
+            if type(command) is Launch:
+                assigned += self._launch(command)
+                continue
+            if type(command) is Continue:
+                assigned.append(self._continue(command))
+                continue
+            assigned.append(command)
+            if type(command) is Abort:
+                self._abort(command)
+            elif type(command) is Release:
+                assigned += self._release(command)
+        return assigned
+
+    def _launch(self, command: Launch) -> list[Command]:
+        before, after = self._begin_round(command) if command.round != self._round else ([], [])
+        samples = command.samples
+        work = self._seats.launch(samples, command.carried, self._known.mean_tokens())
+        engines = self._route(samples, work)
+        if len(self.engines) > 1 or not self._takers():
+            command = replace(command, engines=engines)
+        return [*before, command, *after]
+
+    def _continue(self, command: Continue) -> Continue:
+        """Each goes on where it was, which has what came before, or by the routing."""
+        # Every turn comes by here: no list of all engines is made for it.
+        seats, engines = self._seats, self.engines
+        tokens = self._known.mean_tokens()
+        away = []
+        for sample in command.samples:
+            seats.work[sample] = tokens
+            seats.source.pop(sample, None)
+            seats.carried.pop(sample, None)
+            home = seats.engine[sample]
+            if home != NOWHERE and engines[home].takes and not self._gathering:
+                engines[home].tokens += tokens
+            else:
+                away.append(sample)
+        if away:
+            self._route(away)
+        if len(engines) > 1 or not self._takers():
+            return replace(command, engines=tuple(map(seats.engine.__getitem__, command.samples)))
+        return command
+
+    def _begin_round(self, command: Launch) -> tuple[list[Command], list[Command]]:
+        """All devices are the engines' again. What is to be said before the launch, and after."""
+        self._round = command.round
+        self._seats.clear()
+        self._router.begin_round()
+        if self._seen.num_finished:
+            self._known, self._seen = self._seen, Known()
+        back = [engine for engine in self.engines if engine.released]
+        for engine in back:
+            engine.released = False
+        degree, self._degree = self._degree, command.tensor_parallel
+        if self.config.num_devices is not None and degree != self._degree:
+            return [self._resize(command.version)], []
+        return [], [self._replace(engine, command.version) for engine in back if not engine.ready]
+
+    def _resize(self, version: int) -> Resize:
+        """The engines of the new degree are new ones, and nothing that was said of any holds."""
+        assert self.config.num_devices is not None
+        count = self.config.num_devices // self._degree
+        self._slots += [Engine(number) for number in range(len(self._slots), count)]
+        for engine in self._slots:
+            engine.incarnation += 1
+            engine.ready = False
+        self.engines = self._slots[:count]
+        self._gathering = set(range(count))
+        incarnations = tuple(engine.incarnation for engine in self.engines)
+        return Resize(tensor_parallel=self._degree, incarnations=incarnations, version=version)
+
+    def _release(self, command: Release) -> list[Command]:
+        """What the released engines have, or were to be given, goes on in others."""
+        for number in {device // self._degree for device in command.devices}:
+            self.engines[number].released = True
+        seats = self._seats
+        leaving = seats.under_way({engine.number for engine in self.engines if engine.released})
+        for sample in leaving:
+            self.engines[seats.engine[sample]].tokens -= seats.work[sample]
+        if self.config.routing == "turns":  # what one engine has before what the next one has
+            leaving.sort(key=seats.engine.__getitem__)
+        return self._send(leaving)
+
+    def _abort(self, command: Abort) -> None:
+        seats = self._seats
+        seats.stopping.update(command.samples)
+        for sample in command.samples:
+            if seats.engine[sample] == NOWHERE:
+                self._settle(sample)
+
+    def _settle(self, sample: SampleId) -> None:
+        """Nobody will answer for it: it has what its launch gave it."""
+        seats = self._seats
+        del seats.work[sample]
+        seats.engine[sample] = NOWHERE
+        num_tokens = seats.carried.get(sample, 0)
+        self.unanswered.append(SampleAborted(time_s=0.0, sample=sample, num_tokens=num_tokens))
+
+    # -- where samples go --------------------------------------------------------------
+
+    def _takers(self) -> list[Engine]:
+        """Engines that may be given samples now."""
+        return [] if self._gathering else [engine for engine in self.engines if engine.takes]
+
+    def _route(
+        self, samples: Sequence[SampleId], work: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
+        """Give these samples, whose work is nobody's, their engines. With no engine they are
+        nowhere."""
+        takers = self._takers()
+        engines = (NOWHERE,) * len(samples)
+        if takers:
+            work = [self._seats.work[sample] for sample in samples] if work is None else work
+            engines = self._router.route(samples, work, takers)
+        self._seats.engine.update(zip(samples, engines, strict=True))
+        return engines
+
+    def _place(self, samples: Sequence[SampleId]) -> list[Command]:
+        """Have these started again, if an engine is there; otherwise they wait for one."""
+        if not samples or not self._takers():
+            return []
+        return [Place(samples=tuple(samples), engines=self._route(samples))]
+
+    def _place_waiting(self) -> list[Command]:
+        return self._place(self._seats.under_way({NOWHERE})) if self._takers() else []
+
+    def _send(self, samples: Sequence[SampleId]) -> list[Command]:
+        """Have these, whose work is nobody's, go on elsewhere with what they have: where they come
+        from if they are under way and that engine takes samples, else by the routing."""
+        routed: list[SampleId] = []
+        seats = self._seats
+        for sample in samples:
+            source = self.engines[seats.source.setdefault(sample, seats.engine[sample])]
+            if source.takes:
+                seats.engine[sample] = source.number
+                source.tokens += seats.work[sample]
+            else:
+                routed.append(sample)
+        self._route(routed)
+        by_engine: dict[int, list[SampleId]] = {}
+        for sample in samples:
+            by_engine.setdefault(seats.engine[sample], []).append(sample)
+        return [Move(samples=tuple(by_engine[n]), engine=n) for n in sorted(by_engine)]
+
+    # -- checkpoints -------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Engines are not in it: those of a run that is taken up again are new."""
+        known = self._seen if self._seen.num_finished else self._known
+        return {"num_finished": known.num_finished, "num_tokens": known.num_tokens}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._known = Known(state["num_finished"], state["num_tokens"])

@@ -1,0 +1,92 @@
+"""Engines and the trainer can be lost: how often that may happen before the run is given up.
+
+    EngineLost     `core/fleet/fleet.py` answers it, and asks here whether the run goes on
+    TrainerLost    RestoreTrainer: new processes, at the weights of the last optimizer step
+    TrainerReady   nothing: who waits for the trainer's answer still does
+
+A loss of the trainer changes nothing that the job waits for. What was generated is there until its
+step is committed, and every answer that the trainer owes is still to come, once, from its next
+incarnation.
+"""
+
+from __future__ import annotations
+
+from rollpacker.core.commands import RestoreTrainer
+from rollpacker.core.events import TrainerLost, TrainerReady
+
+
+class EngineLosses:
+    """Losses of engines since the last committed step, and when they are too many."""
+
+    def __init__(self, most: int, *, of_all: bool) -> None:
+        """So many losses of one engine end the run; or of all together."""
+        self._most = most
+        self._of_all = of_all
+        self._since: list[tuple[int, str]] = []
+        """The engine, and why."""
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def __str__(self) -> str:
+        return _listed(self._since)
+
+    def clear(self) -> None:
+        """A step is committed."""
+        self._since.clear()
+
+    def add(self, number: int, reason: str) -> str:
+        """This engine was lost. Why the run cannot go on, in words; or nothing."""
+        self._since.append((number, reason))
+        counted = [one for one in self._since if self._of_all or one[0] == number]
+        if len(counted) < self._most:
+            return ""
+        who = f"engine {number} was lost {len(counted)} times"
+        if self._of_all:
+            who = f"{len(counted)} engines were lost"
+        return f"{who} without a committed step between them ({_listed(counted)})"
+
+
+class TrainerLosses:
+    """`max_losses`: so many without a commit between them end the run. None: there is no trainer
+    that can be lost."""
+
+    def __init__(self, max_losses: int | None) -> None:
+        self.max_losses = max_losses
+        self.incarnation = 0
+        self.given_up = ""
+        """Why the run cannot go on, in words."""
+        self._reasons: list[str] = []
+        """Since the last commit."""
+
+    def on_lost(self, event: TrainerLost, version: int) -> list[RestoreTrainer]:
+        """The answer; `version`: of the last optimizer step. Sets `given_up` where that is what
+        follows."""
+        assert self.max_losses is not None, f"{event} in a run whose trainer cannot be lost"
+        if event.incarnation != self.incarnation:
+            return []  # known already
+        self._reasons.append(event.reason)
+        count = len(self._reasons)
+        if count >= self.max_losses:
+            times = "once" if count == 1 else f"{count} times"
+            self.given_up = (
+                f"the trainer was lost {times} without a committed step between them "
+                f"({'; '.join(self._reasons)})"
+            )
+            return []
+        self.incarnation += 1
+        return [RestoreTrainer(incarnation=self.incarnation, version=version)]
+
+    def on_ready(self, event: TrainerReady, version: int) -> None:
+        """It is back. Raises `AssertionError` if it is not where it was."""
+        assert (event.incarnation, event.version) == (self.incarnation, version), (
+            f"{event} with version {version} of incarnation {self.incarnation}"
+        )
+
+    def committed(self) -> None:
+        """A step was committed: losses before it do not count any more."""
+        self._reasons.clear()
+
+
+def _listed(losses: list[tuple[int, str]]) -> str:
+    return "; ".join(f"engine {number}: {reason}" for number, reason in losses)

@@ -1,0 +1,91 @@
+"""What the core is told of a run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollpacker.codec import OMIT_DEFAULT, from_plain, to_plain
+from rollpacker.core.checks.acting import ActingConfig
+from rollpacker.core.checks.reward_schedule import RewardScheduleConfig
+from rollpacker.core.fleet.fleet import FleetConfig
+from rollpacker.core.fleet.parallelism import ParallelismConfig
+from rollpacker.core.fleet.stream_plan import DeviceLayout, StreamConfig
+from rollpacker.core.job.cadence import Cadence
+from rollpacker.core.rounds.dynamic_sampling import DynamicSamplingConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
+
+
+# size: one field for each part of the core
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """A run's configuration, as far as it decides anything. Every log has it in its sessions."""
+
+    prompts_per_step: int
+    samples_per_prompt: int
+    max_steps: int | None
+    """Steps, not counting those that empty the long queue at the end. None: until the data ends."""
+    max_response_tokens: int | None = None
+    prompt_tokens: int = 0
+    """Mean length of a prompt, for projections of the key-value cache."""
+    tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    rewards: RewardScheduleConfig = field(default_factory=RewardScheduleConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
+    trainer_apart: bool = False
+    """The trainer has devices of its own and may work while others generate."""
+    layouts: tuple[DeviceLayout, ...] = (DeviceLayout(),)
+    """How the devices are shared out, for each degree of tensor parallelism."""
+    max_retries: int = 2
+    """Replacements per prompt and round for samples that the engine failed on."""
+    min_verdicts: int = 2
+    """A group with fewer verdicts is dropped: 2 where its samples are compared, else 1."""
+    cadence: Cadence | None = field(default=None, metadata=OMIT_DEFAULT)
+    """When checkpoints and evaluations are due. None: never; a simulation has neither, and a log
+    from before this field does not say."""
+    speculate: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    """Kinds of round in which the engine decodes speculatively."""
+    fleet: FleetConfig | None = field(default=None, metadata=OMIT_DEFAULT)
+    """Engines that can be lost. None: one that lives as long as the run, or, in older logs of
+    simulations, engines of which the core did not know."""
+    max_trainer_losses: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    """So many losses of the trainer's processes without a committed step between them end the run.
+    None: the trainer lives as long as the run."""
+
+    acting: ActingConfig | None = field(default=None, metadata=OMIT_DEFAULT)
+    """Samples take turns with environments. None: one response each."""
+
+    shares_pools: bool = field(default=False, metadata=OMIT_DEFAULT)
+    """Its devices are those of pools that other jobs use too (`core/job/pooled_job.py`)."""
+
+    def __post_init__(self) -> None:
+        if self.stream.enabled and self.tail_batching.debias != "none":
+            raise ValueError(
+                f"tail_batching.debias={self.tail_batching.debias} does not go with "
+                "stream_trainer.enabled: a sample's weight is known when its round is over, and "
+                "streaming trains on it before"
+            )
+        if self.shares_pools and self.stream.enabled and not self.trainer_apart:
+            raise ValueError(
+                "stream_trainer.enabled does not go with shared pools where engines and trainer "
+                "have the same devices: those of a round are another job's when training begins. "
+                "Set stream_trainer.enabled=false, or give the trainer processes of its own "
+                "(train.processes)"
+            )
+
+    def layout(self, tensor_parallel: int) -> DeviceLayout:
+        """How the devices are shared out at this degree; the first if none is made for it."""
+        found = (one for one in self.layouts if one.tensor_parallel == tensor_parallel)
+        return next(found, self.layouts[0])
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return to_plain(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> JobConfig:
+        """From `to_plain`, also after a turn through JSON; parts that an older log lacks have their
+        defaults. Raises `TypeError` or `ValueError` for what is no configuration."""
+        return from_plain(cls, plain)

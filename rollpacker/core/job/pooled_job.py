@@ -1,0 +1,300 @@
+"""A job whose devices are not always its own: it generates on one pool, trains on another, and
+takes turns with other jobs on both (`coexecution/`).
+
+    RunStarted, Committed    Enter(rollout)  -> Entered -> the round begins
+    a refill is due          the same
+    all samples have ended   Leave(rollout), and verdicts are awaited without a pool
+    TrainOn                  Enter(train)    -> Entered -> StartGradients, TrainOn
+    WeightsSynced            Leave(train), then Commit
+    all act for long         Leave(rollout) (`stay.py`)
+    Acted meanwhile          Enter(rollout)  -> Entered -> Continue, Launch
+    PoolNeeded               Enter           -> Entered: an evaluation, a trainer that is restored
+    PoolUnneeded             Leave
+
+It is the job that it would be alone, but for these: what needs a pool is held back until the pool
+is there, and nothing else changes. So it computes the same. It holds one pool at most, and waits
+for nobody while it holds training. The time that it waits is no part of its clock, which stands
+still meanwhile: whoever learns from seconds learns from its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from msgspec.structs import replace
+
+from rollpacker.core.commands import (
+    Abort,
+    Command,
+    Continue,
+    Enter,
+    Launch,
+    Leave,
+    Move,
+    Place,
+    Remind,
+    Replace,
+    Resize,
+    StartGradients,
+    SyncWeights,
+    TrainOn,
+)
+from rollpacker.core.events import (
+    Committed,
+    Entered,
+    Event,
+    PoolNeeded,
+    PoolUnneeded,
+    Reminded,
+    SampleAborted,
+    StopRequested,
+    WeightsSynced,
+)
+from rollpacker.core.ids import PoolName
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.job import Job
+from rollpacker.core.job.phases import Phase
+from rollpacker.core.job.progress import MAX_EMPTY_STEPS
+from rollpacker.core.job.stay import Stay
+from rollpacker.core.rounds.queues import NextRound
+from rollpacker.core.rounds.round import Round
+from rollpacker.core.rounds.turn_round import TurnRound
+
+NEEDS: Mapping[type[Command], PoolName] = {
+    **dict.fromkeys((Launch, Continue, Place, Move, Replace, Resize), "rollout"),
+    **dict.fromkeys((StartGradients, TrainOn, SyncWeights), "train"),
+}
+"""Commands that are said on this pool only."""
+
+
+class PooledJob(Job):
+    """See `Job`, whose events and commands it has, and seven more."""
+
+    HANDLERS: ClassVar[dict[type, str]] = {
+        **Job.HANDLERS,
+        Entered: "_on_entered",
+        PoolNeeded: "_on_needed",
+        PoolUnneeded: "_on_unneeded",
+        Reminded: "_on_reminded",
+    }
+
+    def __init__(self, config: JobConfig) -> None:
+        super().__init__(config)
+        self.pool: PoolName | None = None
+        """That is the job's now."""
+        self.entering: PoolName | None = None
+        """That was asked for."""
+        self.waited_s = 0.0
+        """For pools, and until parked processes had woken up; since the job began or was
+        restored."""
+        self._asked_s = 0.0
+        self._held: list[Command] = []
+        """Until their pool is there: `TrainOn`, and what comes along."""
+        self._begins = False
+        """A step is to begin as soon as the rollout pool is there."""
+        self._refill: NextRound | None = None
+        """The same of a round that refills a step."""
+        self._answered: list[Launch | Continue] = []
+        """Of samples whose environments have answered since a round left the rollout pool. Engines
+        are named for them when it is there."""
+        self._stay = Stay()
+        self._may_leave = config.acting is not None and config.acting.leaves_pool
+        """While environments work."""
+        self._checkpointed = False
+        """So was the last commit."""
+        self._needed: PoolNeeded | None = None
+        """By the driver itself."""
+
+    def handle(self, event: Event) -> list[Command]:
+        """See `Job.handle`."""
+        now_s = event.time_s
+        waits_s = 0.0 if self.entering is None else now_s - self._asked_s
+        own = replace(event, time_s=now_s - self.waited_s - waits_s)
+        released: list[Command] = []
+        if isinstance(event, Entered):
+            released = self._enter(event)
+        return self._turn([*released, *super().handle(own)], now_s)
+
+    def waiting_for(self) -> str:
+        """See `Job.waiting_for`."""
+        if self.entering is None:
+            return super().waiting_for()
+        return f"the {self.entering} pool, which other jobs use too"
+
+    # -- what is held back -------------------------------------------------------------
+
+    def _next_step(self) -> list[Command]:
+        ends = self.nothing_left() or self.progress.num_empty_steps == MAX_EMPTY_STEPS
+        if self.pool == "rollout" or ends:
+            return super()._next_step()
+        self._begins = True
+        return []
+
+    def _start(self, next_round: NextRound) -> list[Command]:
+        if self.pool == "rollout":
+            return super()._start(next_round)
+        self._refill, self.phase = next_round, Phase.ROLLING
+        return []
+
+    def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
+        if self.pool != "rollout":
+            commands = self._without_pool(round_, commands)
+        return super()._after(round_, commands)
+
+    def _without_pool(self, round_: Round, commands: list[Command]) -> list[Command]:
+        """Nothing of the round is in an engine. What goes on waits for the pool; what is stopped
+        before that has been let go of."""
+        said: list[Command] = []
+        for command in commands:
+            if isinstance(command, Launch | Continue):
+                self._answered.append(command)
+            elif isinstance(command, Abort):
+                for sample in command.samples:
+                    self._answered = [one for one in self._answered if one.samples != (sample,)]
+                    event = SampleAborted(time_s=0.0, sample=sample, num_tokens=0)
+                    said += self._without_pool(round_, round_.on_aborted(event))
+            else:
+                said.append(command)
+        return said
+
+    def _enter(self, event: Entered) -> list[Command]:
+        """The pool is there, and with it what was held back for it."""
+        if event.pool != self.entering:
+            raise AssertionError(f"{event} while the job waits for {self.entering}")
+        self.pool, self.entering = event.pool, None
+        self.waited_s += event.time_s - self._asked_s
+        released = [self._renewed(one) for one in self._held if NEEDS[type(one)] == self.pool]
+        self._held = [one for one in self._held if NEEDS[type(one)] != self.pool]
+        return released
+
+    def _renewed(self, command: Command) -> Command:
+        """An engine that was lost before a step is replaced after it, at the new weights."""
+        return replace(command, version=self.version) if type(command) is Replace else command
+
+    def _on_entered(self, event: Entered) -> list[Command]:
+        if event.pool == "train":
+            self._stay.trains(event.time_s)
+            return []
+        self._stay.woke(event.switch_s)
+        answered, self._answered = self._answered, []
+        if answered:
+            return [*answered]
+        refill, self._refill = self._refill, None
+        if refill is not None:
+            return self._start(refill)
+        begins, self._begins = self._begins, False
+        return self._next_step() if begins else []
+
+    def _on_needed(self, event: PoolNeeded) -> list[Command]:
+        assert self._needed is None, f"{event} while {self._needed} goes on"
+        self._needed = event
+        return []
+
+    def _on_unneeded(self, event: PoolUnneeded) -> list[Command]:
+        assert self._needed is not None, f"{event}, which nobody needed"
+        self._needed = None
+        return []
+
+    def _on_reminded(self, event: Reminded) -> list[Command]:
+        self._stay.reminded()
+        return []
+
+    def _on_synced(self, event: WeightsSynced) -> list[Command]:
+        self._stay.trained(event.time_s)
+        return super()._on_synced(event)
+
+    def _on_committed(self, event: Committed) -> list[Command]:
+        self._checkpointed = event.checkpointed
+        return super()._on_committed(event)
+
+    def _on_stop(self, event: StopRequested) -> list[Command]:
+        """While a step waits for its pool, the run ends without it."""
+        commands = super()._on_stop(event)
+        if not self._begins:
+            return commands
+        assert self._stop_reason is not None
+        self._begins = False
+        if self.phase is Phase.COMMITTING and not self._checkpointed:
+            return self._commit(num_steps=0)
+        return self._finish(self._stop_reason)
+
+    # -- which pool --------------------------------------------------------------------
+
+    def _turn(self, commands: list[Command], now_s: float) -> list[Command]:
+        """Hold back what needs another pool, leave the one that is not needed any more, and ask for
+        the next."""
+        said: list[Command] = []
+        after_s = self._stay.look(now_s, rests=self.pool == "rollout" and self._only_acts())
+        if after_s is not None:
+            said.append(Remind(after_s=after_s))
+        if self.pool is not None and not self._still_needs(self.pool):
+            said.append(Leave(pool=self.pool))
+            if self.acting is not None and self._may_leave and self.pool == "rollout":
+                self.acting.kept.begin_round()  # engines that park keep nothing
+            self.pool = None
+        for command in commands:
+            needs = NEEDS.get(type(command))
+            (said if needs is None or needs == self.pool else self._held).append(command)
+        wanted = self._wanted()
+        if self.entering is not None and self.entering not in dict(wanted):
+            said.insert(0, Leave(pool=self.entering))
+            self.waited_s += now_s - self._asked_s
+            self.entering = None
+        if self.pool is None and self.entering is None and wanted:
+            self.entering, purpose = wanted[0]
+            self._asked_s = now_s
+            said.append(Enter(pool=self.entering, purpose=purpose))
+        return said
+
+    def _still_needs(self, pool: PoolName) -> bool:
+        if self.phase is Phase.DONE:
+            return False
+        if self._needed is not None and self._needed.pool == pool:
+            return True
+        if pool == "train":
+            return self.phase in (Phase.TRAINING, Phase.SYNCING)
+        # While prompts are fetched the round has begun already.
+        return self.phase is Phase.FETCHING or (
+            self.phase is Phase.ROLLING and not (self.waits_for_rewards or self._stay.is_over)
+        )
+
+    def _only_acts(self) -> bool:
+        """Whether all that is under way is with environments, and others may have the pool then."""
+        round_ = self._round
+        if not (self._may_leave and isinstance(round_, TurnRound)):
+            return False
+        return 0 < round_.num_acting == round_.num_under_way
+
+    def _wanted(self) -> list[tuple[PoolName, str]]:
+        """The pools without which something does not go on, and what for; the first comes first."""
+        wanted: list[tuple[PoolName, str]] = []
+        if self.phase is Phase.DONE:
+            return wanted
+        if self._needed is not None:
+            wanted.append((self._needed.pool, self._needed.purpose))
+        if any(type(command) is TrainOn for command in self._held):
+            wanted.append(("train", "step"))
+        if self._begins or self._refill is not None:
+            wanted.append(("rollout", "round"))
+        if self._answered:
+            wanted.append(("rollout", "turns"))
+        return wanted
+
+
+def waits_for_pool(job: Job) -> bool:
+    """Nothing goes on before devices are there that other jobs have."""
+    return isinstance(job, PooledJob) and job.entering is not None
+
+
+def make_job(config: JobConfig) -> Job:
+    """The job of a new run."""
+    return PooledJob(config) if config.shares_pools else Job(config)
+
+
+def restore_job(
+    config: JobConfig, state: Mapping[str, Any], *, data_ended: bool | None = None
+) -> Job:
+    """See `Job.restore`. Whether the job shared pools before does not matter."""
+    kind = PooledJob if config.shares_pools else Job
+    return kind.restore(config, state, data_ended=data_ended)

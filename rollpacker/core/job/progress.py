@@ -1,0 +1,62 @@
+"""How far a run has come, and what the commit of a step asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollpacker.codec import part_of
+from rollpacker.core.commands import Commit
+from rollpacker.core.job.cadence import Cadence
+
+MAX_EMPTY_STEPS = 3
+"""So many steps in a row without anything to train on end the run."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    step: int = 0
+    """Steps committed."""
+    version: int = 0
+    """Optimizer steps applied; a step without any trainable group does not add one."""
+    num_rounds: int = 0
+    num_empty_steps: int = 0
+    """Steps in a row without anything to train on, up to the last."""
+    data_ended: bool = False
+    """The cursor has nothing more."""
+    evaluated_step: int | None = None
+    """The step that was evaluated last."""
+
+    def out_of_steps(self, max_steps: int | None) -> bool:
+        """Only what is deferred is left to do."""
+        return max_steps is not None and self.step >= max_steps
+
+    def evaluation_is_due(self, cadence: Cadence | None, *, last: bool) -> bool:
+        """Of the step at hand; `last`: nothing follows it."""
+        return cadence is not None and cadence.evaluation_is_due(
+            self.step, evaluated_step=self.evaluated_step, last=last
+        )
+
+    def commit(self, cadence: Cadence | None, *, last: bool, stopping: bool) -> Commit:
+        """The command for the step at hand. An evaluation that it asks for counts as done: no
+        checkpoint is written before it."""
+        evaluate = not stopping and self.evaluation_is_due(cadence, last=last)
+        if evaluate:
+            self.evaluated_step = self.step
+        return Commit(
+            step=self.step,
+            last=last,
+            stopping=stopping,
+            checkpoint=cadence is not None
+            and cadence.checkpoint_is_due(self.step, ending=last or stopping),
+            evaluate=evaluate,
+        )
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any]) -> Progress:
+        """From a job's state, which has other entries too."""
+        progress = part_of(cls, state)
+        # A run that ended for it gets another chance: its user may have mended the cause.
+        progress.num_empty_steps %= MAX_EMPTY_STEPS
+        return progress

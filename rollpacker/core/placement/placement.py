@@ -1,0 +1,346 @@
+"""Which device does what: engines, training replicas and a judge, on the devices of all hosts.
+
+    hosts, roles, who takes turns -> plan_placement -> a Placement, or a PlacementError
+
+First fit in the order of the roles. Roles whose lines name devices have these. Then each role with
+a number of devices gets the lowest ones that have room, or the highest ones if a role before it
+asks for all devices. At last the roles with `all` get one unit each, and then as many as there is
+room for. A role that takes turns goes to the devices of those that it takes turns with first.
+Nothing is moved again once it is placed, so a plan may exist that is not found: the error says
+which role is short and where, and a line that names devices places it otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from rollpacker.core.placement.roles import (
+    Host,
+    PlacedDevice,
+    PlacedHost,
+    Placement,
+    PlacementError,
+    PlacementRequest,
+    Role,
+    Unit,
+    as_line,
+    as_ranges,
+    text_of_bytes,
+)
+
+_MOST_HOSTS = 4
+"""Hosts that one message names."""
+
+
+def plan_placement(hosts: Sequence[Host], request: PlacementRequest) -> Placement:
+    """The devices of every role. Raises `PlacementError`."""
+    _check_lines(hosts, request)
+    fill = _Fill(hosts, request)
+    for role, wanted in _in_order(request):
+        if (units := fill.place(role, wanted)) < wanted:
+            raise PlacementError(_shortage(fill, role, units))
+    for role in request.roles:
+        if role.count is None:
+            fill.place(role, None)
+    return _placement(fill)
+
+
+def _in_order(request: PlacementRequest) -> Iterator[tuple[Role, int]]:
+    """Every role in the order in which it is placed, and how many units it must get."""
+    rank = {
+        role.name: 0 if role.pinned else 2 if role.count is None else 1 for role in request.roles
+    }
+    for role in sorted(request.roles, key=lambda role: rank[role.name]):
+        yield role, 1 if role.count is None else role.count // role.per_unit
+
+
+class _Fill:
+    """Devices of the hosts, and the units that have been put on them."""
+
+    def __init__(
+        self, hosts: Sequence[Host], request: PlacementRequest, *, endless: bool = False
+    ) -> None:
+        """`endless`: memory is not looked at."""
+        self.hosts, self.request, self.endless = hosts, request, endless
+        sizes = [host.num_devices(request.kind) for host in hosts]
+        self.host_of = [number for number, size in enumerate(sizes) for _ in range(size)]
+        self.local = [local for size in sizes for local in range(size)]
+        """Each device's number on its host."""
+        self.on: list[set[str]] = [set() for _ in self.host_of]
+        """The roles on each device."""
+        self.units: dict[str, list[tuple[int, ...]]] = {role.name: [] for role in request.roles}
+        self._taken: list[Counter[str]] = [Counter() for _ in hosts]
+        """The devices that each role has on each host."""
+
+    def place(self, role: Role, wanted: int | None) -> int:
+        """Puts up to so many units, None for as many as there is room for, and says how many."""
+        placed = 0
+        for devices in self._tries(role):
+            while wanted is None or placed < wanted:
+                unit = self._unit(role, devices)
+                if unit is None:
+                    break
+                self.units[role.name].append(unit)
+                for device in unit:
+                    self.on[device].add(role.name)
+                    self._taken[self.host_of[device]][role.name] += 1
+                placed += 1
+        return placed
+
+    def lack(self, role: Role) -> tuple[str, int, int, list[Role]] | None:
+        """The first device, or host of cores, that has no memory for another unit of this role:
+        its name, the bytes that it has, the bytes that would be needed, and by which roles. None:
+        memory is not what is short."""
+        for device in role.pinned or range(len(self.on)):
+            number = self.host_of[device]
+            host = self.hosts[number]
+            if not self._is_free(role, device) or self._has_room(role, device, role.per_unit):
+                continue
+            if self.request.kind == "cuda":
+                names = self._together(role, device)
+                has = host.gpu_bytes[self.local[device]]
+                load = self.request.load(dict.fromkeys(names, 1))
+                where = f"device {device} on {host.name}"
+            else:
+                counts = self._taken[number] + Counter({role.name: role.per_unit})
+                names, where = set(counts), host.name
+                has, load = host.left_bytes, self.request.load(counts)
+            return where, has, load, [one for one in self.request.roles if one.name in names]
+        return None
+
+    def _tries(self, role: Role) -> Iterator[list[int]]:
+        """Devices from which a unit may be made, the best first: those of one host that others of
+        the same turns have, those of one host, and where the role allows it those of all hosts."""
+        devices = list(role.pinned or range(len(self.on)))
+        if role.count is not None and not role.pinned and self._is_after_all(role):
+            devices.reverse()
+        of_hosts = [
+            list(group) for _, group in itertools.groupby(devices, self.host_of.__getitem__)
+        ]
+        for of_host in of_hosts:
+            yield [device for device in of_host if self.on[device]]
+        for of_host in of_hosts:
+            yield sorted(of_host, key=lambda device: not self.on[device])
+        if role.across_hosts:
+            yield devices
+
+    def _is_after_all(self, role: Role) -> bool:
+        before = itertools.takewhile(lambda one: one.name != role.name, self.request.roles)
+        return any(one.count is None and not self.request.shares(one, role) for one in before)
+
+    def _unit(self, role: Role, devices: Sequence[int]) -> tuple[int, ...] | None:
+        """The first devices of these that make one unit. None: there are too few."""
+        found: list[int] = []
+        on_host: Counter[int] = Counter()
+        for device in devices:
+            number = self.host_of[device]
+            if self._is_free(role, device) and self._has_room(role, device, on_host[number] + 1):
+                found.append(device)
+                on_host[number] += 1
+                if len(found) == role.per_unit:
+                    return tuple(sorted(found))
+        return None
+
+    def _is_free(self, role: Role, device: int) -> bool:
+        """No role has it but those with which this one takes turns."""
+        turns = self.request.colocate if role.name in self.request.colocate else frozenset()
+        return role.name not in self.on[device] and self.on[device] <= turns
+
+    def _has_room(self, role: Role, device: int, on_host: int) -> bool:
+        """Whether its memory suffices. `on_host`: devices of the unit on the same host, with it."""
+        number = self.host_of[device]
+        if self.endless:
+            return True
+        if self.request.kind == "cuda":
+            load = self.request.load(dict.fromkeys(self._together(role, device), 1))
+            return load <= self.hosts[number].gpu_bytes[self.local[device]]
+        counts = self._taken[number] + Counter({role.name: on_host})
+        return self.request.load(counts) <= self.hosts[number].left_bytes
+
+    def _together(self, role: Role, device: int) -> set[str]:
+        """Roles that the GPU must have room for: those on it, this one, and those that could come
+        to share it, since the ones placed first must not take the room of the others."""
+        names = self.on[device] | {role.name}
+        if role.name in self.request.colocate and not role.pinned:
+            names |= {one.name for one in self.request.roles
+                      if one.name in self.request.colocate and not one.pinned}  # fmt: skip
+        return names
+
+
+def _placement(fill: _Fill) -> Placement:
+    """The plan of what was put where."""
+    request = fill.request
+    units = [
+        Unit(role=role.name, name=f"{role.unit} {number}", devices=devices)
+        for role in request.roles
+        for number, devices in enumerate(sorted(fill.units[role.name]))
+    ]
+    on: list[list[Unit]] = [[] for _ in fill.on]
+    for unit in units:
+        for device in unit.devices:
+            on[device].append(unit)
+    on_cpu = request.kind == "cpu"
+    devices = [
+        PlacedDevice(
+            number=number,
+            host=fill.hosts[host].name,
+            local=local,
+            units=tuple(unit.name for unit in on[number]),
+            used_bytes=request.load(Counter(unit.role for unit in on[number])),
+            memory_bytes=None if on_cpu else fill.hosts[host].gpu_bytes[local],
+        )
+        for number, (host, local) in enumerate(zip(fill.host_of, fill.local, strict=True))
+    ]
+    together = [Counter[str]() for _ in fill.hosts]
+    of_gpus = [0 for _ in fill.hosts]
+    for placed, number in zip(devices, fill.host_of, strict=True):
+        together[number].update(unit.role for unit in on[placed.number])
+        of_gpus[number] += placed.used_bytes
+    placed_hosts = [
+        PlacedHost(
+            name=host.name,
+            used_bytes=request.load(together[number]) if on_cpu else of_gpus[number],
+            held_bytes=host.held_bytes,
+            memory_bytes=host.memory_bytes if on_cpu else None,
+        )
+        for number, host in enumerate(fill.hosts)
+    ]
+    return Placement(
+        kind=request.kind,
+        units=tuple(units),
+        devices=tuple(devices),
+        hosts=tuple(placed_hosts),
+        unknown=tuple(role.name for role in request.roles if role.needs(role.per_unit) is None),
+    )
+
+
+# -- what is wrong, in a sentence ------------------------------------------------------------
+
+
+def _check_lines(hosts: Sequence[Host], request: PlacementRequest) -> None:
+    """Raises `PlacementError` for lines that contradict each other, that name devices which do not
+    exist, that make no whole units, or that ask for more devices than there are."""
+    num_devices = sum(host.num_devices(request.kind) for host in hosts)
+    if not num_devices:
+        word = "core" if request.kind == "cpu" else "CUDA device"
+        raise PlacementError(f"there is no {word} on {_hosts(hosts, request)}")
+    for role in request.roles:
+        count, line = role.count, f"placement.{role.name}.devices={as_line(role.devices)}"
+        if count is not None and (count % role.per_unit or not count):
+            raise PlacementError(
+                f"{line} is {_devices(count)}, which are no whole {role.unit}s: {_each(role)}"
+            )
+        if missing := [device for device in role.pinned if device >= num_devices]:
+            raise PlacementError(
+                f"{line} names {as_ranges(missing)}, but there are {_devices(num_devices)} "
+                f"(0 to {num_devices - 1}) on {_hosts(hosts, request)}"
+            )
+    for one, other in itertools.combinations(request.roles, 2):
+        _check_apart(request, one, other)
+    counts = {r.name: r.per_unit if r.count is None else r.count for r in request.roles}
+    named = {d for r in request.roles if r.name in request.colocate for d in r.pinned}
+    shared = [counts[r.name] for r in request.roles if r.name in request.colocate]
+    alone = sum(counts[r.name] for r in request.roles if r.name not in request.colocate)
+    if (needed := alone + max([len(named), *shared])) > num_devices:
+        wanted = ", ".join(_wanted(role) for role in request.roles)
+        raise PlacementError(
+            f"{wanted}: at least {_devices(needed)}, and there are {num_devices} on "
+            f"{_hosts(hosts, request)}"
+        )
+
+
+def _check_apart(request: PlacementRequest, one: Role, other: Role) -> None:
+    if request.shares(one, other):
+        return
+    if one.count is None and other.count is None:
+        raise PlacementError(
+            f"placement.{one.name} and placement.{other.name} both ask for all devices, and nothing"
+            " says that they take turns"
+        )
+    if both := sorted(set(one.pinned) & set(other.pinned)):
+        raise PlacementError(
+            f"placement.{one.name} ({as_line(one.devices)}) and placement.{other.name} "
+            f"({as_line(other.devices)}) both have {_devices(len(both))}, {as_ranges(both)}, and "
+            "nothing says that they take turns"
+        )
+
+
+def _shortage(fill: _Fill, role: Role, units: int) -> str:
+    """Why this role got so few units."""
+    lack = fill.lack(role)
+    if lack is not None and _fits_without_memory(fill, role):
+        where, has, load, roles = lack
+        needs = "; ".join(_needs(fill.request, one) for one in roles)
+        held = next((host.held_bytes for host in fill.hosts if host.name == where), 0)
+        beside = f" beside the {text_of_bytes(held)} of the run's own process" if held else ""
+        return (
+            f"{_wanted(role)}, and {where} has {text_of_bytes(has)}{beside}, while what would be "
+            f"there takes {text_of_bytes(load)} ({needs})"
+        )
+    others = [one for one in fill.request.roles if one.name != role.name and fill.units[one.name]
+              and not fill.request.shares(one, role)]  # fmt: skip
+    placed = ", ".join(f"{one.name} ({as_ranges(_all_of(fill, one))})" for one in others)
+    beside = f" beside {placed}" if placed else ""
+    num_devices = len(fill.on)
+    one_host = "" if role.across_hosts else " on one host"
+    what = f"only {units} of them fit" if units else "none of them fits"
+    hint = (
+        f". Roles get the first devices that have room, in their order: lines such as "
+        f"placement.{role.name}.devices=0-3 place them otherwise"
+    )
+    return (
+        f"{_wanted(role)}, {_each(role)}{one_host}: {what} on the {_devices(num_devices)} of "
+        f"{_hosts(fill.hosts, fill.request)}{beside}{'' if role.pinned else hint}"
+    )
+
+
+def _fits_without_memory(fill: _Fill, role: Role) -> bool:
+    """Whether the role would have had its units if memory had no end."""
+    endless = _Fill(fill.hosts, fill.request, endless=True)
+    for one, wanted in _in_order(fill.request):
+        units = endless.place(one, wanted)
+        if one.name == role.name:
+            return units >= wanted
+    raise AssertionError("the role is one of the request's")
+
+
+def _all_of(fill: _Fill, role: Role) -> list[int]:
+    return sorted(device for unit in fill.units[role.name] for device in unit)
+
+
+def _needs(request: PlacementRequest, role: Role) -> str:
+    """The memory of a role in words."""
+    need, word = role.need, "core" if request.kind == "cpu" else "device"
+    turn = f", {text_of_bytes(need.turn)} of it while it works" if need.turn else ""
+    of = f" ({need.of}, the most of all)" if need.of else ""
+    return f"{role.name}{of} takes {text_of_bytes(need.most)} on each {word}{turn}"
+
+
+def _wanted(role: Role) -> str:
+    if role.count is None:
+        return f"{role.name} asks for at least {_devices(role.per_unit)}"
+    units = role.count // role.per_unit
+    named = f" ({as_line(role.devices)})" if role.pinned else ""
+    plural = "" if units == 1 else "s"
+    return f"{role.name} asks for {_devices(role.count)}{named}, {units} {role.unit}{plural}"
+
+
+def _each(role: Role) -> str:
+    key = "" if role.per_key is None else f" (placement.{role.name}.{role.per_key})"
+    return f"each has {role.per_unit}{key}"
+
+
+def _hosts(hosts: Sequence[Host], request: PlacementRequest) -> str:
+    if len(hosts) == 1:
+        return hosts[0].name
+    named = ", ".join(
+        f"{host.name} {host.num_devices(request.kind)}" for host in hosts[:_MOST_HOSTS]
+    )
+    more = f" and {len(hosts) - _MOST_HOSTS} more" if len(hosts) > _MOST_HOSTS else ""
+    return f"{len(hosts)} hosts ({named}{more})"
+
+
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"

@@ -1,0 +1,210 @@
+"""Hosts, and what runs on their devices: the nouns of `core/placement/placement.py`.
+
+Devices are numbered over hosts, in the hosts' order. They are GPUs, each with memory of its own, or
+on a CPU cores, which share their host's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+class PlacementError(ValueError):
+    """Roles and devices do not go together. The message names what is short."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One machine, as far as placement goes."""
+
+    name: str
+    cores: int
+    memory_bytes: int
+    gpu_bytes: tuple[int, ...] = ()
+    """Memory of each GPU."""
+    address: str = ""
+    """Where others reach it. Empty: it is this one."""
+    shm_bytes: int | None = None
+    """Of its `/dev/shm`. None: not known."""
+    held_bytes: int = 0
+    """Of its memory, what others hold: on a CPU the run's own process on the first host."""
+
+    @property
+    def left_bytes(self) -> int:
+        return max(self.memory_bytes - self.held_bytes, 0)
+
+    def num_devices(self, kind: DeviceKind) -> int:
+        return self.cores if kind == "cpu" else len(self.gpu_bytes)
+
+
+class Need(NamedTuple):
+    """Bytes that a role takes on each of its devices."""
+
+    stays: int
+    """Held all the time, also while others have their turn."""
+    turn: int
+    """Held besides while it works. Of colocated roles only one works at a time."""
+    of: str = ""
+    """Which part of it takes that, where others take less."""
+
+    @property
+    def most(self) -> int:
+        return self.stays + self.turn
+
+
+NOTHING = Need(0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """What is to be placed under one name: engines, training replicas, a judge."""
+
+    name: str
+    """The key of its line in `placement`."""
+    unit: str
+    """What one of its units is called: engine, replica."""
+    devices: Literal["all"] | int | tuple[int, ...]
+    """As many units as fit beside the others; so many devices; or these."""
+    per_unit: int = 1
+    """Devices of one unit."""
+    per_key: str | None = None
+    """The key that says so. None: there is none."""
+    needs: Callable[[int], Need | None] = field(default=lambda per_unit: None, compare=False)
+    """What a unit of so many devices takes on each of them; None: not known."""
+    across_hosts: bool = False
+    """One unit may have devices on several hosts."""
+
+    @property
+    def need(self) -> Need:
+        """Nothing, where it is not known."""
+        return self.needs(self.per_unit) or NOTHING
+
+    @property
+    def count(self) -> int | None:
+        """Devices that it asks for; None: as many as there are."""
+        if self.devices == "all":
+            return None
+        return self.devices if isinstance(self.devices, int) else len(self.devices)
+
+    @property
+    def pinned(self) -> tuple[int, ...]:
+        """The devices that its line names."""
+        return self.devices if isinstance(self.devices, tuple) else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRequest:
+    """Which roles, and which of them take turns."""
+
+    roles: tuple[Role, ...]
+    colocate: frozenset[str] = frozenset()
+    """Names of roles that may be on the same devices. All others have theirs for themselves."""
+    kind: DeviceKind = "cpu"
+
+    def shares(self, one: Role, other: Role) -> bool:
+        return one.name == other.name or {one.name, other.name} <= self.colocate
+
+    def load(self, counts: Mapping[str, int]) -> int:
+        """Bytes of so many devices' worth of each role in one memory: all that stays, the turns of
+        roles that take none, and the largest of those that do."""
+        total = most = 0
+        for role in self.roles:
+            count, need = counts.get(role.name, 0), role.need
+            total += need.stays * count
+            if role.name in self.colocate:
+                most = max(most, need.turn * count)
+            else:
+                total += need.turn * count
+        return total + most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One engine, or one replica."""
+
+    role: str
+    name: str
+    """engine 0, replica 1."""
+    devices: tuple[int, ...]
+    """Ascending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedDevice:
+    """One device, and what is on it."""
+
+    number: int
+    host: str
+    local: int
+    """Its number on that host."""
+    units: tuple[str, ...]
+    """Names of those that it is part of."""
+    used_bytes: int
+    """What these take here, at most, as far as it is known."""
+    memory_bytes: int | None
+    """None: it is a core, which shares its host's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedHost:
+    """One host, and the memory that its devices' units take together."""
+
+    name: str
+    used_bytes: int
+    held_bytes: int
+    """By others besides."""
+    memory_bytes: int | None
+    """All that the host has; None: each GPU has its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Every unit's devices, and every device's units."""
+
+    kind: DeviceKind
+    units: tuple[Unit, ...]
+    devices: tuple[PlacedDevice, ...]
+    hosts: tuple[PlacedHost, ...]
+    unknown: tuple[str, ...]
+    """Roles whose memory is not known, and counted as nothing."""
+
+    def of(self, role: str) -> tuple[Unit, ...]:
+        """This role's units, by their first device."""
+        return tuple(unit for unit in self.units if unit.role == role)
+
+    def num_devices(self, role: str) -> int:
+        return sum(len(unit.devices) for unit in self.of(role))
+
+    def host_of(self, device: int) -> str:
+        return self.devices[device].host
+
+
+def as_ranges(devices: Sequence[int]) -> str:
+    """Ascending numbers as `0-3,6`."""
+    parts: list[list[int]] = []
+    for number in devices:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(str(end) for end in part) for part in parts)
+
+
+def as_line(devices: Literal["all"] | int | Sequence[int]) -> str:
+    """What a role's line says: `all`, a number, or ranges; of one device `3-3`, since `3` is a
+    number of devices."""
+    if isinstance(devices, str | int):
+        return str(devices)
+    return f"{devices[0]}-{devices[0]}" if len(devices) == 1 else as_ranges(devices)
+
+
+def text_of_bytes(size_bytes: int) -> str:
+    """The size in words, in the largest unit that fits."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.1f} {name}"
+    return f"{size_bytes / 1024:.1f} KiB"

@@ -1,0 +1,188 @@
+"""The prompts that wait for a round, and which round is next.
+
+fresh      fetched for the round that is put together
+tiers      deferred, and to race once more (`tail_batching.tiers`)
+long       deferred, and to be awaited: first in, first out
+           with a pool (`tail_batching.stragglers`): to race on in the next round
+
+a long round      as soon as the long queue fills one
+a flush           where an epoch or the run ends: whatever the long queue holds
+a cascade         as soon as a tier's queue fills its race, the last tier first
+fresh prompts     otherwise; with a pool those that wait come first, and fewer fresh ones
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollpacker.codec import part_of, to_plain
+from rollpacker.core.commands import RoundKind
+from rollpacker.core.ids import PromptId
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.rounds.groups import RoundPlan, Waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextRound:
+    """What a round is to launch and to bring."""
+
+    kind: RoundKind
+    prompts: tuple[Waiting, ...]
+    num_samples: int
+    """Launched per prompt."""
+    prompts_needed: int
+    """The round is over when so many prompts are done."""
+    defers_to: int = 0
+    """The tier whose queue prompts join that the round defers; beyond the last one: the long
+    queue."""
+
+    def plan(
+        self, config: JobConfig, *, number: int, version: int, tensor_parallel: int
+    ) -> RoundPlan:
+        tail = config.tail_batching
+        return RoundPlan(
+            number=number,
+            kind=self.kind,
+            version=version,
+            prompts=self.prompts,
+            num_samples=self.num_samples,
+            samples_needed=config.samples_per_prompt,
+            prompts_needed=self.prompts_needed,
+            # Without overlap no verdict is there before the last response is.
+            race=tail.race if config.rewards.overlap else "generated",
+            tail=tail,
+            max_retries=config.max_retries,
+            tensor_parallel=tensor_parallel,
+            speculate=self.kind in config.speculate,
+            min_verdicts=config.min_verdicts,
+            defers_to=self.defers_to,
+        )
+
+
+class Queues:
+    def __init__(self, config: JobConfig) -> None:
+        tail = config.tail_batching
+        self.prompts_per_step = config.prompts_per_step
+        self.samples_per_prompt = config.samples_per_prompt
+        self.races = tuple(tier.factors for tier in tail.tiers if tail.enabled)
+        """Factors of each tier's race."""
+        self.long: deque[Waiting] = deque()
+        self.tiers: tuple[deque[Waiting], ...] = tuple(deque() for _ in self.races)
+        self.fresh: list[PromptId] = []
+        self.draining = False
+        """The epoch or the run ends: the queues are emptied before anything fresh is fetched."""
+        self.without_races = not tail.enabled
+        self._pooled = tail.pooled
+        self._carries = tail.carries
+        self._max_response_tokens = config.max_response_tokens
+        self.cut_off_at: int | None = None
+        """The cap under which the state that was restored was saved, if it has grown since."""
+
+    def __len__(self) -> int:
+        """Deferred prompts, whatever they wait for."""
+        return len(self.long) + sum(map(len, self.tiers))
+
+    def next_round(self, *, ending: bool) -> NextRound | None:
+        """The round that deferred prompts are due for; None: it is the turn of fresh ones.
+        `ending`: the run launches no more fresh prompts."""
+        self.draining = ending or (self.draining and len(self) > 0)
+        if self.draining:
+            for waiting in self.tiers:
+                self.long.extend(waiting)
+                waiting.clear()
+        if len(self.long) >= self.prompts_per_step and (self.draining or not self._pooled):
+            return self._awaited(RoundKind.LONG)
+        if self.draining and self.long:
+            return self._awaited(RoundKind.FLUSH)
+        for tier in reversed(range(len(self.tiers))):
+            if len(self.tiers[tier]) >= self.races[tier].num_prompts(self.prompts_per_step):
+                return self._cascade(tier)
+        return None
+
+    def num_racing(self, most: int) -> int:
+        """Deferred prompts that race in the next round, of so many prompts in all."""
+        return min(len(self.long), most) if self._pooled and not self.draining else 0
+
+    def take_racing(self, most: int) -> tuple[Waiting, ...]:
+        """What the next race launches: deferred prompts of the pool, and those that were fetched
+        beside them."""
+        return _first(self.long, self.num_racing(most)) + self.take_fresh()
+
+    def take_fresh(self) -> tuple[Waiting, ...]:
+        """The prompts fetched for the round, for their first attempt."""
+        fresh, self.fresh = self.fresh, []
+        return tuple([Waiting(prompt) for prompt in fresh])
+
+    def defer(self, prompts: Iterable[Waiting], tier: int) -> None:
+        """Prompts join the queue of this tier; beyond the last one, the long queue."""
+        (self.tiers[tier] if tier < len(self.tiers) else self.long).extend(prompts)
+
+    def _awaited(self, kind: RoundKind) -> NextRound:
+        count = min(self.prompts_per_step, len(self.long))
+        return NextRound(
+            kind=kind,
+            prompts=_first(self.long, count),
+            num_samples=self.samples_per_prompt,
+            prompts_needed=count,
+            defers_to=len(self.tiers),
+        )
+
+    def _cascade(self, tier: int) -> NextRound:
+        race = self.races[tier]
+        return NextRound(
+            kind=RoundKind.CASCADE,
+            prompts=_first(self.tiers[tier], race.num_prompts(self.prompts_per_step)),
+            num_samples=race.num_samples(self.samples_per_prompt),
+            prompts_needed=self.prompts_per_step,
+            defers_to=tier + 1,
+        )
+
+    # -- checkpoints -------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Four entries of the job's state."""
+        saved = _Saved(
+            queue=self.long,
+            tier_queues=list(self.tiers),
+            draining=self.draining,
+            max_response_tokens=self._max_response_tokens,
+        )
+        return to_plain(saved)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """From the job's state. Prompts of a tier that the configuration no longer has wait for a
+        long round; where no races are any more, whatever is queued is emptied first, rather than
+        at the end of its epoch; where nothing is carried any more, it is let go; where the cap on
+        responses has grown, those that it cut off are not complete any more."""
+        saved = part_of(_Saved, state)
+        before, now = saved.max_response_tokens, self._max_response_tokens
+        if before is not None and (now is None or before < now):
+            self.cut_off_at = before
+        for queue in (saved.queue, *saved.tier_queues):
+            for place, one in enumerate(queue):
+                carried = (
+                    tuple(c.under(self.cut_off_at) for c in one.carried) if self._carries else ()
+                )
+                queue[place] = one._replace(carried=carried)
+        self.long.extend(saved.queue)
+        for tier, waiting in enumerate(saved.tier_queues):
+            self.defer(waiting, tier)
+        self.draining = saved.draining or (self.without_races and len(self) > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saved:
+    """The queues in a checkpoint."""
+
+    queue: deque[Waiting]
+    tier_queues: list[deque[Waiting]]
+    draining: bool
+    max_response_tokens: int | None = None
+    """What they had been cut off at, if anything. None: no bound, or not known."""
+
+
+def _first(queue: deque[Waiting], count: int) -> tuple[Waiting, ...]:
+    return tuple([queue.popleft() for _ in range(count)])

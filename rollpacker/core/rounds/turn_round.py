@@ -1,0 +1,289 @@
+"""A round whose samples are trajectories: messages of the model, and its environment's answers.
+
+    SampleGenerated, "stop"    Act: the environment has the turn
+    ... cut off                Conclude, and the sample is generated
+    Acted                      Continue: the engine has the next turn
+    ... over, or at a limit    Conclude, and the sample is generated
+    ... of turn 0              Launch: the environment has said the prompt
+    ... lost                   Act once more, or the sample has failed
+
+It is the round that it would be with single responses, but for these: what races, is aborted or
+deferred is a trajectory. `CancelAct` lets go of one that acts, without an answer of the engine.
+What a deferred one leaves is drawn anew turn by turn (`Retracing`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from rollpacker.core.checks.acting import Acting, Episode, Retracing
+from rollpacker.core.checks.reward_schedule import RewardSchedule
+from rollpacker.core.commands import CancelAct, Command, Conclude, Continue, LetGo, Release
+from rollpacker.core.events import (
+    Acted,
+    SampleAborted,
+    SampleFailed,
+    SampleGenerated,
+    SampleScored,
+)
+from rollpacker.core.fleet.stream_plan import StreamPlan
+from rollpacker.core.ids import SampleId
+from rollpacker.core.lifecycle import SampleState, check
+from rollpacker.core.rounds.groups import Group, RoundPlan
+from rollpacker.core.rounds.round import ACTING, GENERATED, LAUNCHED, Round, StrayEventError, listed
+
+
+class TurnRound(Round):
+    """See `Round`, whose events it has, and `on_acted`."""
+
+    def __init__(
+        self,
+        plan: RoundPlan,
+        rewards: RewardSchedule,
+        late: Counter[str],
+        acting: Acting,
+        stream: StreamPlan,
+    ) -> None:
+        """`stream` is told here of what ends, since some of it ends without the engine."""
+        super().__init__(plan, rewards, late)
+        self._acting = acting
+        self._stream = stream
+        self._begins = acting.config.begins
+        self._ended: list[tuple[int, bool]] = []
+        """Tokens of what ended since the stream was told, and whether it is complete."""
+        self._num_told = 0
+        """Launched, as far as the stream knows."""
+        self.num_acting = 0
+        """Of those under way: their environments have the turn, or will have it."""
+
+    def launch(self) -> list[Command]:
+        """See `Round.launch`. Where episodes begin first, the launches come one by one."""
+        commands = super().launch()
+        self._num_told = self.num_launched
+        return commands
+
+    def waiting_for(self) -> str:
+        """See `Round.waiting_for`."""
+        episodes = self._acting.episodes
+        acting = [sample for sample, episode in episodes.items() if episode.acts]
+        if not acting:
+            return super().waiting_for()
+        answers = f"{listed(acting, 'answer')} from the environments"
+        if len(acting) == self.num_under_way:
+            return answers
+        return f"{super().waiting_for()}, {answers} among them"
+
+    # -- events ------------------------------------------------------------------------
+
+    def on_generated(self, event: SampleGenerated) -> list[Command]:
+        """A message has ended, and with it perhaps the trajectory."""
+        sample = event.sample
+        episode, start = self._in_engine(event)
+        in_all = start + event.num_tokens
+        group, index = self._group_of(sample)
+        episode.retracing.drawn(start, event.num_tokens, event.num_kept)
+        if group.states[index] is not LAUNCHED:
+            late = replace(event, num_tokens=in_all, num_kept=episode.retracing.kept)
+            commands = super().on_generated(late)
+            group.whole[index] = False  # the trajectory is not
+            commands = self._told(commands, in_all)
+            return [*commands, LetGo(samples=(sample,))] if event.num_held else commands
+        if event.version != self._version:
+            raise self._wrong_version(event)
+        self.preemptions += event.preemptions
+        episode.turns += 1
+        episode.tokens, episode.given = in_all, 0
+        if event.finish_reason == "stop":
+            group.states[index] = check(LAUNCHED, ACTING)
+            episode.acts = episode.is_open = True
+            self.num_acting += 1
+            let_go = self._acting.kept.leave(event)
+            asked = self._acting.ask(sample, episode.tokens)
+            return [*asked, LetGo(samples=tuple(let_go))] if let_go else asked
+        most = self._acting.config.limits.max_trajectory_tokens
+        cut_off = most is not None and episode.tokens >= most
+        return self._told(self._conclude(sample, "tokens" if cut_off else event.finish_reason))
+
+    def on_acted(self, event: Acted, retry: int) -> list[Command]:
+        """The environment's answer, to an act that was said `retry` times before."""
+        sample = event.sample
+        self._acting.kept.back(sample, None if event.cause else event.time_s)
+        episode = self._acting.episodes.get(sample)
+        if episode is None or not episode.acts:
+            self._late["Acted"] += event.cause != "cancelled"
+            return self._start_waiting(sample)
+        if event.turn != episode.turns or event.cause == "cancelled":
+            raise StrayEventError(f"{event} in turn {episode.turns} of a sample that is needed")
+        if self._acting.may_ask_again(event, retry):
+            return [self._acting.ask_again(sample, retry)]
+        episode.acts = False
+        self.num_acting -= 1
+        if event.cause:
+            ended = self._end_episodes([sample])  # some of it may be there still
+            commands = [*ended, *self._lost(event, *self._group_of(sample))]
+        else:
+            commands = self._go_on(event, episode)
+        return self._told([*commands, *self._start_waiting(sample)])
+
+    def on_scored(self, event: SampleScored) -> list[Command]:
+        """See `Round.on_scored`."""
+        commands = super().on_scored(event)
+        self._acting.look_again(event.sample.prompt)
+        return commands
+
+    def on_aborted(self, event: SampleAborted) -> list[Command]:
+        """See `Round.on_aborted`."""
+        episode, start = self._in_engine(event)
+        if episode.retracing.stopped(start, event.num_tokens, event.num_kept):
+            episode.tokens = start + event.num_tokens
+        group, index = self._group_of(event.sample)
+        num_tokens, num_kept = _let_go(episode, group, index)
+        stopped = replace(event, num_tokens=num_tokens, num_kept=num_kept)
+        return self._told(super().on_aborted(stopped), num_tokens, is_complete=False)
+
+    def on_failed(self, event: SampleFailed) -> list[Command]:
+        """The engine failed, and the episode cannot go on."""
+        self._in_engine(event)
+        commands = [*self._end_episodes([event.sample]), *super().on_failed(event)]
+        return self._told(commands, 0, is_complete=False)
+
+    # -- turns -------------------------------------------------------------------------
+
+    def _go_on(self, event: Acted, episode: Episode) -> list[Command]:
+        """The environment has answered."""
+        sample = event.sample
+        episode.given = event.num_tokens
+        episode.environment_s += event.seconds or 0.0
+        if event.is_over:
+            return self._conclude(sample, event.reason or "done")
+        group, index = self._group_of(sample)
+        if not event.turn:  # what it gave is the prompt
+            episode.given = 0
+            group.states[index] = check(ACTING, LAUNCHED)
+            return super()._launch([sample], episode.replaces)
+        tokens = episode.tokens + episode.given
+        limits = self._acting.config.limits
+        reason = limits.reached(episode.turns, tokens, episode.environment_s)
+        if reason:
+            return self._conclude(sample, reason)
+        group.states[index] = check(ACTING, LAUNCHED)
+        return [Continue(samples=(sample,))]
+
+    def _conclude(self, sample: SampleId, reason: str) -> list[Command]:
+        """The trajectory is complete."""
+        episode = self._acting.episodes[sample]
+        episode.is_open = False
+        group, index = self._leave_engine(sample, episode.tokens, episode.retracing.kept)
+        group.whole[index] = True
+        group.states[index] = check(group.states[index], GENERATED)
+        self._ended.append((episode.tokens, True))
+        concluded = Conclude(sample=sample, reason=reason)
+        commands = [concluded, *self._generated(group, index, episode.tokens)]
+        self._acting.look_again(sample.prompt)
+        return commands
+
+    def _lost(self, event: Acted, group: Group, index: int) -> list[Command]:
+        """The environment did not answer. What raised or was too slow would be so again with the
+        same messages, and what is wrong with a prompt is so for each of its samples."""
+        self._leave_engine(event.sample, 0, 0)
+        self._ended.append((0, False))
+        if event.cause == "prompt":
+            group.num_retries = self.plan.max_retries
+        # Nothing that the sample did: a process has many episodes, and takes all of them along.
+        is_chance = event.cause == "infrastructure"
+        return self._failed(group, index, is_chance=is_chance, of_place=is_chance)
+
+    def _begin_as(self) -> SampleState:
+        return ACTING if self._begins else LAUNCHED
+
+    def _launch(
+        self, samples: list[SampleId], replaces: tuple[SampleId, ...] = ()
+    ) -> list[Command]:
+        episodes = self._acting.episodes
+        # Who failed before its launch is named nowhere else: name whose noise it was to have.
+        replaces = tuple((episodes[one].replaces or (one,))[0] for one in replaces)
+        for sample in samples:
+            group, index = self._group_of(sample)
+            retracing = Retracing(group.carried_at(index).tokens)
+            episodes[sample] = Episode(acts=self._begins, replaces=replaces, retracing=retracing)
+        if not self._begins:
+            return super()._launch(samples, replaces)
+        self.num_acting += len(samples)
+        return [command for sample in samples for command in self._acting.ask(sample)]
+
+    def _stop(self, running: list[SampleId], unneeded: list[SampleId]) -> list[Command]:
+        """See `Round._stop`; what acts is let go of at once."""
+        episodes = self._acting.episodes
+        acting = [sample for sample in running if episodes[sample].acts]
+        in_engine = [sample for sample in running if not episodes[sample].acts]
+        self._acting.forget(acting)
+        self.num_acting -= len(acting)
+        for sample in acting:
+            episode = episodes[sample]
+            episode.acts = False
+            group, index = self._group_of(sample)
+            num_tokens, num_kept = _let_go(episode, group, index)
+            self._leave_engine(sample, num_tokens, num_kept)
+            group.whole[index] = num_kept is None and group.carried_at(index).whole
+            self._ended.append((num_tokens, False))
+        return [*super()._stop(in_engine, unneeded), *self._end_episodes(running)]
+
+    def _end_episodes(self, samples: Iterable[SampleId]) -> list[Command]:
+        """Nobody needs these any more, as far as they have begun."""
+        episodes = self._acting.episodes
+        samples = [sample for sample in samples if sample in episodes and episodes[sample].is_open]
+        for sample in samples:
+            episodes[sample].is_open = False
+            self._acting.kept.back(sample)
+        return [CancelAct(samples=tuple(samples))] if samples else []
+
+    def _start_waiting(self, sample: SampleId) -> list[Command]:
+        if not self._acting.num_waiting:
+            return []
+        return self._acting.start_waiting(sample.prompt.source, self.missing)
+
+    # -- bookkeeping -------------------------------------------------------------------
+
+    def _told(
+        self, commands: list[Command], num_tokens: int | None = None, *, is_complete: bool = True
+    ) -> list[Command]:
+        """The stream knows of all that ended, and of a sample of so many tokens. What follows, and
+        these commands."""
+        if num_tokens is not None:
+            self._ended.append((num_tokens, is_complete))
+        ended, self._ended = self._ended, []
+        added, self._num_told = self.num_launched - self._num_told, self.num_launched
+        if not self._stream.may_release:
+            return commands
+        for num_tokens, is_complete in ended:
+            if not is_complete:
+                self._stream.on_stopped(num_tokens)
+            elif devices := self._stream.on_finished(num_tokens):
+                commands.append(Release(devices=devices))
+        if added:
+            self._stream.on_added(added)
+        return commands
+
+    def _in_engine(
+        self, event: SampleGenerated | SampleAborted | SampleFailed
+    ) -> tuple[Episode, int]:
+        """The episode of a sample that the engine has, and where its turn begins: how many tokens
+        stand before it."""
+        episode = self._acting.episodes.get(event.sample)
+        if episode is None:
+            raise self._stray(event.sample)
+        if episode.acts:
+            raise StrayEventError(f"{event}: its turn is with the environment")
+        return episode, episode.tokens + episode.given
+
+
+def _let_go(episode: Episode, group: Group, index: int) -> tuple[int, int | None]:
+    """Tokens of a trajectory that ends on its way, up to the last that was drawn, and how many of
+    them came out as they were left. One that nobody has looked at has what was left."""
+    kept = episode.retracing.kept
+    if kept is None and episode.retracing.carried:
+        return group.carried_at(index).tokens, None
+    return episode.tokens, kept

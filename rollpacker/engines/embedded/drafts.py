@@ -1,0 +1,411 @@
+"""Drafts: tokens that a row may well get next, taken from text that is there already.
+
+With few rows live a decode step is mostly overhead, and a step that computes several tokens a row
+at once costs little more than one that computes a single one. So each row is given a draft, all its
+positions are drawn with the row's own noise, and the tokens count as far as the draft was right,
+and one further. Which tokens come out never depends on the drafts: only how many steps it takes.
+
+A draft goes on where the longest match of the row's newest tokens goes on: in the row's own text
+and its prompt, in its running siblings, in its finished ones, or, at the same place, in what an
+earlier launch had of it. How many tokens are drafted is decided by counts and by constants, never
+by a clock: an abort takes effect at a decode step, so what a run does must not hang on its seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollpacker.core.ids import PromptId
+from rollpacker.engines.embedded.rows import Pending, RowTable
+
+MAX_ROWS = 128
+"""With more rows live nothing is drafted, and nothing is looked up."""
+LONGEST_MATCH = 32
+SHORTEST_MATCH = 2
+"""What follows a single equal token is right in one case of three."""
+LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)
+"""Tokens that may be drafted per row."""
+MAX_KEPT_TOKENS = 1 << 20
+"""Of finished responses, the newest ones."""
+STEP_COST = {"cpu": (0.06, 2.3, 0.02, 0.035)}
+"""By device type (a, b, c, d), in units of a plain step's overhead: a plain step over r rows costs
+1 + a r, one that computes t tokens for each of them b + c r + d r t. Set by hand after timings of
+the kind that `benchmarks/draft_costs.py` makes; c is a guess. `benchmarks/drafts.py` shows what
+comes of them."""
+LOOK_COST = (0.15, 0.05)
+"""In the same units: looking for drafts, and per row that is looked at."""
+LOOK_SHARE = 0.01
+"""Of the time may go into looks that find nothing."""
+LOOK_ROWS = 8
+"""Where nothing was drafted just before, so many rows are looked at first."""
+MIN_GAIN = 1.15
+"""Nothing is drafted that promises fewer tokens per second than so many times a plain step's."""
+MIN_BALANCE = 0.98
+"""Drafting pauses when it gave fewer than so many times a plain step's tokens per second."""
+BALANCE_STEPS = 32
+"""Steps after which older ones count half in that balance."""
+PAUSE_STEPS = 64
+RECENT_TOKENS = 128
+"""Drafted tokens after which older ones count half in the acceptance."""
+
+OWN, RUNNING, FINISHED, EARLIER, RESUMED = range(5)
+KINDS = ("own", "running", "finished", "earlier", "resumed")
+"""What a draft is copied from: the row's prompt and response, its siblings', an earlier launch of
+itself; or from where the last draft went wrong, a token further."""
+_PRIOR = (0.3, 0.5, 0.5, 0.7, 0.85, 0.9)
+"""Chance that a drafted token is right, by the class of its match's length, before anything was
+drafted: somewhat below what `benchmarks/drafts.py` finds on the quickstart."""
+_PRIOR_TOKENS = 8.0
+"""So many tokens' worth is that opinion."""
+NOTES_PER_LOOK = 8
+"""What is expected is worked out anew after so many drafts."""
+_SIZE_CLASS = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5)
+"""By number of equal tokens; as many as the last, or more."""
+_SEPARATOR = chr(0x10FFFF)
+
+
+@dataclass(slots=True, eq=False)
+class Text:
+    """Tokens as characters: Python's string search is the fastest index there is up to 100,000
+    tokens, and needs no upkeep."""
+
+    text: str
+
+
+@dataclass(slots=True, eq=False)
+class RowText(Text):
+    """The prompt and the response of a live row, and the place whose continuation it follows."""
+
+    group: PromptId
+    num_seen: int
+    """Response tokens that are in `text`."""
+    redraw: int
+    """Of the complement rule, which may take tokens back."""
+    earlier: Text | None = None
+    source: Text | None = None
+    place: int = 0
+    """Of the source: what follows from here on is the draft."""
+    kind: int = OWN
+    matched: int = 0
+    """Tokens before `place` that equal the row's newest."""
+
+    @property
+    def size_class(self) -> int:
+        return _size_class(self.matched)
+
+    def go_on(self, new: str) -> None:
+        """Tokens have come, drafted or not: what the row follows goes on by as many."""
+        self.text += new
+        self.num_seen += len(new)
+        if self.source is None:
+            return
+        followed = self.source.text[self.place : self.place + len(new)]
+        self.place += len(new)
+        if followed == new:
+            self.matched += len(new)
+        else:
+            pairs = zip(reversed(followed), reversed(new), strict=False)
+            same = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+            self.kind, self.matched = RESUMED, same if len(followed) == len(new) else 0
+
+    def ahead(self, num_tokens: int) -> str:
+        """At most so many tokens of what the row follows."""
+        if self.source is None:
+            return ""
+        part = self.source.text[self.place : self.place + num_tokens]
+        if self.source is self and part:
+            return (part * num_tokens)[:num_tokens]
+        return part.partition(_SEPARATOR)[0]
+
+
+@dataclass(slots=True, eq=False)
+class EndedText(Text):
+    """The responses of a group that have ended, one behind the other."""
+
+    unread: list[np.ndarray]
+    num_tokens: int = 0
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Costs next to nothing: most groups have ended before anyone looks for drafts."""
+        self.unread.append(tokens)
+        self.num_tokens += len(tokens)
+
+    def read(self) -> None:
+        """Bring `text` up to date."""
+        for tokens in self.unread:
+            self.text += _text(tokens) + _SEPARATOR
+        self.unread.clear()
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How many of the drafted tokens were right of late, by kind and class of match length."""
+
+    right: np.ndarray = field(
+        default_factory=lambda: np.tile(np.array(_PRIOR) * _PRIOR_TOKENS, (len(KINDS), 1))
+    )
+    tried: np.ndarray = field(
+        default_factory=lambda: np.full((len(KINDS), len(_PRIOR)), _PRIOR_TOKENS)
+    )
+    _expected: np.ndarray | None = None
+    _num_notes: int = 0
+
+    def note(self, kind: int, size: int, num_drafted: int, num_right: int) -> None:
+        """A draft of `num_drafted` tokens was right up to number `num_right`."""
+        self.right[kind, size] += num_right
+        self.tried[kind, size] += num_right + (num_right < num_drafted)
+        if self.tried[kind, size] > RECENT_TOKENS:
+            self.right[kind, size] /= 2
+            self.tried[kind, size] /= 2
+        self._num_notes += 1
+        if self._num_notes % NOTES_PER_LOOK == 0:
+            self._expected = None
+
+    def expected_tokens(self) -> np.ndarray:
+        """Tokens that a step gives with a draft of k, [kinds, classes, k up to the longest]."""
+        if self._expected is None:
+            chance = np.minimum(self.right / self.tried, 0.995)[:, :, None]
+            self._expected = (1 - chance ** np.arange(1, LENGTHS[-1] + 2)) / (1 - chance)
+        return self._expected
+
+
+@dataclass(slots=True)
+class Pacing:
+    """When to look for drafts: as often as looks in vain may cost, and not while drafts do not
+    pay."""
+
+    row_cost: float
+    """Of a row in a plain step, in units of its overhead."""
+    is_on: bool = False
+    """The last step was drafted."""
+    credit: float = 0.0
+    pause: int = 0
+    num_tokens: float = 0.0
+    plain_tokens: float = 0.0
+    """What plain steps would have given in the same time."""
+    num_steps: int = 0
+
+    def looks(self, num_rows: int) -> bool:
+        """Whether the step at hand is one to look for drafts."""
+        if self.pause:
+            self.pause -= 1
+            return False
+        if self.is_on:
+            return True
+        fixed, per_row = LOOK_COST
+        cost = fixed + per_row * min(num_rows, LOOK_ROWS)
+        self.credit += LOOK_SHARE * (1 + self.row_cost * num_rows)
+        if self.credit < cost:
+            return False
+        self.credit = 0.0
+        return True
+
+    def took_step(self, num_tokens: int, plain_tokens: float) -> None:
+        """Of so many tokens, with drafts."""
+        self.is_on = True
+        self.num_tokens += num_tokens
+        self.plain_tokens += plain_tokens
+        self.num_steps += 1
+        if self.num_steps < BALANCE_STEPS:
+            return
+        if self.num_tokens < MIN_BALANCE * self.plain_tokens:
+            self.pause, self.is_on = PAUSE_STEPS, False
+        self.num_tokens, self.plain_tokens = self.num_tokens / 2, self.plain_tokens / 2
+        self.num_steps //= 2
+
+
+class Drafter:
+    """Drafts for the live rows of one engine; a row is named by its launch number."""
+
+    def __init__(self, max_tokens: int, device_type: str) -> None:
+        self.num_drafted = 0
+        self.num_accepted = 0
+        """Tokens that steps gave beyond one a row."""
+        self._lengths = np.array([length for length in LENGTHS if length <= max_tokens])
+        self._costs = _step_costs(self._lengths, device_type)
+        self._row_cost = STEP_COST[device_type][0]
+        self._proposed: list[tuple[int, int, int]] = []
+        """Of the drafts at hand: kind, class of match length, tokens."""
+        self.forget()
+
+    # -- what it knows -----------------------------------------------------------------------------
+
+    def keep(self, rows: RowTable, gone: Sequence[int]) -> None:
+        """These rows go; what they have may help their siblings."""
+        for row in gone:
+            entry = rows.pending[row]
+            self._rows.pop(entry.sequence, None)
+            tokens = rows.token_array(row)
+            self._ended.setdefault(entry.request.sample.prompt, EndedText("", [])).add(tokens)
+            self._num_kept += len(tokens)
+        while self._num_kept > MAX_KEPT_TOKENS:
+            oldest = next(iter(self._ended))
+            self._num_kept -= self._ended.pop(oldest).num_tokens
+
+    def forget(self) -> None:
+        """The engine is idle. What was learnt goes too: a run that is resumed has not learnt it,
+        and is to do what it would have done."""
+        self.acceptance = Acceptance()
+        self._pacing = Pacing(self._row_cost)
+        self._rows: dict[int, RowText] = {}
+        self._ended: dict[PromptId, EndedText] = {}
+        self._num_kept = 0
+
+    def _read(self, rows: RowTable, which: Sequence[int]) -> list[RowText]:
+        """These rows' texts, with all that is new."""
+        counts, redraws = rows.host_column("count"), rows.host_column("redraw")
+        texts = []
+        for row in which:
+            entry, count, redraw = rows.pending[row], int(counts[row]), int(redraws[row])
+            known = self._rows.get(entry.sequence)
+            if known is None or known.redraw != redraw or known.num_seen > count:
+                known = self._rows[entry.sequence] = _row_text(entry, rows.tokens(row), redraw)
+            elif count > known.num_seen:
+                known.go_on(_text(rows.tokens(row, known.num_seen)))
+            texts.append(known)
+        return texts
+
+    # -- drafts ------------------------------------------------------------------------------------
+
+    def propose(self, rows: RowTable) -> list[list[int]] | None:
+        """Tokens that may follow each live row's newest; None where a plain step is better."""
+        num_rows = rows.num_rows
+        if num_rows > MAX_ROWS or not self._pacing.looks(num_rows):
+            return None
+        if not self._pacing.is_on and num_rows > LOOK_ROWS:
+            some = range(0, num_rows, -(-num_rows // LOOK_ROWS))
+            if self._best_length(rows, some, num_rows)[0] == 0:
+                return None
+        length, texts, ahead = self._best_length(rows, range(num_rows), num_rows)
+        if length == 0:
+            self._pacing.is_on = False
+            return None
+        drafts = [[ord(one) for one in part[:length]] for part in ahead]
+        self._proposed = [
+            (text.kind, text.size_class, len(draft))
+            for text, draft in zip(texts, drafts, strict=True)
+        ]
+        return drafts
+
+    def _best_length(
+        self, rows: RowTable, which: Sequence[int], num_rows: int
+    ) -> tuple[int, list[RowText], list[str]]:
+        """How many tokens to draft if all rows are like these; their texts; what may follow."""
+        texts = self._read(rows, which)
+        expected = self.acceptance.expected_tokens()
+        groups: dict[PromptId, list[RowText]] = {}
+        for text in texts:
+            groups.setdefault(text.group, []).append(text)
+        for text in texts:
+            if text.source is None or text.kind == RESUMED:
+                self._point(text, groups[text.group], expected[:, :, 1])
+        room = (rows.host_column("limit") - rows.host_column("count") - 1)[list(which)].tolist()
+        longest = int(self._lengths[-1])
+        ahead = [text.ahead(min(longest, most)) for text, most in zip(texts, room, strict=True)]
+        gains = (
+            expected[
+                np.array([text.kind for text in texts])[:, None],
+                np.array([text.size_class for text in texts])[:, None],
+                np.minimum(np.array([len(part) for part in ahead])[:, None], self._lengths),
+            ].mean(axis=0)
+            / self._costs[num_rows]
+        )
+        best = int(gains.argmax())
+        return (int(self._lengths[best]) if gains[best] >= MIN_GAIN else 0), texts, ahead
+
+    def judge(self, num_new: np.ndarray) -> None:
+        """How many tokens the step with these drafts gave each row."""
+        for (kind, size, num_drafted), new in zip(self._proposed, num_new.tolist(), strict=True):
+            if num_drafted:
+                self.acceptance.note(kind, size, num_drafted, new - 1)
+            self.num_drafted += num_drafted
+        num_tokens, num_rows = int(num_new.sum()), len(num_new)
+        self.num_accepted += num_tokens - num_rows
+        longest = max(num_drafted for _, _, num_drafted in self._proposed)
+        place = int(np.searchsorted(self._lengths, longest))
+        self._pacing.took_step(num_tokens, num_rows * float(self._costs[num_rows, place]))
+
+    def _point(self, text: RowText, siblings: Sequence[RowText], chance: np.ndarray) -> None:
+        """Let the row follow the longest match, unless where it was is as good."""
+        kept = text.source
+        found = self._longest_match(text, siblings)
+        if found is None:
+            return
+        kind, source, place, matched = found
+        is_better = chance[kind, _size_class(matched)] >= chance[RESUMED, text.size_class]
+        if kept is None or is_better or not text.ahead(1):
+            text.kind, text.source, text.place, text.matched = kind, source, place, matched
+
+    def _longest_match(
+        self, text: RowText, siblings: Sequence[RowText]
+    ) -> tuple[int, Text, int, int] | None:
+        """(kind, source, place after the match, tokens matched). Of equals the row's own text."""
+        best, found = SHORTEST_MATCH - 1, None
+        most = min(LONGEST_MATCH, len(text.text))
+        for kind, source in self._sources(text, siblings):
+            within = source.text
+            end = len(within) - 1  # Something must follow.
+            low, high = best + 1, most
+            at = within.rfind(text.text[-low:], 0, end) if low <= high else -1
+            if at < 0:
+                continue
+            # What ends in a longer match ends in every shorter one.
+            while low < high:
+                middle = (low + high + 1) // 2
+                further = within.rfind(text.text[-middle:], 0, end)
+                if further < 0:
+                    high = middle - 1
+                else:
+                    low, at = middle, further
+            best, found = low, (kind, source, at + low, low)
+        return found
+
+    def _sources(self, text: RowText, siblings: Sequence[RowText]) -> Iterator[tuple[int, Text]]:
+        yield OWN, text
+        for sibling in siblings:
+            if sibling is not text:
+                yield RUNNING, sibling
+        ended = self._ended.get(text.group)
+        if ended is not None:
+            ended.read()
+            yield FINISHED, ended
+        if text.earlier is not None:
+            yield EARLIER, text.earlier
+
+
+def _size_class(matched: int) -> int:
+    return _SIZE_CLASS[min(matched, len(_SIZE_CLASS) - 1)]
+
+
+def _text(tokens: Sequence[int] | np.ndarray) -> str:
+    if len(tokens) < 64 and not isinstance(tokens, np.ndarray):
+        return "".join(map(chr, tokens))
+    return np.array(tokens, "<u4").tobytes().decode("utf-32-le", "surrogatepass")
+
+
+def _row_text(entry: Pending, tokens: Sequence[int], redraw: int) -> RowText:
+    """What it had in an earlier launch goes on where the row is now."""
+    request = entry.request
+    text = RowText(
+        text=_text(request.prompt_tokens) + _text(tokens),
+        group=request.sample.prompt,
+        num_seen=len(tokens),
+        redraw=redraw,
+    )
+    if request.carried is not None and len(request.carried.tokens) > len(tokens):
+        text.earlier = text.source = Text(_text(request.carried.tokens))
+        text.place, text.kind = len(tokens), RESUMED
+    return text
+
+
+def _step_costs(lengths: np.ndarray, device_type: str) -> np.ndarray:
+    """What a step with drafts costs in plain ones, by live rows and number of the length."""
+    plain, overhead, per_row, per_token = STEP_COST[device_type]
+    rows = np.arange(MAX_ROWS + 1)[:, None]
+    costs: np.ndarray = overhead + per_row * rows + per_token * rows * (1 + lengths)
+    costs /= 1 + plain * rows
+    costs[:, 0] = 1.0
+    return costs

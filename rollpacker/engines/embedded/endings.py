@@ -1,0 +1,93 @@
+"""What ends a response: an end token, a stop string, its limit, logits that are not numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rollpacker.engines.embedded.rows import RowTable
+
+STOP_TAIL_TOKENS = 8
+"""A stop string is looked for in as many of the newest tokens as it has bytes, and so many more."""
+
+
+class Endings:
+    """Looks at responses of one model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocabulary_size: int,
+    ) -> None:
+        """Ends are those of the generation config and the tokenizer's own. The tokenizer is needed
+        for stop strings only."""
+        self.can_read = tokenizer is not None
+        self._tokenizer = tokenizer
+        self._is_end = np.zeros(vocabulary_size, np.bool_)
+        generation_config = getattr(model, "generation_config", None)
+        configured = getattr(generation_config, "eos_token_id", None)
+        ids = configured if isinstance(configured, list) else [configured]
+        ids = [*ids, getattr(tokenizer, "eos_token_id", None)]
+        self._is_end[[one for one in ids if one is not None and one < vocabulary_size]] = True
+        self.end_tokens: list[int] = np.flatnonzero(self._is_end).tolist()
+
+    def completes(self, stops: Sequence[str], tokens: Sequence[int]) -> bool:
+        """Whether the newest of these tokens has just completed one of these strings."""
+        assert self._tokenizer is not None
+        tail = tokens[-_tail(stops) :]
+        text = self._tokenizer.decode(list(tail))
+        return any(stop in text for stop in stops)
+
+    def stopped(self, rows: RowTable, first: int) -> np.ndarray:
+        """Which rows, from `first` on, their newest token stopped: an end token, or the last one
+        of a stop string."""
+        token, may_stop, has_strings = (
+            rows.host_column(name)[first:] for name in ("token", "may_stop", "has_stop_strings")
+        )
+        stopped: np.ndarray = self._is_end[token] & may_stop
+        if has_strings.any():
+            for row in first + np.flatnonzero(has_strings):
+                count = int(rows.host_column("count")[row])
+                stopped[row - first] |= self._ends_string(rows, int(row), count)
+        return stopped
+
+    def among(
+        self, rows: RowTable, drawn_for: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray
+    ) -> np.ndarray:
+        """Which of these tokens [rows, tokens], drawn for rows `drawn_for`, end their row by
+        themselves: end tokens, and those drawn from logits that are not numbers."""
+        may_stop = rows.host_column("may_stop")[drawn_for]
+        ends: np.ndarray = self._is_end[tokens] & may_stop[:, None] | np.isnan(log_probs)
+        return ends
+
+    def num_until_end(self, rows: RowTable, row: int, start: int) -> int | None:
+        """Tokens of the row up to and with the first, from number `start` on, that ends it."""
+        count, limit = (int(rows.host_column(name)[row]) for name in ("count", "limit"))
+        found = limit if count >= limit else None
+        broken = rows.first_broken(row, start)
+        if broken is not None:
+            found = min(broken + 1, found or limit)
+        if rows.host_column("may_stop")[row]:
+            ends = np.flatnonzero(self._is_end[rows.tokens(row, start)])
+            if len(ends):
+                found = min(start + int(ends[0]) + 1, found or limit)
+        if rows.host_column("has_stop_strings")[row]:
+            for num_tokens in range(start + 1, (found or count) + 1):
+                if self._ends_string(rows, row, num_tokens):
+                    return num_tokens
+        return found
+
+    def _ends_string(self, rows: RowTable, row: int, num_tokens: int) -> bool:
+        """Whether the first so many tokens of a row have just completed one of its stop strings."""
+        stops = rows.pending[row].request.sampling.stop
+        return self.completes(
+            stops, rows.tokens(row, max(0, num_tokens - _tail(stops)), num_tokens)
+        )
+
+
+def _tail(stops: Sequence[str]) -> int:
+    """Of how many of the newest tokens the text is looked at."""
+    return max(len(stop.encode()) for stop in stops) + STOP_TAIL_TOKENS

@@ -1,0 +1,327 @@
+"""Several new tokens of a row in one forward pass: guessed ones, drawn anew with the row's noise.
+
+A row's newest token is not in the cache yet. `Extender.extend` feeds it together with a guess of
+the tokens after it, draws at every one of these positions with the noise that decoding would use
+there, and keeps what came out up to the first token that is not the guessed one. The row is then
+where so many decode steps would have brought it, to the token. What an earlier launch left of a
+response is such a guess (`Extender.take_up`).
+
+A row that was kept between turns (kept_rows.py) gets the new tokens of its prompt in such passes,
+too (`Extender.go_on`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rollpacker.engines.embedded.decoder import (
+    PREFILL_LOGITS,
+    PREFILL_TOKENS,
+    PREFILL_TOKENS_ACCELERATOR,
+    Decoder,
+)
+from rollpacker.engines.embedded.endings import Endings
+from rollpacker.engines.embedded.extend_step import SPAN_COST_SCORES, ExtendStep, NewTokens
+from rollpacker.engines.embedded.kept_rows import KeptRow
+from rollpacker.engines.embedded.rows import ANY_LENGTH, Pending
+from rollpacker.engines.embedded.sampling import draw
+from rollpacker.engines.engine import Carried
+
+MAX_REDRAWS = 16
+"""An end that the complement rule refuses is drawn once more at most so often."""
+MAX_GUESS = 255
+"""Longer guesses are cut: a response that differs early then costs one short pass."""
+EXTEND_SCORES = {"cpu": 1 << 24}
+EXTEND_SCORES_ACCELERATOR = 1 << 27
+"""At most so many attention scores of one head in a pass, which is the size of its mask."""
+
+DRAW_LOGITS = 1 << 24
+"""At most so many are drawn from at once: their probabilities have twice the digits, several times
+over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What may follow a row's newest token."""
+
+    tokens: Sequence[int]
+    log_probs: Sequence[float] | None = None
+    """If there are any the tokens are not drawn: they are taken, with these."""
+
+
+class Extender:
+    """Takes rows of a decoder on by more than a token at a time."""
+
+    def __init__(self, decoder: Decoder, endings: Endings) -> None:
+        self._decoder = decoder
+        self._rows = decoder.rows
+        self._endings = endings
+        num_heads: int = decoder.model.config.get_text_config().num_attention_heads
+        # The most query heads that share a key head.
+        self._query_groups = -(-num_heads // min(one.num_kv_heads for one in decoder.slots.layers))
+        self._span_cost = SPAN_COST_SCORES / num_heads if decoder.width_buckets else float("inf")
+        kind = decoder.slots.device.type
+        # Positions of a pass, by the model's work; by their logits; attention scores.
+        self._max_tokens = PREFILL_TOKENS.get(kind, PREFILL_TOKENS_ACCELERATOR)
+        self._max_logits = max(1, PREFILL_LOGITS // decoder.rows.vocabulary_size)
+        self._max_scores = EXTEND_SCORES.get(kind, EXTEND_SCORES_ACCELERATOR)
+
+    # -- guesses -----------------------------------------------------------------------------------
+
+    def extend(self, rows: np.ndarray, guesses: Sequence[Guess]) -> np.ndarray:
+        """Take each of these rows on by at least one token, and by more as far as its guess holds.
+
+        A row ends up with its newest token the first that was not guessed, the one after the whole
+        guess, or the one that ended it. Returns how many tokens each got.
+        """
+        before, positions = (self._rows.host_column(name)[rows] for name in ("count", "position"))
+        max_tokens = min(self._max_tokens, self._max_logits)
+        room = self._rows.host_column("limit")[rows] - before - 1
+        assert (room >= 0).all(), "a row at its limit was to go on"
+        sizes = [min(len(guess.tokens), MAX_GUESS) for guess in guesses]
+        lengths = 1 + np.minimum(np.array(sizes), np.minimum(room, self._most(max_tokens) - 1))
+        for part in self._passes(lengths, positions + lengths, max_tokens):
+            self._pass(rows[part], [guesses[place] for place in part], lengths[part])
+        num_new: np.ndarray = self._rows.host_column("count")[rows] - before
+        return num_new
+
+    def _most(self, max_tokens: int) -> int:
+        """Tokens of one row in a pass."""
+        width = self._decoder.slots.width * self._query_groups
+        return max(1, min(max_tokens, self._max_scores // width))
+
+    def _passes(
+        self, lengths: np.ndarray, ends: np.ndarray, max_tokens: int
+    ) -> Iterator[np.ndarray]:
+        """Which rows go together that get so many tokens, up to these positions, in parts that keep
+        to the budget."""
+        order = np.argsort(lengths, kind="stable")
+        if self._fits(lengths, ends, max_tokens):
+            yield np.arange(len(lengths))
+            return
+        start = 0
+        for stop in range(1, len(order) + 1):
+            part = order[start : stop + 1]
+            if stop == len(order) or not self._fits(lengths[part], ends[part], max_tokens):
+                yield np.sort(order[start:stop])
+                start = stop
+
+    def _fits(self, lengths: np.ndarray, ends: np.ndarray, max_tokens: int) -> bool:
+        padded = len(lengths) * int(lengths.max())
+        masked = padded * int(ends.max()) * self._query_groups
+        return int(lengths.sum()) <= max_tokens and masked <= self._max_scores
+
+    def _pass(self, rows: np.ndarray, guesses: Sequence[Guess], lengths: np.ndarray) -> None:
+        num_tokens = int(lengths.max())
+        fed = np.zeros((len(rows), num_tokens), np.int64)
+        fed[:, 0] = self._rows.host_column("token")[rows]
+        for place, guess in enumerate(guesses):
+            fed[place, 1 : lengths[place]] = guess.tokens[: lengths[place] - 1]
+        starts = self._rows.host_column("position")[rows]
+        real = np.arange(num_tokens) < lengths[:, None]
+        drawn, log_probs = np.zeros(fed.shape, np.int64), np.zeros(fed.shape)
+        drawn[real], log_probs[real] = self._draw(
+            self._decoder.extend_logits(fed[real], self._step(rows, starts, lengths), last=False),
+            np.repeat(rows, lengths),
+            self._rows.noise_ahead(rows, num_tokens)[torch.from_numpy(real)],
+        )
+        drawn_for = [guess.log_probs is None for guess in guesses]
+        doubtful = np.isnan(log_probs).any(axis=1) & (lengths > 1) & drawn_for
+        if doubtful.any():
+            self._pass_without(rows[doubtful])
+            sound = np.flatnonzero(~doubtful)
+            rows, lengths, fed, real = rows[sound], lengths[sound], fed[sound], real[sound]
+            drawn, log_probs = drawn[sound], log_probs[sound]
+            guesses = [guesses[place] for place in sound.tolist()]
+            if not len(rows):
+                return
+        for place, guess in enumerate(guesses):
+            if guess.log_probs is not None:
+                size = lengths[place] - 1
+                drawn[place, :size] = guess.tokens[:size]
+                log_probs[place, :size] = guess.log_probs[:size]
+        goes_on = (drawn[:, :-1] == fed[:, 1:]) & real[:, 1:]
+        goes_on &= ~self._endings.among(self._rows, rows, drawn, log_probs)[:, :-1]
+        num_new = 1 + np.logical_and.accumulate(goes_on, axis=1).sum(axis=1)
+        self._rows.append(rows, drawn, log_probs, num_new)
+        self._cut_at_strings(rows, num_new)
+
+    def _pass_without(self, rows: np.ndarray) -> None:
+        """One token for these rows, whose guesses made logits that are no numbers: a wrong guess
+        may have, and spoils the tokens before it too, since a key that is no number cannot be
+        masked."""
+        for row, position in zip(rows, self._rows.host_column("position")[rows], strict=True):
+            self._decoder.slots.clear(int(row), int(position))
+        self._pass(rows, [Guess(())] * len(rows), np.ones(len(rows), np.int64))
+
+    def _cut_at_strings(self, rows: np.ndarray, num_new: np.ndarray) -> None:
+        """Take back what the newest tokens of these rows have beyond a stop string."""
+        for place in np.flatnonzero(self._rows.host_column("has_stop_strings")[rows]):
+            row, count = rows[place], int(self._rows.host_column("count")[rows[place]])
+            end = self._endings.num_until_end(self._rows, row, count - num_new[place])
+            if end is not None and end < count:
+                self._rows.cut(rows[place : place + 1], [end])
+
+    # -- what was kept -----------------------------------------------------------------------------
+
+    def go_on(self, entries: Sequence[Pending], kept: Sequence[KeptRow]) -> None:
+        """Add rows, for which slots are reserved, of whose prompts this much is there already; read
+        the rest of them, and draw their first tokens."""
+        for start in range(0, len(entries), self._max_logits):
+            part = slice(start, start + self._max_logits)
+            first = self._rows.num_rows
+            noise = self._rows.add(list(entries[part]))
+            rows = np.arange(first, self._rows.num_rows)
+            for row, one in zip(rows.tolist(), kept[part], strict=True):
+                self._decoder.slots.restore(one.cache, slice(row, row + 1))
+            starts = np.array([len(one.tokens) for one in kept[part]])
+            self._rows.host_column("num_reused")[rows] = starts
+            prompts = [entry.request.prompt_tokens for entry in entries[part]]
+            self._decoder.draw_first(first, self._read(rows, starts, prompts), noise)
+
+    def _read(
+        self, rows: np.ndarray, starts: np.ndarray, prompts: Sequence[tuple[int, ...]]
+    ) -> torch.Tensor:
+        """Feed these rows their prompts from these places on. Logits [rows, vocabulary] after
+        them."""
+        done, most = starts.copy(), self._most(self._max_tokens)
+        logits = torch.zeros(0)
+        ends = np.array([len(prompt) for prompt in prompts])
+        while len(going := np.flatnonzero(done < ends)):
+            lengths = np.minimum(ends[going] - done[going], most)
+            for part in self._passes(lengths, done[going] + lengths, self._max_tokens):
+                places, sizes = going[part], lengths[part]
+                fed = [
+                    prompts[place][done[place] : done[place] + size]
+                    for place, size in zip(places.tolist(), sizes.tolist(), strict=True)
+                ]
+                step = self._step(rows[places], done[places], sizes)
+                last = self._decoder.extend_logits(np.concatenate(fed), step, last=True)
+                if not len(logits):
+                    logits = last.new_empty((len(rows), last.shape[1]))
+                logits[torch.from_numpy(places).to(last.device)] = last
+            done[going] += lengths
+        self._decoder.num_prefilled_tokens += int((ends - starts).sum())
+        return logits
+
+    # -- what was carried --------------------------------------------------------------------------
+
+    def take_up(self, first: int) -> int:
+        """Go on from what the rows from `first` on carry, which have drawn their first tokens.
+
+        Returns how many tokens of these rows are new: all but those that were carried and kept.
+        """
+        carrying = [
+            row for row in range(first, self._rows.num_rows) if self._rows.pending[row].has_carried
+        ]
+        self._take_first([row for row in carrying if not self._carried(row).verify])
+        going = self._agreeing(carrying)
+        while going:
+            counts = self._rows.host_column("count")[going].tolist()
+            guesses = [self._guess(row, count) for row, count in zip(going, counts, strict=True)]
+            self.extend(np.array(going), guesses)
+            going = self._agreeing(going)
+        kept = 0
+        for row in carrying:
+            num_kept = self._num_agreed(row)
+            kept += num_kept
+            if self._carried(row).verify:
+                self._rows.host_column("num_kept")[row] = num_kept
+                ceiling = self._carried(row).ceiling
+                if ceiling is not None and num_kept < len(self._carried(row).tokens):
+                    self._rows.host_column("ceiling")[row] = ceiling
+        return int(self._rows.host_column("count")[first:].sum()) - kept
+
+    def _carried(self, row: int) -> Carried:
+        carried = self._rows.pending[row].request.carried
+        assert carried is not None
+        return carried
+
+    def _take_first(self, rows: list[int]) -> None:
+        """These rows' first tokens are the carried ones, whatever came out."""
+        if not rows:
+            return
+        carried = [self._carried(row) for row in rows]
+        self._rows.cut(np.array(rows), [0] * len(rows))
+        self._rows.append(
+            np.array(rows),
+            np.array([[one.tokens[0]] for one in carried]),
+            np.array([[one.log_probs[0]] for one in carried]),
+            np.ones(len(rows), np.int64),
+        )
+
+    def _agreeing(self, rows: list[int]) -> list[int]:
+        """Those that may take up more: all their tokens are carried ones, and none ended them."""
+        counts = self._rows.host_column("count")[rows].tolist()
+        return [
+            row
+            for row, count in zip(rows, counts, strict=True)
+            if self._num_agreed(row) == count < len(self._carried(row).tokens)
+            and self._endings.num_until_end(self._rows, row, count - 1) is None
+        ]
+
+    def _num_agreed(self, row: int) -> int:
+        """Tokens of the row before the first that is not the carried one."""
+        tokens, carried = self._rows.tokens(row), self._carried(row).tokens
+        pairs = zip(tokens, carried, strict=False)
+        differs = (place for place, (one, other) in enumerate(pairs) if one != other)
+        return next(differs, min(len(tokens), len(carried)))
+
+    def _guess(self, row: int, count: int) -> Guess:
+        """What comes next of the carried tokens, as far as they have noise of one redraw: the token
+        after a guess is drawn with it too."""
+        redraw, end = self._rows.pending[row].carried_redraw(count)
+        self._rows.draw_with(row, count, redraw)
+        size = MAX_GUESS if end is None else min(MAX_GUESS, end - count - 1)
+        carried, part = self._carried(row), slice(count, count + size)
+        return Guess(carried.tokens[part], None if carried.verify else carried.log_probs[part])
+
+    def draw_again(self, rows: np.ndarray) -> np.ndarray:
+        """The complement rule, for rows that have just been stopped or have passed their ceiling.
+        Which of them go on.
+
+        A response that was cut off at a length does not end before it, and one that had ended
+        before its siblings were cut off does not grow beyond that: where it would, the tokens after
+        the first that came out differently are drawn with noise of another redraw, and that one too
+        if it is the end.
+        """
+        column = self._rows.host_column
+        count = column("count")[rows]
+        is_wrong = (count <= column("floor")[rows]) | (count > column("ceiling")[rows])
+        again: np.ndarray = is_wrong & (column("redraw")[rows] < MAX_REDRAWS)
+        column("ceiling")[rows[~again]] = ANY_LENGTH
+        refused = rows[again]
+        if len(refused):
+            starts = np.minimum(column("num_kept")[refused] + 1, column("count")[refused] - 1)
+            for row, start in zip(refused.tolist(), starts.tolist(), strict=True):
+                self._rows.redraw_from(row, start)
+            self._rows.cut(refused, starts.tolist())
+            self._decoder.forget_plan()
+        return again
+
+    # -- one pass ----------------------------------------------------------------------------------
+
+    def _step(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> ExtendStep:
+        return ExtendStep(self._decoder.slots, NewTokens(rows, starts, lengths), self._span_cost)
+
+    def _draw(
+        self, logits: torch.Tensor, row_of_position: np.ndarray, noise: torch.Tensor
+    ) -> tuple[np.ndarray, np.ndarray]:
+        row = torch.from_numpy(row_of_position).to(logits.device)
+        settings = [
+            self._rows.device_column(name).index_select(0, row)
+            for name in ("temperature", "top_k", "top_p")
+        ]
+        size = max(1, DRAW_LOGITS // self._rows.vocabulary_size)
+        tokens, log_probs = [], []
+        for start in range(0, len(row), size):
+            part = slice(start, start + size)
+            temperature, top_k, top_p = (column[part] for column in settings)
+            drawn = draw(logits[part], noise[part], temperature, top_k, top_p, self._rows.mode)
+            tokens.append(drawn[0].cpu().numpy())
+            log_probs.append(drawn[1].cpu().numpy())
+        return np.concatenate(tokens), np.concatenate(log_probs)

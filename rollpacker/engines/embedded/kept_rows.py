@@ -1,0 +1,106 @@
+"""Rows between two turns: copies of their keys and values, as long as they are, beside the slots.
+
+A slot is as wide as its row may become, and free for another one while an environment answers. What
+is kept counts against the budget of the slots, and is never in the way of rows that could run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rollpacker.core.ids import SampleId
+from rollpacker.engines.embedded.kv_slots import KVSlots, PromptCache
+
+HEADROOM = 1 / 8
+"""Of the budget. There is said to be no room left before that is so: who says which rows go has his
+say, and what comes faster than that is not kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRow:
+    """Of tokens from the prompt's first one on."""
+
+    tokens: tuple[int, ...]
+    cache: PromptCache
+
+
+class KeptRows:
+    """By sample, the one that was kept first before the others. Used from one thread."""
+
+    def __init__(self, slots: KVSlots) -> None:
+        self._slots = slots
+        self._rows: dict[SampleId, KeptRow] = {}
+        self.num_tokens = 0
+
+    def size(self, sample: SampleId) -> int:
+        """Tokens that are kept of it."""
+        return len(self._rows[sample].tokens) if sample in self._rows else 0
+
+    def keep(self, sample: SampleId, tokens: tuple[int, ...], row: int) -> None:
+        """Copy what this row has of these tokens. `settle` says whether it can stay."""
+        self.let_go([sample])
+        self._rows[sample] = KeptRow(tokens, self._slots.snapshot(row, len(tokens)))
+        self.num_tokens += len(tokens)
+
+    def take(self, sample: SampleId, prompt: tuple[int, ...]) -> KeptRow | None:
+        """What there is of a prompt, all but its last token at most; it is kept no longer."""
+        kept = self._rows.get(sample)
+        if kept is None:
+            return None
+        self.let_go([sample])
+        size = min(len(kept.tokens), len(prompt) - 1)
+        if kept.tokens[:size] != prompt[:size]:
+            pairs = zip(kept.tokens, prompt, strict=False)
+            size = next(i for i, (one, other) in enumerate(pairs) if one != other)
+        if size == len(kept.tokens):
+            return kept
+        cache = [part[:, :size] for part in kept.cache]
+        return KeptRow(kept.tokens[:size], cache) if size else None
+
+    def let_go(self, samples: Iterable[SampleId]) -> None:
+        """Those that are not here are ignored."""
+        for sample in samples:
+            kept = self._rows.pop(sample, None)
+            if kept is not None:
+                self.num_tokens -= len(kept.tokens)
+
+    def clear(self) -> None:
+        """The weights change, or the memory is needed."""
+        self._rows.clear()
+        self.num_tokens = 0
+
+    def settle(self, new: Sequence[SampleId], num_rows: int, width: int) -> None:
+        """So many rows are left, of so many positions at most. Of the new ones here those stay, the
+        first first, for which there is memory."""
+        if self._is_over and self._is_wasteful(num_rows * width):
+            self._slots.shrink(num_rows, width)
+        for sample in reversed(new):
+            if not self._is_over:
+                break
+            self.let_go([sample])
+
+    def trim(self) -> None:
+        """The slots may have grown. Those go that leave no room for them, the oldest first: nobody
+        was asked which, and who has been away the longest may well stay so."""
+        while self._is_over and self._rows:
+            self.let_go([next(iter(self._rows))])
+
+    def room(self, num_positions: int) -> int:
+        """Tokens for which there is room beside so many positions of rows; see
+        `SampleGenerated.room`."""
+        taken = 0 if self._is_wasteful(num_positions) else self._allocated
+        most = int((1 - HEADROOM) * self._slots.budget_tokens)
+        return most - max(taken, num_positions) - self.num_tokens
+
+    @property
+    def _allocated(self) -> int:
+        return self._slots.num_slots * self._slots.width
+
+    @property
+    def _is_over(self) -> bool:
+        return self._allocated + self.num_tokens > self._slots.budget_tokens
+
+    def _is_wasteful(self, num_positions: int) -> bool:
+        """Whether half of the slots would do for so many: what shrinks is soon to grow again."""
+        return 2 * num_positions <= self._allocated

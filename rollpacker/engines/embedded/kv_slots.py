@@ -1,0 +1,297 @@
+"""Keys and values of the live rows, one slot a row, live rows dense at the front.
+
+Per layer two tensors [slots, key-value heads, width, head_dim]. A row's slot holds its tokens from
+position 0 on; what lies beyond a row's length is finite garbage that attention masks out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rollpacker.engines.embedded.attention import Scores, biased_attention, causal_attention
+from rollpacker.engines.embedded.buckets import Bucket
+
+PromptCache = list[torch.Tensor]
+"""Per layer the keys [key-value heads, tokens, head_dim] of one row, then per layer its values."""
+PAIRWISE_MOVES = 4
+"""Up to so many moved rows are copied one by one at their own length, more at the longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps per token."""
+
+    layer: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+class KVSlots:
+    """The storage itself. Grows on demand; what it holds survives."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        budget_bytes: int,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.dtype = dtype
+        self.device = device
+        self.budget_bytes = budget_bytes
+        self.num_slots = 0
+        self.width = 0
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+        self._row_offsets: dict[int, torch.Tensor] = {}
+        self._bias_lines: dict[int | None, torch.Tensor] = {}
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(shape.num_elements for shape in self.layers) * self.dtype.itemsize
+
+    @property
+    def budget_tokens(self) -> int:
+        """So many positions keep to the budget."""
+        return self.budget_bytes // self.bytes_per_token
+
+    def fits(self, num_slots: int, width: int) -> bool:
+        """Whether so many rows of so many positions keep to the budget."""
+        return num_slots * width * self.bytes_per_token <= self.budget_bytes
+
+    def reserve(self, num_slots: int, width: int, beside: int = 0) -> bool:
+        """Make room for `num_slots` rows of `width` positions. True if the storage moved.
+
+        Keeps the content of these; what exceeds them stays only as far as the budget goes, of which
+        `beside` positions are somebody else's.
+        """
+        if num_slots <= self.num_slots and width <= self.width:
+            return False
+        most = self.budget_tokens - beside
+        if num_slots * self.width <= most:
+            width = max(width, self.width)
+        if self.num_slots * width <= most:
+            num_slots = max(num_slots, self.num_slots)
+        self._allocate(num_slots, width)
+        return True
+
+    def shrink(self, num_slots: int, width: int) -> None:
+        """Keep the first rows, and of these the first positions."""
+        if num_slots and width:
+            self._allocate(num_slots, width)
+        else:
+            self.free()
+
+    def _allocate(self, num_slots: int, width: int) -> None:
+        for shape in self.layers:
+            for store, dim in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
+                grown = self._zeros((num_slots, shape.num_kv_heads, width, dim))
+                old = store.get(shape.layer)
+                if old is not None:
+                    kept, columns = min(num_slots, old.shape[0]), min(width, old.shape[2])
+                    grown[:kept, :, :columns] = old[:kept, :, :columns]
+                store[shape.layer] = grown
+        self.num_slots, self.width = num_slots, width
+        self._bias_lines = {}
+        rows = torch.arange(num_slots, device=self.device)
+        self._row_offsets = {
+            heads: (rows[:, None] * heads + torch.arange(heads, device=self.device)) * width
+            for heads in {shape.num_kv_heads for shape in self.layers}
+        }
+
+    def free(self) -> None:
+        """Give the memory back. The next `reserve` begins anew."""
+        self.num_slots = self.width = 0
+        self.keys, self.values, self._row_offsets, self._bias_lines = {}, {}, {}, {}
+
+    def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
+        """Zeros, not empty: a masked position contributes 0 x garbage, and 0 x NaN is NaN.
+
+        On a CPU the memory comes from the system as zero pages, which cost nothing until they are
+        touched: a slot as wide as its sample may become takes memory only as the sample grows.
+        """
+        if self.device.type != "cpu":
+            return torch.zeros(size, dtype=self.dtype, device=self.device)
+        num_bytes = math.prod(size) * self.dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self.dtype).view(size)
+
+    def flat_positions(self, positions: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Per number of key-value heads: where row r's `positions[r]` lies in the flat storage."""
+        num_rows, column = positions.shape[0], positions.unsqueeze(1)
+        return {
+            heads: (offsets.narrow(0, 0, num_rows) + column).view(-1)
+            for heads, offsets in self._row_offsets.items()
+        }
+
+    def bias_line(self, sliding_window: int | None) -> torch.Tensor:
+        """Minus infinities around zeros: the bias of every row is a stretch of this line.
+
+        [2 x width - 1]; that of a row whose newest token is at position p begins at width - 1 - p.
+        """
+        line = self._bias_lines.get(sliding_window)
+        if line is None:
+            size = (2 * self.width - 1,)
+            line = torch.full(size, float("-inf"), dtype=self.dtype, device=self.device)
+            first = 0 if sliding_window is None else max(0, self.width - sliding_window)
+            line[first : self.width] = 0
+            self._bias_lines[sliding_window] = line
+        return line
+
+    def move(self, source: list[int], target: list[int], lengths: list[int]) -> None:
+        """Copy rows, each with its first `lengths` positions. Sources and targets are disjoint."""
+        if len(source) <= PAIRWISE_MOVES:
+            for store in self._stores():
+                for from_row, to_row, length in zip(source, target, lengths, strict=True):
+                    store[to_row, :, :length] = store[from_row, :, :length]
+            return
+        self.gather(source, target, max(lengths))
+
+    def gather(self, source: list[int], target: list[int], width: int) -> None:
+        """Copy rows at one width, through a temporary: sources and targets may overlap."""
+        source_rows = torch.tensor(source, device=self.device)
+        target_rows = torch.tensor(target, device=self.device)
+        for store in self._stores():
+            part = store[:, :, :width]
+            part.index_copy_(0, target_rows, part.index_select(0, source_rows))
+
+    def snapshot(self, row: int, length: int) -> PromptCache:
+        """A copy of a row's first positions."""
+        return [store[row, :, :length].clone() for store in self._stores()]
+
+    def restore(self, cache: PromptCache, rows: slice) -> None:
+        """Give every one of these rows the snapshot's positions."""
+        for store, part in zip(self._stores(), cache, strict=True):
+            store[rows, :, : part.shape[1]] = part
+
+    def _stores(self) -> list[torch.Tensor]:
+        return [*self.keys.values(), *self.values.values()]
+
+    def clear(self, row: int, first: int = 0) -> None:
+        """Remove NaNs that a row may have left behind, from position `first` on."""
+        for store in self._stores():
+            store[row, :, first:].zero_()
+
+
+class PrefillStep:
+    """A forward pass over right-padded prompts, which fills the slots of their samples.
+
+    `prompt_of_row` [new rows] says which prompt of the batch each row, from `first_row` on, belongs
+    to.
+    """
+
+    def __init__(self, slots: KVSlots, first_row: int, prompt_of_row: torch.Tensor) -> None:
+        self._slots = slots
+        self._rows = slice(first_row, first_row + len(prompt_of_row))
+        self._prompt_of_row = prompt_of_row
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+    ) -> torch.Tensor:
+        num_tokens = key.shape[2]
+        for store, new in (
+            (self._slots.keys[layer], key),
+            (self._slots.values[layer], value),
+        ):
+            store[self._rows, :, :num_tokens] = new.index_select(0, self._prompt_of_row)
+        output = causal_attention(query, key, value, *scores)
+        return output.transpose(1, 2)
+
+
+class DecodeStep:
+    """A forward pass over one new token per row, at `positions` [rows], by width buckets."""
+
+    def __init__(self, slots: KVSlots, positions: torch.Tensor, buckets: Sequence[Bucket]) -> None:
+        self._slots = slots
+        self._positions = positions
+        self._buckets = buckets
+        self._flat_positions = slots.flat_positions(positions)
+        self._biases: dict[int | None, list[torch.Tensor | None]] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+    ) -> torch.Tensor:
+        keys, values = self._slots.keys[layer], self._slots.values[layer]
+        num_rows, num_kv_heads = key.shape[0], key.shape[1]
+        flat = self._flat_positions[num_kv_heads]
+        keys.view(-1, key.shape[-1]).index_copy_(0, flat, key.reshape(-1, key.shape[-1]))
+        values.view(-1, value.shape[-1]).index_copy_(0, flat, value.reshape(-1, value.shape[-1]))
+        biases = self._biases.get(scores.sliding_window)
+        if biases is None:
+            biases = self._make_biases(scores.sliding_window)
+        num_heads = query.shape[1]
+        # At one token a row the query heads that share a key head stand in for a sequence of
+        # queries, so keys and values are read once and never repeated.
+        grouped = query.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, -1)
+        outputs = []
+        for (start, stop, width, _), bias in zip(self._buckets, biases, strict=True):
+            part = (
+                grouped.narrow(0, start, stop - start),
+                keys.narrow(0, start, stop - start).narrow(2, 0, width),
+                values.narrow(0, start, stop - start).narrow(2, 0, width),
+            )
+            outputs.append(biased_attention(*part, bias, scores))
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return joined.reshape(num_rows, 1, num_heads, -1)
+
+    def _make_biases(self, sliding_window: int | None) -> list[torch.Tensor | None]:
+        """Per bucket [rows, 1, 1, width]: 0 where a row may look, minus infinity elsewhere.
+
+        None where every row of the bucket may look everywhere.
+        """
+        biases: list[torch.Tensor | None] = []
+        for start, stop, width, is_even in self._buckets:
+            if is_even and (sliding_window is None or width <= sliding_window):
+                biases.append(None)
+                continue
+            lines = self._slots.bias_line(sliding_window).unfold(0, width, 1)
+            last = self._positions.narrow(0, start, stop - start)
+            bias = lines.index_select(0, self._slots.width - 1 - last)
+            biases.append(bias.view(stop - start, 1, 1, width))
+        self._biases[sliding_window] = biases
+        return biases
+
+
+class LayerProbe:
+    """A forward pass that only notes which layers attend, and with what shapes."""
+
+    def __init__(self) -> None:
+        self.shapes: list[LayerShape] = []
+        self.calls: list[tuple[int, Scores]] = []
+        """Layer and scores of each call."""
+        self.dtype: torch.dtype | None = None
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+    ) -> torch.Tensor:
+        self.dtype = key.dtype
+        self.calls.append((layer, scores))
+        self.shapes.append(LayerShape(layer, key.shape[1], key.shape[-1], value.shape[-1]))
+        output = causal_attention(query, key, value, *scores)
+        return output.transpose(1, 2)

@@ -1,0 +1,373 @@
+"""The live rows: who sits in which slot, and what each has generated.
+
+Everything per row is a column of a numpy array, so that a step's bookkeeping is a handful of
+vector operations whatever the number of rows. The columns that the model and the sampler read are
+seen as tensors too: on a CPU these share the arrays' memory, elsewhere each look at one copies it
+to the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from rollpacker.engines.embedded.sampling import DrawMode, exponentials, noise_size, sample_key
+from rollpacker.engines.engine import GenerationRequest, Response
+
+ANY_LENGTH = np.iinfo(np.int64).max
+"""A ceiling that is none."""
+NOISE_BLOCK = 64
+"""Steps whose noise is made at a time, ..."""
+NOISE_BLOCK_ENTRIES = 1 << 15
+"""... or fewer, so that it has at most so many entries: larger blocks leave a CPU's caches and take
+twice as long."""
+NOISE_BLOCK_UNEVEN = 4
+"""Steps of the first block after one that took rows on by several tokens."""
+_DEVICE_COLUMNS = {
+    "token": np.int64,
+    "position": np.int64,
+    "temperature": np.float64,
+    "top_k": np.int64,
+    "top_p": np.float64,
+}
+_HOST_COLUMNS = {
+    "sequence": np.int64,
+    "count": np.int64,
+    "limit": np.int64,
+    "may_stop": np.bool_,
+    "has_stop_strings": np.bool_,
+    "key": np.uint64,
+    "redraw": np.int64,
+    "floor": np.int64,
+    "ceiling": np.int64,
+    "num_kept": np.int64,
+    "num_reused": np.int64,
+    "store": np.int64,
+    "log_prob": np.float64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A request that was taken on; `sequence` counts launches."""
+
+    request: GenerationRequest
+    sequence: int
+    redraws: list[tuple[int, int]] = field(default_factory=list)
+    """`Response.redraws`, of what is generated so far."""
+
+    @property
+    def limit(self) -> int:
+        return self.request.forced_length or self.request.sampling.max_response_tokens
+
+    @property
+    def width(self) -> int:
+        """Cache positions it can need: the last token is never fed back."""
+        return len(self.request.prompt_tokens) + self.limit - 1
+
+    @property
+    def has_carried(self) -> bool:
+        return bool(self.request.carried and self.request.carried.tokens)
+
+    def carried_redraw(self, token: int) -> tuple[int, int | None]:
+        """The redraw whose noise a carried token had, and the token at which the next begins."""
+        carried = self.request.carried
+        redraws = carried.redraws if carried is not None and carried.verify else ()
+        redraw = max([redraw for start, redraw in redraws if start <= token], default=0)
+        return redraw, min([start for start, _ in redraws if start > token], default=None)
+
+    def key(self, redraw: int) -> int:
+        """Of its noise, in this redraw."""
+        request = self.request
+        whose = request.noise or request.sample
+        return sample_key(request.sampling.seed, whose, redraw, request.turn)
+
+    def draw_with(self, start: int, redraw: int) -> int:
+        """From token `start` on it is drawn with noise of this redraw, whose key this returns."""
+        self.redraws[:] = [one for one in self.redraws if one[0] < start]
+        if redraw != (self.redraws[-1][1] if self.redraws else 0):
+            self.redraws.append((start, redraw))
+        return self.key(redraw)
+
+    def redraw_from(self, start: int) -> int:
+        """From token `start` on it is drawn with noise of a redraw that it had not yet."""
+        carried = self.request.carried
+        before = (*self.redraws, *(carried.redraws if carried is not None else ()))
+        return self.draw_with(start, 1 + max([redraw for _, redraw in before], default=0))
+
+
+class RowTable:
+    """Columns over slots; the first `num_rows` are live.
+
+    token [slots] is the newest token, log_prob its log-probability, and position [slots] its place,
+    which is where the next step writes its key and value. Of tokens carried into the row, num_kept
+    [slots] came out the same, or -1 if nobody looked; of the prompt's, num_reused [slots] had their
+    keys and values before the row was added; floor and redraw are those of the complement
+    rule (`Carried.floor`).
+    """
+
+    def __init__(self, device: torch.device, vocabulary_size: int) -> None:
+        self.device = device
+        self.vocabulary_size = vocabulary_size
+        self.num_rows = 0
+        self.pending: list[Pending] = []
+        self.mode = DrawMode()
+        self._num_slots = 0
+        self._columns: dict[str, np.ndarray] = {
+            name: np.zeros(0, dtype) for name, dtype in {**_DEVICE_COLUMNS, **_HOST_COLUMNS}.items()
+        }
+        self._seen_as_tensors: dict[str, torch.Tensor] = {}
+        self._noise = torch.zeros(0)
+        self._noise_column = 0
+        self._is_uneven = False
+        """Rows went on by different numbers of tokens: the block is no good, and the next one may
+        not be for long."""
+        self._free_stores: list[int] = []
+        self._tokens = np.zeros((0, 0), np.int64)
+        self._log_probs = np.zeros((0, 0), np.float32)
+
+    # -- storage -----------------------------------------------------------------------------------
+
+    def reserve(self, num_slots: int) -> None:
+        """Make room for so many rows."""
+        if num_slots <= self._num_slots:
+            return
+        added = num_slots - self._num_slots
+        for name, old in self._columns.items():
+            self._columns[name] = np.concatenate([old, np.zeros(added, old.dtype)])
+        self._free_stores.extend(range(num_slots - 1, self._num_slots - 1, -1))
+        width = self._tokens.shape[1]
+        self._tokens = np.concatenate([self._tokens, np.zeros((added, width), np.int64)])
+        self._log_probs = np.concatenate([self._log_probs, np.zeros((added, width), np.float32)])
+        self._num_slots = num_slots
+        self._seen_as_tensors = {
+            name: torch.from_numpy(self._columns[name]) for name in _DEVICE_COLUMNS
+        }
+        size = noise_size(self.vocabulary_size)
+        steps = max(1, min(NOISE_BLOCK, NOISE_BLOCK_ENTRIES // (num_slots * size)))
+        shape = (num_slots, steps, size)
+        self._noise = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        self._noise_column = steps
+
+    def device_column(self, name: str) -> torch.Tensor:
+        """The whole column [slots] as it is now, on the device, to be read only."""
+        return self._seen_as_tensors[name].to(self.device)
+
+    def host_column(self, name: str) -> np.ndarray:
+        """The live part of a column, which may be written to."""
+        return self._columns[name][: self.num_rows]
+
+    def _set_mode(self) -> None:
+        """Find out what a draw has to heed, after rows came or went."""
+        temperature, top_k, top_p = (
+            self.host_column(name) for name in ("temperature", "top_k", "top_p")
+        )
+        self.mode = DrawMode(
+            greedy=bool((temperature == 0).any()),
+            tempered=bool((temperature != 1).any()),
+            truncated=bool((top_k < self.vocabulary_size).any() or (top_p < 1).any()),
+        )
+
+    # -- noise -------------------------------------------------------------------------------------
+
+    def next_noise(self) -> torch.Tensor:
+        """Noise of every slot for the step at hand, float64 [slots, size] on the device."""
+        num_steps = self._noise.shape[1]
+        if self._noise_column >= num_steps:
+            self._noise_column = max(0, num_steps - NOISE_BLOCK_UNEVEN) if self._is_uneven else 0
+            self._is_uneven = False
+            self._fill_noise(slice(0, self.num_rows))
+        column = self._noise[:, self._noise_column]
+        self._noise_column += 1
+        return column
+
+    def noise_ahead(self, rows: slice | np.ndarray, count: int) -> torch.Tensor:
+        """Noise of the next `count` tokens of each of these rows, float64 [rows, count, size] on
+        the device."""
+        keys, counts = (
+            torch.from_numpy(column[rows]).to(self.device)
+            for column in (self._columns["key"].view(np.int64), self._columns["count"])
+        )
+        return exponentials(keys, counts, count, self._noise.shape[2])
+
+    def _fill_noise(self, rows: slice | np.ndarray) -> None:
+        """The rest of the block for these rows, whose next token is number `count`."""
+        left = self._noise.shape[1] - self._noise_column
+        if left > 0:
+            where = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self.device)
+            self._noise[where, self._noise_column :] = self.noise_ahead(rows, left)
+
+    # -- rows come, advance, go --------------------------------------------------------------------
+
+    def add(self, new: list[Pending]) -> torch.Tensor:
+        """Append rows with no token yet. Returns noise for their first tokens, float64
+        [new, size]."""
+        first, self.num_rows = self.num_rows, self.num_rows + len(new)
+        rows = slice(first, self.num_rows)
+        self.pending.extend(new)
+        requests = [entry.request for entry in new]
+        sampling = [request.sampling for request in requests]
+        greedy = [params.temperature == 0 for params in sampling]
+        columns = self._columns
+        columns["position"][rows] = [len(request.prompt_tokens) - 1 for request in requests]
+        columns["temperature"][rows] = [params.temperature for params in sampling]
+        columns["top_k"][rows] = [
+            params.top_k if params.top_k and not off else self.vocabulary_size
+            for params, off in zip(sampling, greedy, strict=True)
+        ]
+        columns["top_p"][rows] = [
+            1.0 if off else params.top_p for params, off in zip(sampling, greedy, strict=True)
+        ]
+        columns["sequence"][rows] = [entry.sequence for entry in new]
+        columns["count"][rows] = 0
+        columns["limit"][rows] = [entry.limit for entry in new]
+        columns["may_stop"][rows] = [request.forced_length is None for request in requests]
+        columns["has_stop_strings"][rows] = [
+            bool(request.sampling.stop) and request.forced_length is None for request in requests
+        ]
+        columns["redraw"][rows] = 0
+        columns["ceiling"][rows] = ANY_LENGTH
+        for row, entry in enumerate(new, first):
+            self.draw_with(row, 0, entry.carried_redraw(0)[0])
+        columns["floor"][rows] = [
+            request.carried.floor if request.carried and request.carried.verify else 0
+            for request in requests
+        ]
+        columns["num_kept"][rows] = -1
+        columns["num_reused"][rows] = 0
+        columns["store"][rows] = [self._free_stores.pop() for _ in new]
+        self._set_mode()
+        return self.noise_ahead(rows, 1)[:, 0]
+
+    def record(self, tokens: np.ndarray, log_probs: np.ndarray, first: int = 0) -> None:
+        """Append one token to each row from `first` on."""
+        rows = slice(first, self.num_rows)
+        store, count = self._columns["store"][rows], self._columns["count"][rows]
+        while len(count) and count.max() >= self._tokens.shape[1]:
+            self._widen_outputs()
+        self._tokens[store, count] = tokens
+        self._log_probs[store, count] = log_probs
+        count += 1
+        self._columns["token"][rows] = tokens
+        self._columns["log_prob"][rows] = log_probs
+        self._columns["position"][rows] += 1
+
+    def begin(self, first: int, tokens: np.ndarray, log_probs: np.ndarray) -> None:
+        """Give the rows from `first` on their first tokens, and noise for the next ones."""
+        self.record(tokens, log_probs, first)
+        self._fill_noise(slice(first, self.num_rows))
+
+    def append(
+        self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray, num_new: np.ndarray
+    ) -> None:
+        """Give row rows[i] the first num_new[i] >= 1 of its tokens [rows, tokens]."""
+        columns = self._columns
+        store, count = columns["store"][rows], columns["count"][rows]
+        while count.max() + tokens.shape[1] > self._tokens.shape[1]:
+            self._widen_outputs()
+        places = count[:, None] + np.arange(tokens.shape[1])
+        self._tokens[store[:, None], places] = tokens
+        self._log_probs[store[:, None], places] = log_probs
+        each, last = np.arange(len(rows)), num_new - 1
+        columns["count"][rows] += num_new
+        columns["position"][rows] += num_new
+        columns["token"][rows] = tokens[each, last]
+        columns["log_prob"][rows] = log_probs[each, last]
+        self._noise_column = self._noise.shape[1]
+        self._is_uneven = True
+
+    def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
+        """Go back to the first `counts` tokens of these rows, by noise of their key from there on.
+
+        What the cache holds beyond is garbage like any other. A row without tokens feeds the
+        prompt's last one again.
+        """
+        for row, count in zip(rows.tolist(), counts, strict=True):
+            store, prompt = self._columns["store"][row], self.pending[row].request.prompt_tokens
+            assert count <= self._columns["count"][row]
+            token = self._tokens[store, count - 1] if count else prompt[-1]
+            log_prob = self._log_probs[store, count - 1] if count else 0.0
+            self._columns["count"][row] = count
+            self._columns["token"][row] = token
+            self._columns["log_prob"][row] = log_prob
+            self._columns["position"][row] = len(prompt) + count - 1
+        self._fill_noise(rows)
+
+    def redraw_from(self, row: int, start: int) -> None:
+        """From token `start` on the row is drawn with noise of a redraw that it had not yet, once
+        `cut` was called."""
+        self._columns["redraw"][row] += 1
+        self._columns["key"][row] = self.pending[row].redraw_from(start)
+
+    def draw_with(self, row: int, start: int, redraw: int) -> None:
+        """From token `start` on the row is drawn with noise of this redraw."""
+        self._columns["key"][row] = self.pending[row].draw_with(start, redraw)
+
+    def _widen_outputs(self) -> None:
+        added = max(64, self._tokens.shape[1])
+        self._tokens = np.pad(self._tokens, ((0, 0), (0, added)))
+        self._log_probs = np.pad(self._log_probs, ((0, 0), (0, added)))
+
+    def tokens(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
+        """What a row generated, from token number `start` to before `stop`, by default all."""
+        count = int(self._columns["count"][row])
+        store = self._columns["store"][row]
+        found: list[int] = self._tokens[store, start : count if stop is None else stop].tolist()
+        return found
+
+    def token_array(self, row: int) -> np.ndarray:
+        """A copy of all that a row generated."""
+        count, store = self._columns["count"][row], self._columns["store"][row]
+        tokens: np.ndarray = self._tokens[store, :count].copy()
+        return tokens
+
+    def first_broken(self, row: int, start: int) -> int | None:
+        """The first token from number `start` on whose log-probability is NaN."""
+        count, store = int(self._columns["count"][row]), self._columns["store"][row]
+        broken = np.flatnonzero(np.isnan(self._log_probs[store, start:count]))
+        return start + int(broken[0]) if len(broken) else None
+
+    def response(
+        self, row: int, reason: Literal["stop", "length", "aborted"], version: int
+    ) -> Response:
+        request = self.pending[row].request
+        store, count = self._columns["store"][row], self._columns["count"][row]
+        return Response(
+            sample=request.sample,
+            prompt_tokens=request.prompt_tokens,
+            tokens=tuple(self._tokens[store, :count].tolist()),
+            log_probs=tuple(self._log_probs[store, :count].tolist()),
+            finish_reason=reason,
+            version=version,
+            redraws=tuple(self.pending[row].redraws),
+        )
+
+    def remove(self, gone: np.ndarray) -> tuple[list[int], list[int]]:
+        """Take rows out; the last ones fill their places. Returns who moved (from, to)."""
+        remaining = self.num_rows - len(gone)
+        self._free_stores.extend(self._columns["store"][gone].tolist())
+        dead = np.zeros(self.num_rows, np.bool_)
+        dead[gone] = True
+        holes = np.flatnonzero(dead[:remaining])
+        movers = remaining + np.flatnonzero(~dead[remaining:])
+        self.rearrange(movers, holes)
+        self.num_rows = remaining
+        del self.pending[remaining:]
+        self._set_mode()
+        return movers.tolist(), holes.tolist()
+
+    def rearrange(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Row source[i] becomes row target[i]."""
+        if not len(source):
+            return
+        for column in self._columns.values():
+            column[target] = column[source]
+        to, taken = (torch.from_numpy(part).to(self.device) for part in (target, source))
+        self._noise[to] = self._noise[taken]
+        moved = [self.pending[row] for row in source]
+        for row, entry in zip(target, moved, strict=True):
+            self.pending[row] = entry

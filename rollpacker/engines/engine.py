@@ -1,0 +1,284 @@
+"""The engine protocol and the records that cross it. Light: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from rollpacker.core.commands import LIMITS
+from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
+from rollpacker.core.ids import SampleId
+from rollpacker.engines.table import (
+    ENGINES,
+    TAKE_UP_CARRIED,
+    TENSOR_PARALLEL,
+    WITHOUT_QUANTIZATION,
+)
+from rollpacker.spans import Rewritten, Spans, num_in_rows, num_outside
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rollpacker.weights.buffer import WeightSource
+
+Redraws = tuple[tuple[int, int], ...]
+"""(first token, redraw): from that token on the noise is of that redraw. Before the first: of 0."""
+
+NOT_NUMBERS = "the model's logits are not numbers"
+"""How the reason of a `SampleFailed` begins whose logits held a NaN."""
+
+
+class EngineError(RuntimeError):
+    """The engine as a whole cannot go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one response is drawn."""
+
+    max_response_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response; the response keeps the tokens up to and with the stop string."""
+    seed: int = 0
+    """Noise is keyed by the seed, the request's `noise` and the position, and by nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What an earlier launch generated of a response, for the engine to go on from."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    """One per token, of the weights that it was drawn from."""
+    verify: bool = True
+    """Draw every token anew with its own noise, all in one pass, and keep those before the first
+    that comes out differently: the response is then the one that generation from scratch gives.
+    False: all stay, with the log-probabilities that they have."""
+    floor: int = 0
+    """A response that ends with at most so many tokens is not taken: its tokens after the first
+    that came out differently are drawn once more, with noise of another redraw, sixteen times at
+    most. With `verify` only."""
+    ceiling: int | None = None
+    """Once one came out differently, a response of more tokens is not taken either. None: any
+    is."""
+    redraws: Redraws = ()
+    """`Response.redraws` of the launch that left them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    sample: SampleId
+    prompt_tokens: tuple[int, ...]
+    """The samples of one prompt carry the same tuple; adjacent ones are prefilled once."""
+    sampling: SamplingParams
+    forced_length: int | None = None
+    """For benchmarks: end exactly after this many tokens, whatever is sampled. Ends as "stop"."""
+    noise: SampleId | None = None
+    """Whose noise it is drawn with. None: its own."""
+    turn: int = 1
+    """Which one of its trajectory. The prompt is then all that came before it."""
+    keep: bool = False
+    """Once it has ended with "stop", keep what was computed of it if there is room: a later request
+    of the sample will begin with the same tokens."""
+    carried: Carried | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What an engine made of a request. The tensors' way: never passes through the core."""
+
+    sample: SampleId
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """Response tokens as drawn, the end token included. Nobody re-tokenizes them."""
+    log_probs: tuple[float, ...]
+    """One per drawn token: its log-probability under the distribution it was drawn from, that is
+    after temperature, top-k and top-p (natural logarithm). Greedy: under the plain softmax."""
+    finish_reason: str
+    """"stop", "length", or "aborted": it was stopped on its way. Of a trajectory, `Conclude`'s."""
+    version: int
+    redraws: Redraws = ()
+    """Whose noise it has, where ends of it were not taken."""
+    given: Spans = ()
+    """Of the tokens, those that the model was given between its turns rather than drew. What comes
+    from an engine is one turn, and has none."""
+    rewritten: Rewritten = ()
+    """Where in the tokens a turn was drawn behind another prompt than all that came before it. Only
+    of trajectories whose chat template rewrites earlier turns."""
+
+    @property
+    def num_drawn(self) -> int:
+        return num_outside(len(self.tokens), self.given)
+
+    @property
+    def num_in_rows(self) -> int:
+        """Tokens that training on it puts through a model."""
+        return num_in_rows(self.prompt_tokens, len(self.tokens), self.given, self.rewritten)
+
+    @property
+    def last_turn(self) -> tuple[int, ...]:
+        """What was drawn last, without interruption."""
+        given = self.given[-1][1] if self.given else 0
+        anew = self.rewritten[-1][0] if self.rewritten else 0
+        return self.tokens[max(given, anew) :]
+
+    @property
+    def is_cut_off(self) -> bool:
+        """A limit ended it."""
+        return self.finish_reason in LIMITS
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """One thing that an engine reports. `time_s` of the event is 0: the driver stamps it."""
+
+    event: SampleGenerated | SampleAborted | SampleFailed
+    response: Response | None = None
+    """There is one with a `SampleGenerated`, and with a `SampleAborted` of a sample that had
+    tokens."""
+
+
+Listener = Callable[[Sequence[EngineOutput]], None]
+"""Called by the engine, from any thread, with what one decode step brought, in launch order. The
+embedded engine calls it between two decode steps and goes on when it returns: an abort given inside
+the call takes effect at that very step, in every run alike. An engine in a process goes on
+meanwhile: it may bring several steps at once, and an abort takes effect at the step after it
+arrives."""
+
+
+class Engine(Protocol):
+    """Commands down, outputs up. `submit` and `abort` are thread-safe and return at once."""
+
+    def start(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
+        """Begin to work. `on_error` is called once, from any thread, if the engine as a whole
+        dies."""
+        ...
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Take on requests, first come, first served. Each gets exactly one output, sooner or
+        later.
+
+        A request that can never run (prompt and response do not fit) gets `SampleFailed`.
+        """
+        ...
+
+    def abort(self, samples: Sequence[SampleId]) -> None:
+        """Stop these, running or waiting; each that was still going gets `SampleAborted`. Unknown
+        or finished ids are ignored."""
+        ...
+
+    def let_go(self, samples: Sequence[SampleId]) -> None:
+        """What it keeps of these (`GenerationRequest.keep`) is not needed. Thread-safe; returns at
+        once. Whatever it keeps it lets go of by itself when weights change, when it is offloaded,
+        and for rows that could run."""
+        ...
+
+    async def update_weights(
+        self, version: int, weights: Mapping[str, Tensor] | WeightSource | None = None
+    ) -> None:
+        """Sample from `version` from now on: from these weights, or if there are none, from the
+        engine's tensors as they are. An engine in a process takes them from a source only.
+
+        Raises `EngineError` while anything runs; if the weights are another model's; and if the
+        source has another version, or is written to. After an error, nothing may be submitted
+        until an update succeeds: the weights may be half of each.
+        """
+        ...
+
+    async def offload(self) -> None:
+        """Let go of the device's memory: what it has there waits in host memory, or is made anew.
+        Until `reload` nothing may be asked of it but to be closed. On a CPU, nothing happens.
+
+        Raises `EngineError` while anything runs.
+        """
+        ...
+
+    async def reload(self) -> None:
+        """Take the memory back, with the weights that it had. Raises `EngineError`."""
+        ...
+
+    def weight_probe(self) -> str:
+        """The hash of a fixed sample of the weights (`rollpacker.weights.probe`). Not while anything
+        runs."""
+        ...
+
+    def status(self) -> EngineStatus:
+        """How much it has to do, and has done. Raises `EngineError` if it is closed or dead."""
+        ...
+
+    async def close(self) -> None:
+        """End its thread or process; later calls of anything raise `EngineError`. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    num_running: int
+    num_waiting: int
+    version: int
+    generated_tokens: int
+    """Since the engine was made."""
+    decode_steps: int
+    drafted_tokens: int = 0
+    """Tokens that decode steps tried ahead of their turn (`rollout.engine.draft_tokens`)."""
+    accepted_tokens: int = 0
+    """Tokens that came out of these steps beyond one a row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The engine (`rollout.engine.*`)."""
+
+    name: str = "torch"
+    """Which one: torch is the embedded engine, over transformers' own modules; vllm is vLLM (docs:
+    vLLM), which heeds max_slots and kv_cache_gib of the keys below."""
+    max_slots: int | None = None
+    """Samples decoded at the same time; the rest waits. None: as many as the memory budget allows,
+    up to 1024; with vllm, as many as vLLM decides."""
+    kv_cache_gib: float | None = None
+    """Memory for keys and values. None: 1 GiB on a CPU; on a GPU 60 % of what is free after the
+    model, or with vllm what vLLM takes."""
+    width_buckets: bool = True
+    """Let rows of different age attend over different cache widths in one step. CPU only: ignored
+    elsewhere."""
+    plain_forward: bool = True
+    """Run Llama, Mistral, Qwen2 and Qwen3 as plain tensor calls on the model's weights: up to three
+    times faster where the model is small and rows are few. False: always through the model's
+    own modules."""
+
+    draft_tokens: int = 15
+    """With few samples left, try up to so many tokens a sample ahead of their turn in one decode
+    step: copies of what followed the same words before, in the sample itself, its prompt or its
+    siblings. What comes out is the same, token for token; only which sample ends first may change.
+    0: never. CPU only: ignored elsewhere."""
+
+    def __post_init__(self) -> None:
+        if self.name not in ENGINES:
+            raise ValueError(f"name must be one of {', '.join(ENGINES)}, not {self.name}")
+        if self.max_slots is not None and self.max_slots < 1:
+            raise ValueError("max_slots must be at least 1")
+        if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:
+            raise ValueError("kv_cache_gib must be more than 0")
+        if self.draft_tokens < 0:
+            raise ValueError("draft_tokens must be at least 0")
+
+    @property
+    def takes_up_carried(self) -> bool:
+        """It goes on from tokens that an earlier launch left, and draws them anew if it should."""
+        return self.name in TAKE_UP_CARRIED
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Several devices can share it."""
+        return self.name in TENSOR_PARALLEL
+
+    @property
+    def takes_quantized(self) -> bool:
+        """It generates with a base of 4 bits below the adapter."""
+        return self.name not in WITHOUT_QUANTIZATION

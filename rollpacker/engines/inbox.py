@@ -1,0 +1,163 @@
+"""What callers leave for an engine's worker thread, under one lock."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from rollpacker.core.ids import SampleId
+from rollpacker.engines.embedded.rows import Pending
+from rollpacker.engines.engine import EngineError, GenerationRequest, Listener
+
+
+class Inbox:
+    """Requests, aborts and who is told. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._submitted: list[Pending] = []
+        self._aborted: list[SampleId] = []
+        self._unkept: list[SampleId] = []
+        self._in_flight: set[SampleId] = set()
+        self._num_launched = 0
+        self._weights_change = False
+        self._is_away = False
+        self._closed = False
+        self._error: BaseException | None = None
+        self._listener: Listener | None = None
+        self._on_error: Callable[[BaseException], None] = _tell_nobody
+
+    # -- the caller's side -----------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raises `EngineError` if the engine is closed or dead."""
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if self._error is not None:
+            raise EngineError(f"the engine died: {self._error}") from self._error
+
+    def check_here(self) -> None:
+        """Raises `EngineError` also if the engine has let go of its device."""
+        self.check_open()
+        if self._is_away:
+            raise EngineError("the engine has let go of its device's memory: reload it first")
+
+    def tell(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
+        """Who hears of outputs from now on. Raises `EngineError` while samples run."""
+        with self._condition:
+            self.check_open()
+            if self._in_flight:
+                raise EngineError("the engine cannot change its listener while samples run")
+            self._listener, self._on_error = listener, on_error
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Raises `EngineError` for a sample that is here already, and while weights change."""
+        with self._condition:
+            self.check_here()
+            if self._weights_change:
+                raise EngineError(
+                    "samples were submitted while the weights change, or after they could not be "
+                    "changed"
+                )
+            samples = [request.sample for request in requests]
+            twice = self._in_flight.intersection(samples)
+            if twice or len(set(samples)) < len(samples):
+                name = min(twice, default="in this call")
+                raise EngineError(f"a sample was submitted twice: {name}")
+            self._in_flight.update(samples)
+            for request in requests:
+                self._submitted.append(Pending(request, self._num_launched))
+                self._num_launched += 1
+            self._condition.notify()
+
+    def abort(self, samples: Sequence[SampleId]) -> None:
+        """Those that are not here are ignored."""
+        with self._condition:
+            self.check_open()
+            self._aborted.extend(sample for sample in samples if sample in self._in_flight)
+            self._condition.notify()
+
+    def let_go(self, samples: Sequence[SampleId]) -> None:
+        """Of samples that are not here, but may have been."""
+        with self._condition:
+            self.check_open()
+            self._unkept.extend(samples)
+
+    def begin_weights(self, version: int) -> None:
+        """Nothing may be submitted until `end_weights`. Raises `EngineError` while samples run."""
+        with self._condition:
+            self.check_here()
+            self._check_idle(f"the weights cannot change to version {version}")
+            self._weights_change = True
+
+    def end_weights(self) -> None:
+        """Samples may come again."""
+        self._weights_change = False
+
+    def leave(self) -> None:
+        """Nothing may be asked for until `come_back`. Raises `EngineError` while samples run."""
+        with self._condition:
+            self.check_open()
+            self._check_idle("the device's memory cannot be let go of")
+            self._is_away = True
+
+    def come_back(self) -> None:
+        """All is as before `leave`."""
+        self._is_away = False
+
+    def _check_idle(self, what: str) -> None:
+        if self._in_flight:
+            raise EngineError(f"{what} while {len(self._in_flight)} samples run")
+
+    def close(self) -> None:
+        """The worker ends after the decode step at hand."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+
+    # -- the worker's side -----------------------------------------------------------------
+
+    def wait_for_work(self) -> bool:
+        """Until there are samples. False once the engine is closed."""
+        with self._condition:
+            while not (self._closed or self._in_flight):
+                self._condition.wait()
+            return not self._closed
+
+    def take_let_go(self) -> list[SampleId]:
+        """Who was let go of since the last call. Before `take`: who then comes again was so after
+        that."""
+        with self._condition:
+            unkept, self._unkept = self._unkept, []
+        return unkept
+
+    def take(self) -> tuple[list[Pending], set[SampleId]]:
+        """What was submitted and aborted since the last call."""
+        with self._condition:
+            submitted, self._submitted = self._submitted, []
+            aborted, self._aborted = set(self._aborted), []
+        return submitted, aborted
+
+    def end(self, samples: Iterable[SampleId]) -> tuple[bool, Listener]:
+        """These are done with. Whether they were the last ones, and who is to be told."""
+        with self._condition:
+            self._in_flight.difference_update(samples)
+            assert self._listener is not None
+            return not self._in_flight, self._listener
+
+    def die(self, error: BaseException) -> Callable[[BaseException], None]:
+        """Later calls raise. Returns who is to be told: nobody, if it has died before."""
+        with self._condition:
+            if self._error is not None:
+                return _tell_nobody
+            self._error = error
+            return self._on_error
+
+    @property
+    def num_in_flight(self) -> int:
+        with self._condition:
+            return len(self._in_flight)
+
+
+def _tell_nobody(error: BaseException) -> None:
+    """Nobody listens yet, or any more."""

@@ -1,0 +1,237 @@
+"""The worker thread that engines of this process share, and the outputs that all of them make.
+
+One turn takes what was submitted and aborted, or brings the live samples on by one step; then it
+reports, and waits for the listener before the next one. So an abort or a request given inside that
+call takes effect at the same decode step in every run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rollpacker.core.events import SampleAborted, SampleFailed
+from rollpacker.core.ids import SampleId
+from rollpacker.engines.embedded.own_weights import OwnWeights
+from rollpacker.engines.embedded.rows import Pending
+from rollpacker.engines.engine import EngineOutput, GenerationRequest, Listener, Response
+from rollpacker.engines.inbox import Inbox
+from rollpacker.weights.buffer import WeightSource
+from rollpacker.weights.host_store import HostStore
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+"""How long `close` waits for the decode step at hand."""
+
+Numbered = tuple[int, EngineOutput]
+"""An output and when its request was launched, which orders what ends in one step."""
+
+
+class LoopEngine(ABC):
+    """The part of `Engine` (engines/engine.py) that is about threads and about the weights of its
+    module. A subclass decodes."""
+
+    _has_a_copy = False
+    """It decodes with other tensors than its module's, and an update has something to do also where
+    the module has been trained in place."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._weights = OwnWeights(model)
+        self._host = HostStore()
+        self._inbox = Inbox()
+        self._thread: threading.Thread | None = None
+        self._version = 0
+
+    # -- the protocol ------------------------------------------------------------------------------
+
+    def start(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
+        """Begin to work. Called again while nothing runs, it replaces the listener."""
+        self._inbox.tell(listener, on_error)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._work, name="rollpacker-engine", daemon=True
+            )
+            self._thread.start()
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `Engine`."""
+        self._inbox.submit(requests)
+
+    def abort(self, samples: Sequence[SampleId]) -> None:
+        """See `Engine`."""
+        self._inbox.abort(samples)
+
+    def let_go(self, samples: Sequence[SampleId]) -> None:
+        """See `Engine`."""
+        self._inbox.let_go(samples)
+
+    async def update_weights(
+        self, version: int, weights: Mapping[str, torch.Tensor] | WeightSource | None = None
+    ) -> None:
+        """See `Engine`. What takes time is done in a thread, so that the caller's deadline can end
+        the wait."""
+        self._inbox.begin_weights(version)
+        self._forget_kept()
+        if weights is not None or self._has_a_copy:
+            await asyncio.to_thread(self._renew, version, weights)
+        self._inbox.end_weights()
+        self._version = version
+
+    async def offload(self) -> None:
+        """See `Engine`. If it fails, the engine is of no use any more."""
+        self._inbox.leave()
+        self._forget_kept()
+        await asyncio.to_thread(self._let_go)
+
+    async def reload(self) -> None:
+        """See `Engine`. If it fails, the engine is of no use any more."""
+        await asyncio.to_thread(self._take_back)
+        self._inbox.come_back()
+
+    def weight_probe(self) -> str:
+        """See `Engine`."""
+        self._inbox.check_here()
+        return self._weights.probe()
+
+    async def close(self) -> None:
+        """See `Engine`."""
+        self._inbox.close()
+        if self._thread is not None:
+            # The worker may be inside the listener, which may need this event loop to go on.
+            await asyncio.to_thread(self._thread.join, CLOSE_S)
+            if self._thread.is_alive():
+                logger.error("the engine's worker hangs; it is left behind")
+
+    def _renew(
+        self, version: int, weights: Mapping[str, torch.Tensor] | WeightSource | None
+    ) -> None:
+        """Take new weights, while nothing runs. Raises `EngineError`."""
+        self._weights.take(version, weights)
+
+    def _forget_kept(self) -> None:
+        """Nothing that was computed so far is of use any more. While nothing runs."""
+        return
+
+    @property
+    def _is_on_device(self) -> bool:
+        """Of the kind that `offload` makes room on."""
+        return self._model.device.type == self._host.source
+
+    def _let_go(self) -> None:
+        """Free what is on the device, while nothing runs."""
+        self._host.offload([*self._model.parameters(), *self._model.buffers()])
+
+    def _take_back(self) -> None:
+        """Undo that. Raises `EngineError`."""
+        self._host.reload()
+
+    # -- what a subclass does, in the worker's thread ----------------------------------------------
+
+    @abstractmethod
+    def _turn(self) -> list[Numbered]:
+        """Take the inbox, or bring the live samples on by one step. What ended by that."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Once, before the first turn."""
+
+    @abstractmethod
+    def _rest(self) -> None:
+        """Nothing runs any more, or the worker dies."""
+
+    # -- the worker --------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            self._begin()
+            with torch.inference_mode():
+                while self._inbox.wait_for_work():
+                    outputs = self._turn()
+                    if outputs:
+                        self._deliver(outputs)
+        except Exception as error:
+            logger.exception("the engine's worker died")
+            on_error = self._inbox.die(error)
+            self._rest()
+            on_error(error)
+
+    def _deliver(self, outputs: list[Numbered]) -> None:
+        outputs.sort(key=lambda numbered: numbered[0])
+        idle, listener = self._inbox.end(output.event.sample for _, output in outputs)
+        if idle:
+            self._rest()
+        listener([output for _, output in outputs])
+
+
+def failure(entry: Pending, reason: str) -> Numbered:
+    event = SampleFailed(time_s=0.0, sample=entry.request.sample, reason=reason)
+    return entry.sequence, EngineOutput(event)
+
+
+def abortion(entry: Pending, response: Response, **facts: Any) -> Numbered:
+    """The tokens of an aborted sample go up with it, if it has any. `facts`: what else its event
+    says."""
+    event = SampleAborted(
+        time_s=0.0, sample=response.sample, num_tokens=len(response.tokens), **facts
+    )
+    return entry.sequence, EngineOutput(event, response if response.tokens else None)
+
+
+def untouched(entry: Pending, version: int) -> Response:
+    """What a sample has that nothing was generated for: the tokens carried into the launch."""
+    request = entry.request
+    return Response(
+        sample=request.sample,
+        prompt_tokens=request.prompt_tokens,
+        tokens=request.carried.tokens if request.carried else (),
+        log_probs=request.carried.log_probs if request.carried else (),
+        finish_reason="aborted",
+        version=version,
+    )
+
+
+def why_impossible(
+    entry: Pending, *, vocabulary_size: int, max_positions: int | None, can_read: bool
+) -> str | None:
+    """Why no engine of this model could ever run the request; None if one may. `max_positions`:
+    the model's context. `can_read`: there is a tokenizer."""
+    prompt, limit = entry.request.prompt_tokens, entry.limit
+    if not prompt:
+        return "the prompt has no tokens"
+    if limit < 1:
+        return f"a response of at most {limit} tokens was asked for"
+    if max_positions is not None and len(prompt) + limit > max_positions:
+        return (
+            f"{len(prompt)} prompt tokens and up to {limit} response tokens do not fit the "
+            f"model's context of {max_positions}"
+        )
+    if max(prompt) >= vocabulary_size or min(prompt) < 0:
+        return "the prompt has a token that is not in the model's vocabulary"
+    if entry.request.sampling.stop and not can_read:
+        return "stop strings need a tokenizer"
+    return _why_not_carried(entry, vocabulary_size)
+
+
+def _why_not_carried(entry: Pending, vocabulary_size: int) -> str | None:
+    carried = entry.request.carried
+    if carried is None or not carried.tokens:
+        return None
+    if len(carried.tokens) > entry.limit:
+        return (
+            f"{len(carried.tokens)} carried tokens are more than the {entry.limit} that the "
+            "response may have"
+        )
+    if len(carried.log_probs) != len(carried.tokens):
+        return f"{len(carried.tokens)} carried tokens have {len(carried.log_probs)} log-probs"
+    if max(carried.tokens) >= vocabulary_size or min(carried.tokens) < 0:
+        return "the carried response has a token that is not in the model's vocabulary"
+    return None

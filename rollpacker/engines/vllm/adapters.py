@@ -1,0 +1,136 @@
+"""Low-rank adapters in vLLM. It gets the base once; beside it lies one adapter, and an update puts
+the next one in its place. vLLM takes adapters from files only: they are there while it reads."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from transformers import PreTrainedModel
+
+from rollpacker.engines.embedded.attention import UnsupportedModelError
+from rollpacker.engines.engine import EngineError
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+_NAME, _ID = "policy", 1
+_INSTEAD = "or set rollout.engine.name=torch"
+
+
+def has_adapter(model: PreTrainedModel) -> bool:
+    """Whether it has peft's adapters."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def base_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters but the adapter's, under the names that they have without one."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), parameter.detach()
+
+
+def adapter_arguments(model: PreTrainedModel, *, on_cpu: bool) -> dict[str, Any]:
+    """What vLLM has to know of the model's adapter when it starts; nothing of a model without one.
+
+    Raises `UnsupportedModelError` for an adapter, or with one for a dtype, that it cannot run.
+    """
+    if not has_adapter(model):
+        return {}
+    from vllm.config.lora import MaxLoRARanks
+
+    (config,) = _configs(model)
+    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= config.r]
+    if not ranks:
+        raise UnsupportedModelError(
+            f"model.lora.rank={config.r}: vLLM takes adapters of rank "
+            f"{max(get_args(MaxLoRARanks))} at most; set a lower one, {_INSTEAD}"
+        )
+    if not on_cpu and model.dtype not in (torch.bfloat16, torch.float16):
+        raise UnsupportedModelError(
+            "vLLM's kernels for adapters on a GPU compute in bfloat16 or float16 only: set "
+            f"model.dtype=bfloat16, {_INSTEAD}"
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(ranks),
+        "lora_dtype": torch.float32 if on_cpu else "auto",  # the trainer's; the model's
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in _adapted(model)}),
+    }
+
+
+def lora_request(model: PreTrainedModel) -> LoRARequest | None:
+    """What names the adapter to vLLM in every request; None for a model without one."""
+    if not has_adapter(model):
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(_NAME, _ID, "it is loaded before any request")
+
+
+def load_adapter(model: PreTrainedModel, vllm: LLMEngine) -> None:
+    """Put the model's adapter in the place of the one that vLLM has. Raises `EngineError` if vLLM
+    has no adapters for a module, or nothing can be written."""
+    from vllm.lora.request import LoRARequest
+
+    (places,) = {frozenset(found) for found in vllm.apply_model(_places)}
+    if strange := [name for name in _adapted(model) if not _is_one_of(name, places)]:
+        raise EngineError(
+            f"vLLM has no place for an adapter of {strange[0]}: leave it out of "
+            f"model.lora.target_modules, {_INSTEAD}"
+        )
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            _write(model, Path(folder))
+            loaded = vllm.add_lora(LoRARequest(_NAME, _ID, folder, load_inplace=True))
+    except OSError as error:
+        raise EngineError(
+            f"the adapter cannot go through {tempfile.gettempdir()} to vLLM: {error}. Make room "
+            "there, or name another folder in the environment (TMPDIR)"
+        ) from error
+    assert loaded, "vLLM takes an adapter or raises"
+
+
+def _write(model: PreTrainedModel, folder: Path) -> None:
+    """As peft does. Raises `OSError`."""
+    from peft import get_peft_model_state_dict
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
+    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    try:
+        save_file(tensors, folder / "adapter_model.safetensors")
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    (config,) = _configs(model)
+    config.save_pretrained(str(folder))
+
+
+def _configs(model: Any) -> list[Any]:
+    """peft's, one an adapter."""
+    return list(model.peft_config.values())
+
+
+def _adapted(model: PreTrainedModel) -> list[str]:
+    """The modules that have adapters."""
+    names = (name for name, _ in model.named_parameters())
+    return sorted({name.partition(".lora_")[0] for name in names if ".lora_" in name})
+
+
+def _places(model: torch.nn.Module) -> set[str]:
+    """In vLLM: the modules of its model that can have adapters, by their names in files."""
+    loras: Any = model.lora_manager
+    packed: dict[str, list[str]] = loras.packed_modules
+    names = [n for n in loras.modules if n.rpartition(".")[2] in loras.supported_lora_modules]
+    return {part for name in names for part in packed.get(name, [name])}
+
+
+def _is_one_of(name: str, places: frozenset[str]) -> bool:
+    """Where vLLM's code for a model also sees, its names have something before them."""
+    return name in places or any(place.endswith(f".{name}") for place in places)

@@ -1,0 +1,186 @@
+"""Tokens of vLLM drawn with our own noise, in a logits processor.
+
+The processor draws every row's token from its logits with the noise of its sample and position
+(`engines/embedded/sampling.py`), as the embedded engine does, and leaves vLLM's greedy sampler nothing but
+that token. So a token depends on who shares the batch no more than there, a preempted request goes
+on with the tokens that it had, and the log-probability that is kept here is that of the
+distribution drawn from.
+
+vLLM's own `processed_logprobs` would say the same of an undisturbed sampler, but of one that is
+handed noise, or a chosen token, they are not the policy's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollpacker.engines.embedded.sampling import DrawMode, draw, exponentials, noise_size
+from rollpacker.engines.engine import SamplingParams
+
+if TYPE_CHECKING:
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+
+NUMBER, DRAW = "rollpacker", "rollpacker_draw"
+"""The extra arguments of a vLLM request: its number, and its `Draw`, of which a worker in a process
+of its own keeps a copy."""
+
+
+class Anew:
+    """Response tokens that a request's prompt ends with, to be drawn anew as the prompt is read
+    (engines/vllm/verify.py)."""
+
+    __slots__ = ("keys", "log_probs", "tokens")
+
+    def __init__(self, keys: Sequence[int]) -> None:
+        """`keys`: of each token's noise."""
+        self.keys = [_signed(key) for key in keys]
+        self.tokens: list[int] = []
+        """What came out in their places so far."""
+        self.log_probs: list[float] = []
+
+
+class Draw:
+    """How one request is drawn, and what has been drawn so far."""
+
+    __slots__ = ("anew", "key", "log_probs", "offset", "sampling", "tokens")
+
+    def __init__(
+        self, sampling: SamplingParams, key: int, *, offset: int = 0, anew: Anew | None = None
+    ) -> None:
+        """`offset`: response tokens that the request's prompt ends with. `anew`: they are drawn
+        too."""
+        assert anew is None or len(anew.keys) == offset
+        self.sampling = sampling
+        self.key = _signed(key)
+        self.offset = offset
+        self.anew = anew
+        self.tokens: Sequence[int] = ()
+        """vLLM's own list of what it took, which grows."""
+        self.log_probs: list[float] = []
+        """Of these tokens, and maybe of one more that vLLM threw away."""
+
+
+class Draws:
+    """The requests of one vLLM engine, by number."""
+
+    def __init__(self) -> None:
+        self.by_number: dict[int, Draw] = {}
+        self.broken: list[int] = []
+        """Whose logits were not numbers, since this was last emptied."""
+
+
+def drawing_with(draws: Draws) -> type[LogitsProcessor]:
+    """The logits processor that draws for these requests, for `EngineArgs.logits_processors`."""
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+    from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+    class DrawTokens(LogitsProcessor):  # type: ignore[misc]  # not seen beside vLLM
+        def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+            self._device = device
+            self._rows: dict[int, tuple[int, Draw]] = {}
+            self._batch: _Batch | None = None
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: Any) -> None:
+            if process_dict_updates(self._rows, batch_update, _of_request):
+                self._batch = None
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            if not self._rows:  # a trial run of vLLM's own
+                return logits
+            if self._batch is None:
+                ordered = [self._rows[row] for row in sorted(self._rows)]
+                self._batch = _Batch(ordered, logits.shape[1], self._device)
+            assert len(self._rows) == len(logits), "vLLM samples requests that are not ours"
+            tokens = self._batch.draw(logits, draws.broken)
+            return logits.fill_(-math.inf).scatter_(1, tokens[:, None], 0.0)
+
+    def _of_request(params: Any, prompt: Any, tokens: list[int]) -> tuple[int, Draw]:
+        number = params.extra_args[NUMBER]
+        found = draws.by_number.setdefault(number, params.extra_args[DRAW])
+        found.tokens = tokens
+        return number, found
+
+    return DrawTokens
+
+
+def _signed(key: int) -> int:
+    return key if key < 1 << 63 else key - (1 << 64)
+
+
+class Settings:
+    """How each of some requests is drawn."""
+
+    def __init__(
+        self, sampling: Sequence[SamplingParams], vocabulary_size: int, device: torch.device
+    ) -> None:
+        self._noise_size = noise_size(vocabulary_size)
+        greedy = [one.temperature == 0 for one in sampling]
+        top_k = [
+            one.top_k if one.top_k and not off else vocabulary_size
+            for one, off in zip(sampling, greedy, strict=True)
+        ]
+        top_p = [1.0 if off else one.top_p for one, off in zip(sampling, greedy, strict=True)]
+        self._mode = DrawMode(
+            greedy=any(greedy),
+            tempered=any(one.temperature != 1 for one in sampling),
+            truncated=any(k < vocabulary_size for k in top_k) or any(p < 1 for p in top_p),
+        )
+        self._columns = [
+            torch.tensor([one.temperature for one in sampling], dtype=torch.float64, device=device),
+            torch.tensor(top_k, device=device),
+            torch.tensor(top_p, dtype=torch.float64, device=device),
+        ]
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        keys: torch.Tensor,
+        places: torch.Tensor,
+        requests: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token per row of logits [rows, vocabulary] and its log-probability, with the noise of
+        its key and place in its response (int64 [rows]). `requests` int64 [rows]: which of them a
+        row is for; None: one row each."""
+        noise = exponentials(keys, places, 1, self._noise_size)[:, 0]
+        temperature, top_k, top_p = (
+            column if requests is None else column[requests] for column in self._columns
+        )
+        return draw(logits, noise, temperature, top_k, top_p, self._mode)
+
+
+class _Batch:
+    """Requests that are decoded together, until that changes."""
+
+    def __init__(
+        self, rows: Sequence[tuple[int, Draw]], vocabulary_size: int, device: torch.device
+    ) -> None:
+        self._rows = rows
+        self._device = device
+        self._settings = Settings([one.sampling for _, one in rows], vocabulary_size, device)
+        self._keys = torch.tensor([one.key for _, one in rows], device=device)
+
+    def draw(self, logits: torch.Tensor, broken: list[int]) -> torch.Tensor:
+        """A token per row, int64 [rows]. Notes log-probabilities, and who has logits that are not
+        numbers."""
+        counts = [len(one.tokens) for _, one in self._rows]
+        places = [n + one.offset for n, (_, one) in zip(counts, self._rows, strict=True)]
+        tokens, log_probs = self._settings.draw(
+            logits, self._keys, torch.tensor(places, device=self._device)
+        )
+        for (number, one), count, log_prob in zip(
+            self._rows, counts, log_probs.tolist(), strict=True
+        ):
+            # A prompt that comes in parts, or again after a preemption, is drawn for and thrown
+            # away: the next one overwrites it.
+            del one.log_probs[count:]
+            one.log_probs.append(log_prob)
+            if math.isnan(log_prob):
+                broken.append(number)
+        return tokens

@@ -1,0 +1,198 @@
+"""A response on its way through vLLM, which may have it several times over.
+
+    begin       vLLM gets the prompt and what the response has; carried tokens that are to be drawn
+                anew come out as vLLM reads them (engines/vllm/verify.py)
+    look        vLLM's first new token is there: how far do the carried ones hold?
+    leave       vLLM is done with it, or is made to be: its tokens are here
+    cut, begin  and again, where a carried token came out differently, or an end is not taken
+
+What comes of carried tokens, and when an end is not taken, is as in engines/embedded/extend.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollpacker.engines.embedded.extend import MAX_REDRAWS
+from rollpacker.engines.embedded.rows import Pending
+from rollpacker.engines.engine import Carried, Response
+from rollpacker.engines.vllm.draws import Anew, Draw
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class Live:
+    """One response."""
+
+    draw: Draw
+    request: Request
+    """While vLLM has it: its own record of it, which says what it has taken and how often it was
+    put back."""
+
+    def __init__(self, entry: Pending) -> None:
+        carried = entry.request.carried or Carried(tokens=(), log_probs=(), verify=False)
+        self.entry = entry
+        self.carried = carried
+        self.given = list(carried.tokens)
+        """Tokens that it has without what vLLM has added since it was handed over; ..."""
+        self.log_probs = list(carried.log_probs)
+        """... one for each of them."""
+        self.num_kept: int | None = None
+        """Of the carried tokens, so many came out the same. None: nobody has looked."""
+        self.num_redraws = 0
+        entry.draw_with(0, entry.carried_redraw(0)[0])
+        self.num_preemptions = 0
+        """When vLLM had it before."""
+        self.num_reused = 0
+        """Of the tokens before a later turn, those that vLLM found in its prefix cache."""
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether the carried tokens still come out the same is not known yet."""
+        return self.num_kept is None and self.carried.verify and bool(self.carried.tokens)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """What the response has while vLLM has it."""
+        new = () if self.is_unseen else self.request.output_token_ids
+        return (*self.given, *new)
+
+    @property
+    def is_broken(self) -> bool:
+        """vLLM, which has it, took a token of it from logits that are not numbers. Workers in
+        processes of their own say so when it is over."""
+        num_new = 0 if self.is_unseen else len(self.request.output_token_ids)
+        return any(map(math.isnan, self.draw.log_probs[:num_new]))
+
+    @property
+    def first_broken(self) -> int | None:
+        """The same, once it has left: the first such token."""
+        return next((n for n, one in enumerate(self.log_probs) if math.isnan(one)), None)
+
+    # -- vLLM gets it and gives it back ------------------------------------------------------------
+
+    def begin(self) -> list[int]:
+        """Make its `draw`. Returns what vLLM's prompt is to end with.
+
+        The last carried token is left to vLLM's first step, which then never has nothing to do.
+        """
+        entry = self.entry
+        if not self.is_unseen:
+            key = entry.key(entry.redraws[-1][1] if entry.redraws else 0)
+            self.draw = Draw(entry.request.sampling, key, offset=len(self.given))
+            return self.given
+        keys: list[int] = []
+        while len(keys) < len(self.given):
+            redraw, end = entry.carried_redraw(len(keys))
+            keys += [entry.key(redraw)] * (min(end or len(self.given), len(self.given)) - len(keys))
+        *before, last = keys
+        self.draw = Draw(entry.request.sampling, last, offset=len(before), anew=Anew(before))
+        return self.given[:-1]
+
+    def look(self, ends: Callable[[Sequence[int], int], bool]) -> int | None:
+        """Take what came out in the places of the carried tokens; vLLM's first new token is there.
+
+        `ends`: whether so many of these tokens have just ended the response. Returns how many
+        tokens there are to go on from, without vLLM's new ones; None if vLLM goes on by itself.
+        """
+        anew, carried = self.draw.anew, self.carried.tokens
+        assert anew is not None and len(anew.tokens) == len(carried) - 1
+        num_same = 0
+        for token, log_prob in zip(anew.tokens, anew.log_probs, strict=True):
+            if math.isnan(log_prob):
+                # A wrong token may have spoilt it, and those before it too: without it one knows.
+                return self._take(num_same, num_same)
+            if token != carried[num_same]:
+                return self._take(num_same, num_same + 1)
+            num_same += 1
+            if ends(anew.tokens, num_same):
+                return self._take(num_same, num_same)
+        self._take(num_same, num_same)
+        self.num_kept = num_same + (self.request.output_token_ids[0] == carried[num_same])
+        return None
+
+    def _take(self, num_same: int, num_tokens: int) -> int:
+        anew = self.draw.anew
+        assert anew is not None
+        self.num_kept = num_same
+        self.given, self.log_probs = anew.tokens[:num_tokens], anew.log_probs[:num_tokens]
+        place = 0
+        while place <= num_same:
+            redraw, end = self.entry.carried_redraw(place)
+            self.entry.draw_with(place, redraw)
+            place = num_same + 1 if end is None else end
+        return num_tokens
+
+    def note_reused(self, num_tokens: int | None) -> None:
+        """vLLM, which has it, found so many tokens in its prefix cache."""
+        request = self.entry.request
+        if request.turn > 1 and num_tokens:
+            self.num_reused = min(num_tokens, len(request.prompt_tokens))
+
+    def leave(self) -> None:
+        """vLLM no longer has it."""
+        self.num_preemptions += self.request.num_preemptions
+        if not self.is_unseen:
+            new = self.request.output_token_ids
+            self.given = [*self.given, *new]
+            self.log_probs = [*self.log_probs, *self.draw.log_probs[: len(new)]]
+
+    def cut(self, num_tokens: int) -> None:
+        """Forget what it has beyond so many."""
+        del self.given[num_tokens:], self.log_probs[num_tokens:]
+
+    # -- ends that are not taken -------------------------------------------------------------------
+
+    @property
+    def _ceiling(self) -> float:
+        ceiling, num_kept = self.carried.ceiling, self.num_kept
+        if ceiling is None or num_kept is None or num_kept == len(self.carried.tokens):
+            return math.inf
+        return ceiling
+
+    @property
+    def is_too_long(self) -> bool:
+        """vLLM, which has it, has taken it beyond its ceiling."""
+        return len(self.tokens) > self._ceiling and self.num_redraws < MAX_REDRAWS
+
+    def draw_again(self, *, stopped: bool) -> bool:
+        """The complement rule, for one that has left vLLM, or was stopped there: whether it goes
+        on, from fewer tokens and with other noise."""
+        count = len(self.given)
+        floor = self.carried.floor if self.carried.verify else 0
+        is_wrong = (stopped and count <= floor) or count > self._ceiling
+        if not is_wrong or self.num_redraws == MAX_REDRAWS:
+            return False
+        num_kept = -1 if self.num_kept is None else self.num_kept
+        start = min(num_kept + 1, count - 1)
+        self.num_redraws += 1
+        self.entry.redraw_from(start)
+        self.cut(start)
+        return True
+
+    # -- reports -----------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What its event says beside its tokens."""
+        return {
+            "preemptions": self.num_preemptions,
+            "num_kept": self.num_kept,
+            "num_redraws": self.num_redraws,
+        }
+
+    def response(self, reason: Literal["stop", "length", "aborted"], version: int) -> Response:
+        """Of one that vLLM no longer has."""
+        request = self.entry.request
+        return Response(
+            sample=request.sample,
+            prompt_tokens=request.prompt_tokens,
+            tokens=tuple(self.given),
+            log_probs=tuple(self.log_probs),
+            finish_reason=reason,
+            version=version,
+            redraws=tuple(self.entry.redraws),
+        )

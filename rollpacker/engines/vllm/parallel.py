@@ -1,0 +1,99 @@
+"""vLLM's own processes, where several devices share an engine (tensor parallelism).
+
+    the engine's process   vLLM's scheduler and cache tables, one model as transformers has it
+    a worker a device      vLLM's model, cut; draws tokens, keeps what they are worth until asked
+
+Weights go through memory that the workers map (`rollpacker/weights/buffer.py`): what vLLM sends
+them as an argument may not be tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollpacker.engines.engine import EngineError
+from rollpacker.engines.vllm.adapters import base_weights
+from rollpacker.weights.buffer import WeightBuffer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+WORKER = "rollpacker.engines.vllm.worker"
+
+
+class Workers:
+    """Of one engine."""
+
+    def __init__(
+        self, engine: LLMEngine, model: PreTrainedModel, on_error: Callable[[EngineError], None]
+    ) -> None:
+        """Takes memory for the weights. `on_error` is called, in a thread of its own, when one of
+        them ends by itself. Raises `OSError`, or `ValueError` if there is no room."""
+        self._engine = engine
+        self._buffer = WeightBuffer.create(base_weights(model))
+        self._num_loads = 0
+        self._is_closing = False
+        executor: Any = engine.engine_core.engine_core.model_executor
+        self._processes = [worker.proc for worker in executor.workers]
+        family = [os.getpid(), *(one.pid for one in self._processes)]
+        for path in {path for pid in family for path in _shared_memory(pid)}:
+            path.unlink(missing_ok=True)  # all have mapped it: it goes with them, however they end
+        threading.Thread(target=self._watch, args=(on_error,), daemon=True).start()
+
+    def closing(self) -> None:
+        """From now on they may end."""
+        self._is_closing = True
+
+    def _watch(self, on_error: Callable[[EngineError], None]) -> None:
+        """vLLM's own watch says so some ten seconds later."""
+        ended = wait([one.sentinel for one in self._processes])
+        if not self._is_closing:
+            gone = next(one for one in self._processes if one.sentinel in ended)
+            on_error(EngineError(f"{gone.name} of vLLM's (pid {gone.pid}) ended by itself"))
+
+    def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Bring them to these weights."""
+        self._num_loads += 1
+        with self._buffer.writing(self._num_loads) as shared:
+            for name, tensor in named:
+                shared[name].copy_(tensor)
+        self._call("load_shared", self._buffer.source(self._num_loads))
+
+    def take_log_probs(self, numbers: Sequence[int]) -> list[list[float]]:
+        """Of each of these requests, which the workers forget."""
+        found: list[list[float]] = self._agreed("take_log_probs", tuple(numbers))
+        return found
+
+    def drawn_anew(self, numbers: Sequence[int]) -> list[tuple[list[int], list[float]]]:
+        """What has come out in the places of these requests' carried tokens, and log-probs."""
+        found: list[tuple[list[int], list[float]]] = self._agreed("drawn_anew", tuple(numbers))
+        return found
+
+    def _agreed(self, method: str, argument: Any) -> Any:
+        """What all of them answer."""
+        first, *others = self._call(method, argument)
+        if any(repr(other) != repr(first) for other in others):  # NaN is NaN here
+            raise EngineError("the devices of an engine of vLLM have drawn different tokens")
+        return first
+
+    def _call(self, method: str, argument: Any) -> list[Any]:
+        """What each of them answers."""
+        answers: list[Any] = self._engine.collective_rpc(method, args=(argument,))
+        return answers
+
+
+def _shared_memory(pid: int) -> Iterator[Path]:
+    """The named memory of vLLM's and of Python's that a process has mapped."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            _, slash, name = line.partition("/dev/shm/")
+            if slash and name.startswith(("psm_", "vllm_", "sem.mp-")):
+                yield Path("/dev/shm", name)

@@ -1,0 +1,316 @@
+"""Opens a vLLM engine in this process: what it must be, what it is told, what it may not change."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import random
+import re
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from rollpacker.engines.embedded.attention import UnsupportedModelError, other_layers
+from rollpacker.engines.engine import EngineConfig
+from rollpacker.engines.vllm.adapters import adapter_arguments
+from rollpacker.engines.vllm.draws import Draws, drawing_with
+from rollpacker.engines.vllm.parallel import WORKER
+from rollpacker.engines.vllm.verify import RUNNER_VARIABLE, watch
+from rollpacker.imports import MissingPackageError, missing
+from rollpacker.workers.loopback import GLOO, INTERFACE
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+TESTED = {"vllm": ((0, 32), (0, 33)), "transformers": ((5, 16), (5, 20))}
+"""From the first version on, to before the second. The engine reads vLLM's own records of its
+requests, which are nobody's interface."""
+BLOCK_TOKENS = 32
+"""Prompts that are shorter share no keys and values."""
+KV_CACHE_GIB = 1.0
+"""On a CPU; on a GPU vLLM takes what is left of the memory."""
+SHARE_OF_FREE = 0.9
+"""Of a GPU's memory that is free when vLLM starts."""
+_NEED_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Hybrids whose code vLLM shares with models that see."""
+_HYBRIDS_ON_CPU = ("qwen3_5_text",)
+_STATE_SIZES_ON_CPU = (64, 128)
+"""Heads of linear attention that its CPU kernels know, the same for keys and values."""
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    GLOO: INTERFACE,
+    # vLLM would choose its second model runner on a GPU, which refuses our logits processor.
+    RUNNER_VARIABLE: "0",
+}
+_OF_MEMORY = re.compile(r"memory|KV cache|cache blocks", re.IGNORECASE)
+"""What a `ValueError` of vLLM's says if the memory for keys and values does not suffice."""
+
+
+_the_only_one = threading.Lock()
+"""vLLM keeps what an engine shares with its workers in globals of the process."""
+
+
+def open_vllm(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    draws: Draws,
+    tensor_parallel: int = 1,
+    *,
+    sleeps: bool = False,
+) -> LLMEngine:
+    """An engine for this architecture in this process, which takes the tokens of `draws`; of more
+    than one device, in a process for each of them, which draw from what a request says. Its weights
+    are still random.
+
+    Raises `MissingPackageError` if there is no vLLM, `UnsupportedModelError` for a model that it
+    cannot run, or not with so little memory, or only with a model runner that we have no code for,
+    and `ValueError` for versions that nobody tried.
+    """
+    sentence = missing("vllm", extra="vllm", what="rollout.engine.name=vllm")
+    if sentence is not None:
+        raise MissingPackageError(
+            f"{sentence}, or without a GPU make vllm in a checkout, which makes an environment for "
+            "it (.venv-vllm)"
+        )
+    check_versions()
+    _refuse_auto_map(model)
+    if not _the_only_one.acquire(blocking=False):
+        raise ValueError("this process has an engine of vLLM, and can have but one: close it first")
+    try:
+        with _environment(_ENVIRONMENT | _of_workers(tensor_parallel)):
+            return _open(model, config, draws, tensor_parallel, sleeps)
+    except BaseException:
+        _the_only_one.release()
+        raise
+
+
+def close_vllm(engine: LLMEngine) -> None:
+    """Let go of its memory. Once."""
+    engine.engine_core.shutdown()
+    _the_only_one.release()
+
+
+def pack_output_layer(model: torch.nn.Module) -> None:
+    """On a CPU vLLM computes logits with a copy of the output matrix in another layout, which a
+    reload does not renew where the matrix is the embedding's."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def _of_workers(tensor_parallel: int) -> dict[str, str]:
+    """What vLLM's processes find in their environment: their share of this one's threads."""
+    if tensor_parallel == 1:
+        return {}
+    threads = max(torch.get_num_threads() // tensor_parallel, 1)
+    return {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
+def _open(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    draws: Draws,
+    tensor_parallel: int,
+    sleeps: bool,
+) -> LLMEngine:
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    on_cpu = _platform_is_cpu()
+    if on_cpu:
+        _check_head_size(model)
+    if other_layers(model):
+        check_hybrid(model, on_cpu=on_cpu)
+    gib = config.kv_cache_gib or (KV_CACHE_GIB if on_cpu else None)
+    arguments: dict[str, Any] = {
+        "runner": "generate",
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "enforce_eager": on_cpu,
+        "max_model_len": -1,  # as much of the model's context as the cache holds
+        "block_size": BLOCK_TOKENS,
+        "enable_prefix_caching": True,
+        "async_scheduling": False,
+        "logprobs_mode": "processed_logprobs",
+        "logits_processors": [drawing_with(draws)],
+        "disable_log_stats": True,
+        "kv_cache_memory_bytes": None if gib is None else int(gib * 2**30),
+        **adapter_arguments(model, on_cpu=on_cpu),
+    }
+    if tensor_parallel > 1:
+        arguments |= {
+            "tensor_parallel_size": tensor_parallel,
+            "distributed_executor_backend": "mp",
+            "logits_processors": [f"{WORKER}:DrawTokens"],
+            "worker_extension_cls": f"{WORKER}.Extension",
+        }
+    if not on_cpu:
+        arguments |= {"enable_sleep_mode": sleeps, "gpu_memory_utilization": _share_of_memory()}
+    if config.max_slots is not None:
+        arguments["max_num_seqs"] = config.max_slots
+    shape = copy.deepcopy(model.config)
+    shape.architectures = [type(model).__name__]  # a config that was made by hand may have none
+    with tempfile.TemporaryDirectory() as folder:  # all that it reads of the model's
+        shape.save_pretrained(folder)
+        try:
+            engine = LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
+        except ValueError as error:
+            raise UnsupportedModelError(_why_it_does_not_start(error, config)) from error
+    _watch_runners(engine, draws, tensor_parallel)
+    return engine
+
+
+def _watch_runners(engine: LLMEngine, draws: Draws, tensor_parallel: int) -> None:
+    """Raises `UnsupportedModelError`, with the engine shut down, if it has a model runner that
+    cannot be watched."""
+    refusals = engine.collective_rpc(
+        "watch" if tensor_parallel > 1 else lambda worker: watch(worker.model_runner, draws)
+    )
+    for refusal in refusals:
+        if refusal is not None:
+            engine.engine_core.shutdown()
+            raise UnsupportedModelError(refusal)
+
+
+def _why_it_does_not_start(error: ValueError, config: EngineConfig) -> str:
+    """Return vLLM's reason in one line. Only a reason that is about memory names our key for it."""
+    reason = " ".join(str(error).split())
+    if not _OF_MEMORY.search(reason):
+        return f"vLLM does not start with this model: {reason}"
+    return (
+        "vLLM does not start with this model and "
+        f"rollout.engine.kv_cache_gib={config.kv_cache_gib}: {reason}"
+    )
+
+
+def _share_of_memory() -> float:
+    """vLLM takes a share of the device's whole memory, and refuses to start if less is free: the
+    model that this process has may be there, too."""
+    free, total = torch.cuda.mem_get_info()
+    return SHARE_OF_FREE * free / total
+
+
+def check_versions() -> None:
+    """Raises `ValueError` for a vLLM or a transformers outside of the range that was tried."""
+    for name, (lowest, end) in TESTED.items():
+        found = _version(name)
+        if not lowest <= tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < end:
+            first, last = (".".join(map(str, one)) for one in (lowest, end))
+            raise ValueError(
+                f"rollout.engine.name=vllm was tried with {name} from {first} to before {last}, "
+                f"and {found} is installed: make vllm makes an environment with the right one "
+                "(.venv-vllm), or set rollout.engine.name=torch"
+            )
+
+
+def _version(name: str) -> str:
+    for package in (name, f"{name}-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    raise AssertionError(f"{name} can be imported and is not installed")
+
+
+def _refuse_auto_map(model: PreTrainedModel) -> None:
+    if getattr(model.config, "auto_map", None):
+        raise UnsupportedModelError(
+            f"{model.config._name_or_path} brings code of its own (auto_map in config.json), which "
+            "is never run: choose a model that vLLM and transformers know by themselves"
+        )
+
+
+def _platform_is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    is_cpu: bool = current_platform.is_cpu()
+    return is_cpu
+
+
+def _check_head_size(model: PreTrainedModel) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in known:
+        raise UnsupportedModelError(
+            f"vLLM's attention on a CPU has no kernel for heads of size {size}, which this model "
+            f"has; it has {', '.join(map(str, known))}. The quickstart's model in a shape that it "
+            "can run: configs/quickstart-vllm.yaml. Or set rollout.engine.name=torch"
+        )
+
+
+def check_hybrid(model: PreTrainedModel, *, on_cpu: bool) -> None:
+    """Raise `UnsupportedModelError` if this vLLM lacks what a model needs that has other layers
+    than attention."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    kind = config.model_type
+    if kind in _NEED_TORCHVISION and find_spec("torchvision") is None:
+        raise UnsupportedModelError(
+            f"vLLM's code for {name} imports torchvision, which is not installed: install the "
+            f"build of it that belongs to torch {torch.__version__}"
+        )
+    if not on_cpu:
+        return
+    if kind not in _HYBRIDS_ON_CPU:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(other_layers(model))}: of such models vLLM's "
+            f"CPU build runs those of type {', '.join(_HYBRIDS_ON_CPU)} alone, and this one is "
+            f"{kind}; use a GPU"
+        )
+    if model.dtype != torch.bfloat16:
+        raise UnsupportedModelError(
+            "vLLM computes linear attention on a CPU in bfloat16 only: set model.dtype=bfloat16"
+        )
+    sizes = {config.linear_key_head_dim, config.linear_value_head_dim}
+    if len(sizes) > 1 or not sizes <= set(_STATE_SIZES_ON_CPU):
+        raise UnsupportedModelError(
+            "vLLM's linear attention on a CPU has kernels for heads of size "
+            f"{' and '.join(map(str, _STATE_SIZES_ON_CPU))}, the same for keys and values; this "
+            f"model has {config.linear_key_head_dim} and {config.linear_value_head_dim}"
+        )
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Let these hold while vLLM is imported and set up, and take back what that changes for the
+    rest of the process: variables (its children would preload libraries), torch's thread count,
+    which vLLM forbids to set, and the state of random numbers, which it seeds."""
+    before, set_num_threads = dict(os.environ), torch.set_num_threads
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    os.environ.update(settings)
+    try:
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        torch.set_num_threads = set_num_threads
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

@@ -1,0 +1,108 @@
+"""Carried tokens drawn anew by vLLM while it reads them as the end of a prompt.
+
+vLLM computes logits after a prompt's last token only. So its model runner is watched: after each
+step this draws the tokens that a prompt ends with, as far as that step has read it, from the hidden
+states before each of them, with the noise that plain generation has there (`Anew`). A prompt comes
+in several steps where it is long, and from its beginning where it was put back.
+
+The one method that is wrapped is nobody's interface: `vllm_setup.TESTED` says which versions have
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from rollpacker.engines.embedded.extend import DRAW_LOGITS
+from rollpacker.engines.vllm.draws import NUMBER, Anew, Draw, Draws, Settings
+
+RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+"""vLLM's class of model runners that this code is written for. Its runner for CPUs derives from
+it; its second runner, of `vllm.v1.worker.gpu`, does not."""
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+"""The environment variable that makes vLLM choose `RUNNER` where it is 0."""
+
+
+def watch(runner: Any, draws: Draws) -> str | None:
+    """Let this model runner of vLLM's draw what these requests want drawn anew. Returns None, or a
+    sentence that says why it cannot: the runner is of a class that this code is not written for."""
+    classes = [f"{one.__module__}.{one.__qualname__}" for one in type(runner).__mro__]
+    if RUNNER not in classes:
+        return (
+            f"vLLM has started with the model runner {classes[0]}, and RollPacker has code for "
+            f"{RUNNER} alone: {RUNNER_VARIABLE}=0 makes vLLM choose that one, if it is set before "
+            "vLLM is imported"
+        )
+    of_prompts = runner._get_prompt_logprobs_dict
+
+    def also(hidden_states: torch.Tensor, num_scheduled: Mapping[str, int]) -> Any:
+        _draw_anew(runner, draws, hidden_states, num_scheduled)
+        return of_prompts(hidden_states, num_scheduled)
+
+    runner._get_prompt_logprobs_dict = also
+    return None
+
+
+def _draw_anew(
+    runner: Any, draws: Draws, hidden_states: torch.Tensor, num_scheduled: Mapping[str, int]
+) -> None:
+    """`hidden_states` [tokens of the step, hidden]; so many of them are each request's."""
+    found: list[_Piece] = []
+    for name, num_tokens in num_scheduled.items():
+        state = runner.requests[name]
+        draw = draws.by_number[state.sampling_params.extra_args[NUMBER]]
+        anew = draw.anew
+        if anew is None or len(anew.tokens) == draw.offset:
+            continue
+        # The first token to draw comes from the state after the prompt without what was carried.
+        before = len(state.prompt_token_ids) - draw.offset - 1
+        begin, end = state.num_computed_tokens, state.num_computed_tokens + num_tokens
+        place = len(anew.tokens)
+        count = min(end - before, draw.offset) - place
+        if count > 0:
+            assert begin <= before + place, "vLLM has read carried tokens from its prefix cache"
+            row = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[name]])
+            found.append(_Piece(draw, anew, place, count, row + before + place - begin))
+    if found:
+        _draw_all(runner, found, hidden_states)
+
+
+class _Piece(NamedTuple):
+    """Carried tokens of one request that a step has read."""
+
+    draw: Draw
+    anew: Anew
+    place: int
+    """In the response, of the first one."""
+    num_tokens: int
+    row: int
+    """Of the hidden state before it."""
+
+
+def _draw_all(runner: Any, found: list[_Piece], hidden_states: torch.Tensor) -> None:
+    device, size = hidden_states.device, runner.input_batch.vocab_size
+    settings = Settings([one.draw.sampling for one in found], size, device)
+    keys = [key for one in found for key in one.anew.keys[one.place : one.place + one.num_tokens]]
+    all_keys = torch.tensor(keys, device=device)
+    places = torch.cat([torch.arange(one.place, one.place + one.num_tokens) for one in found])
+    places = places.to(device)
+    rows = torch.cat([torch.arange(one.row, one.row + one.num_tokens) for one in found]).to(device)
+    counts = torch.tensor([one.num_tokens for one in found])
+    requests = torch.arange(len(found)).repeat_interleave(counts).to(device)
+    tokens: list[int] = []
+    log_probs: list[float] = []
+    at_once = max(1, DRAW_LOGITS // size)
+    for start in range(0, len(rows), at_once):
+        part = slice(start, start + at_once)
+        logits = runner.model.compute_logits(hidden_states[rows[part]])
+        drawn = settings.draw(logits, all_keys[part], places[part], requests[part])
+        tokens += drawn[0].tolist()
+        log_probs += drawn[1].tolist()
+    start = 0
+    for one in found:
+        one.anew.tokens += tokens[start : start + one.num_tokens]
+        one.anew.log_probs += log_probs[start : start + one.num_tokens]
+        start += one.num_tokens

@@ -1,0 +1,1 @@
+"""Other people's trainers and environments, one folder each."""

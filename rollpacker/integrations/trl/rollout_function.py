@@ -1,0 +1,358 @@
+"""What a user of TRL sees: one object that is data set, rollout function and callback at once."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from rollpacker.config.load import config_of, to_plain
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.job import Job
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
+from rollpacker.data.dataset import PromptRow
+from rollpacker.engines.engine import EngineConfig, GenerationRequest, Response, SamplingParams
+from rollpacker.integrations.trl.cursor import SamplerCursor
+from rollpacker.integrations.trl.late_rows import LateDataset, Row
+from rollpacker.integrations.trl.policy import LentModel, prompt_tokens
+from rollpacker.integrations.trl.rollouts import FOLDER, Groups, Rollouts, collect, restore
+from rollpacker.run.carried import Waiting
+
+ALL_THREE = (
+    "GRPOTrainer(..., train_dataset=rollout.dataset, rollout_func=rollout, callbacks=[rollout])"
+)
+
+
+def rollout_function(
+    dataset: Dataset,
+    *,
+    generation_s: float = 600.0,
+    engine: EngineConfig | Mapping[str, Any] | None = None,
+    **tail_batching: Any,
+) -> RolloutFunction:
+    """Tail batching for TRL's `GRPOTrainer`, on RollPacker's engine and the trainer's own weights.
+
+        rollout = rollout_function(dataset)
+        GRPOTrainer(..., train_dataset=rollout.dataset, rollout_func=rollout, callbacks=[rollout])
+
+    `dataset` is what `train_dataset` would be. `tail_batching` are the keys of `tail_batching.*`,
+    such as `prompt_factor=1.5` or `enabled=False`; `engine` those of `rollout.engine.*`. A
+    generation that shows no sign of life for `generation_s` seconds ends the training, and the
+    message names what it waited for.
+
+    Raises `ValueError` for what cannot be combined with TRL.
+    """
+    known = TailBatchingConfig.__dataclass_fields__
+    unknown = sorted(tail_batching.keys() - known.keys())
+    if unknown:
+        raise ValueError(
+            f"rollout_function has no {unknown[0]}. It takes generation_s, engine and the keys of "
+            f"tail_batching: {', '.join(known)}"
+        )
+    if engine is None or isinstance(engine, EngineConfig):
+        config = engine or EngineConfig()
+    elif isinstance(engine, Mapping):
+        config = config_of(dict(engine), (), EngineConfig, where="engine of rollout_function")
+    else:
+        raise ValueError(
+            f"engine of rollout_function is a dict with the keys of rollout.engine, not"
+            f" {type(engine).__name__}"
+        )
+    batching = config_of(to_plain(tail_batching), (), TailBatchingConfig, where="rollout_function")
+    return RolloutFunction(dataset, batching, config, generation_s)
+
+
+class RolloutFunction(TrainerCallback):
+    """Give it to the trainer three times: `train_dataset=rollout.dataset`, `rollout_func=rollout`,
+    `callbacks=[rollout]`."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        tail_batching: TailBatchingConfig,
+        engine: EngineConfig,
+        generation_s: float,
+    ) -> None:
+        """See `rollout_function`."""
+        if not isinstance(dataset, Dataset):
+            raise ValueError(
+                f"rollout_function takes a datasets.Dataset, not a {type(dataset).__name__}: rows "
+                "are taken up out of order, so load the data without streaming"
+            )
+        _check_tail_batching(tail_batching)
+        self.dataset = LateDataset.of(dataset, self._decide)
+        """The same data for the trainer: which row is trained on when is decided late."""
+        self._rows = dataset
+        self._tail_batching = tail_batching
+        self._engine_config = engine
+        self._generation_s = generation_s
+        self._lent: LentModel | None = None
+        self._rollouts: Rollouts | None = None
+        self._step: Groups = []
+        """The step that is being generated or trained on."""
+        self._drawn: list[Row] = []
+        """Its rows, one for each response."""
+        self._trainer: Any = None
+        self._num_evaluations = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RolloutFunction:
+        """One training has one; data sets are copied by those who rename a column."""
+        return self
+
+    # -- what the trainer calls --------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Begin a job for this training. Raises `ValueError` for what cannot be had here."""
+        _check_arguments(args, self._rows)
+        self._trainer = None  # of an earlier training
+        tokenizer = parts["processing_class"]
+        per_step = args.generation_batch_size // args.num_generations
+        if len(self._rows) < per_step:
+            raise ValueError(f"a step has {per_step} prompts, and the data {len(self._rows)}")
+        prompts = Prompts(self._rows, tokenizer, args.chat_template_kwargs or {})
+        _check_context(args, parts["model"], prompts)
+        config = JobConfig(
+            prompts_per_step=per_step,
+            samples_per_prompt=args.num_generations,
+            max_steps=None,  # the cursor ends where the steps do
+            max_response_tokens=args.max_completion_length,
+            tail_batching=self._tail_batching,
+            min_verdicts=1,
+        )
+        cursor = SamplerCursor(
+            len(self._rows),
+            prompts_per_step=per_step,
+            num_steps=num_generations(args, state.max_steps, len(self._rows) // per_step),
+            shuffle=args.shuffle_dataset,
+            seed=args.seed,
+        )
+        job, waiting = _job(config, cursor, args, state.global_step)
+        self._rollouts = Rollouts(
+            job,
+            engine=self._engine(parts["model"], tokenizer),
+            cursor=cursor,
+            prompts=prompts,
+            sampling=_sampling(args),
+            generation_s=self._generation_s,
+            waiting=waiting,
+        )
+
+    def _decide(self) -> list[Row]:
+        """The rows of the next step, which is generated for it: one for each response."""
+        if self._rollouts is None:
+            raise ValueError(f"rollout_function is no callback of this trainer: {ALL_THREE}")
+        assert self._lent is not None, "a job has an engine"
+        with self._lent.lent(), self._engine_gone_with_error():
+            self._step = self._rollouts.next_step()
+        rows = [(self._rows[group[0].sample.prompt.row], len(group)) for group in self._step]
+        self._drawn = [dict(row) for row, count in rows for _ in range(count)]
+        return self._drawn
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """TRL's hook: the responses to these prompts, and how probable each token was."""
+        self._trainer = trainer
+        if trainer.tools:
+            raise ValueError(
+                "rollpacker.integrations.trl does not go with tools or environment_factory"
+            )
+        if not trainer.model.training:
+            responses = self._evaluate(prompts, trainer)
+        else:
+            if [row["prompt"] for row in self._drawn] != prompts:
+                raise ValueError(f"TRL asks for prompts of other data: {ALL_THREE}")
+            responses = [response for group in self._step for response in group]
+        return {
+            "prompt_ids": [list(response.prompt_tokens) for response in responses],
+            "completion_ids": [list(response.tokens) for response in responses],
+            "logprobs": [list(response.log_probs) for response in responses],
+        }
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """The weights are new. Raises `ValueError` if TRL has generated by itself."""
+        if self._trainer is None:
+            self._close()
+            raise ValueError(
+                f"this trainer has not asked rollout_function for the first step: {ALL_THREE}"
+            )
+        every = args.steps_per_generation * args.num_iterations
+        if self._rollouts is None or self._trainer._step % every:
+            return
+        for name, value in self._rollouts.trained().items():
+            self._trainer._metrics["train"][f"rollpacker/{name}"].append(value)
+
+    def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """What waits goes beside what TRL has just saved."""
+        if self._rollouts is not None and state.is_world_process_zero:
+            self._rollouts.save(_checkpoint(args, state.global_step))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Let go of the engine, and say where the seconds went."""
+        if self._rollouts is not None and state.is_world_process_zero:
+            print(self.report())
+        self._close()
+
+    # -- what a user may ask -----------------------------------------------------------------
+
+    def report(self) -> str:
+        """Where the seconds of the training went, in one line."""
+        assert self._rollouts is not None, "there was no training"
+        return self._rollouts.report()
+
+    # -- the engine --------------------------------------------------------------------------
+
+    def _engine(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
+        if self._lent is not None and not self._lent.is_of(model):
+            self._close()  # another trainer's
+        if self._lent is None:
+            self._lent = LentModel(model, tokenizer, self._engine_config)
+        return self._lent.engine
+
+    @contextmanager
+    def _engine_gone_with_error(self) -> Iterator[None]:
+        """Whatever still runs when a user interrupts, or a deadline passes, must not go on beside
+        the trainer."""
+        try:
+            yield
+        except BaseException:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        if self._lent is not None:
+            self._lent.close()
+        self._lent = None
+
+    def _evaluate(self, prompts: list[Any], trainer: Any) -> list[Response]:
+        """All are awaited: the prompts of an evaluation are fixed."""
+        engine = self._engine(trainer.model, trainer.processing_class)
+        assert self._lent is not None
+        self._num_evaluations += 1
+        encoded = prompt_tokens(
+            prompts, trainer.processing_class, trainer.args.chat_template_kwargs or {}
+        )
+        sampling = _sampling(trainer.args)
+        requests = [
+            GenerationRequest(
+                sample=SampleId(PromptId("eval", self._num_evaluations, place), place, 0),
+                prompt_tokens=tokens,
+                sampling=sampling,
+            )
+            for place, tokens in enumerate(encoded)
+        ]
+        with self._lent.lent(), self._engine_gone_with_error():
+            return collect(engine, requests, self._generation_s)
+
+
+class Prompts(Sequence[PromptRow]):
+    """The data set's prompts, tokenized when they are first launched."""
+
+    def __init__(
+        self,
+        rows: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: dict[str, Any],
+    ) -> None:
+        self._rows = rows
+        self._tokens = functools.cache(self._tokenize)
+        self._tokenizer = tokenizer
+        self._chat_template_kwargs = chat_template_kwargs
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: Any) -> Any:
+        return self._tokens(row)
+
+    def _tokenize(self, row: int) -> PromptRow:
+        prompt = self._rows[row]["prompt"]
+        (tokens,) = prompt_tokens([prompt], self._tokenizer, self._chat_template_kwargs)
+        return PromptRow(prompt=prompt, tokens=tokens, columns={})
+
+
+def _checkpoint(args: Any, step: int) -> Path:
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+
+def _job(
+    config: JobConfig, cursor: SamplerCursor, args: Any, step: int
+) -> tuple[Job, Waiting | None]:
+    """A new job, or that of the checkpoint from which TRL goes on at `step`."""
+    if not step:
+        return Job(config), None
+    found = restore(_checkpoint(args, step), config, cursor)
+    if found is None:
+        raise ValueError(
+            f"{_checkpoint(args, step)} has no {FOLDER}/: which prompts were begun early is not "
+            "known. Resume from a checkpoint of output_dir that was saved with rollout_function, "
+            "after a step that used up its responses (steps_per_generation)"
+        )
+    return found
+
+
+def num_generations(args: Any, max_steps: int, batches_per_epoch: int) -> int:
+    """How often TRL asks for responses in so many optimizer steps. An epoch has
+    `batches_per_epoch` of them; what does not fill an optimizer step at its end makes a smaller
+    one."""
+    every: int = args.steps_per_generation * args.num_iterations
+    accumulated: int = args.gradient_accumulation_steps
+    micro_steps = batches_per_epoch * every
+    epochs, steps = divmod(max_steps, math.ceil(micro_steps / accumulated))
+    rest = min(steps * accumulated, micro_steps)
+    return epochs * batches_per_epoch + math.ceil(rest / every)
+
+
+def _sampling(args: Any) -> SamplingParams:
+    return SamplingParams(
+        max_response_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k or 0,
+        seed=args.seed,
+    )
+
+
+def _check_tail_batching(config: TailBatchingConfig) -> None:
+    """What asks something of the trainer, or of the rewards, that TRL does not do."""
+    if config.carries and config.carry == "weighted":
+        raise ValueError("carry=weighted needs token weights in the loss: not with TRL; use exact")
+    if config.debias != "none":
+        raise ValueError("debias needs sample weights in the loss, which TRL has not: leave it out")
+    if config.race == "scored":
+        raise ValueError("race=scored needs verdicts while others generate: not with TRL")
+
+
+def _check_context(args: Any, model: Any, prompts: Prompts) -> None:
+    """Raises `ValueError` if a prompt and its longest response do not fit the model."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    num_prompt = len(prompts[0].tokens)
+    if context is not None and num_prompt + args.max_completion_length > context:
+        raise ValueError(
+            f"max_completion_length={args.max_completion_length} and the first prompt's"
+            f" {num_prompt} tokens do not fit the model's context of {context}: lower"
+            " max_completion_length, or drop long prompts"
+        )
+
+
+def _check_arguments(args: Any, rows: Dataset) -> None:
+    """Raises `ValueError` for settings of TRL under which responses would not be what they say."""
+    refused = {
+        "several processes": args.world_size > 1,
+        "deepspeed or fsdp": bool(args.deepspeed or args.fsdp),
+        "use_vllm=True (responses come from RollPacker's engine)": args.use_vllm,
+        "dataloader_num_workers": args.dataloader_num_workers > 0,
+        "remove_unused_columns=True": args.remove_unused_columns,
+        "repetition_penalty": args.repetition_penalty != 1.0,
+        "min_p": args.min_p is not None,
+        "generation_kwargs": bool(args.generation_kwargs),
+        "images": bool({"image", "images"} & set(rows.column_names)),
+    }
+    for what in (name for name, is_set in refused.items() if is_set):
+        raise ValueError(f"rollpacker.integrations.trl does not go with {what}")

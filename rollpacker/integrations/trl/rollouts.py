@@ -1,0 +1,346 @@
+"""One training's rollouts: the core, driven between the steps of somebody else's trainer.
+
+    next_step()   RunStarted or Committed -> FetchPrompts -> Launch -> ... -> TrainOn: its groups
+    trained()     Trained -> SyncWeights -> Commit, held until the next step is asked for
+
+The ports answer at once, in whatever thread the command comes: prompts lie ready, the engine reads
+the trainer's own weights, and the rewards are the trainer's business, so that the core is told of a
+verdict that says nothing. Whoever asks for a step waits here, under a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import shutil
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rollpacker.bus import Bus, Recorded, Routes, Unsaid
+from rollpacker.core.commands import (
+    OF_TURNS,
+    Abort,
+    CancelScore,
+    Commit,
+    Drop,
+    Enter,
+    FetchPrompts,
+    Finish,
+    Launch,
+    Leave,
+    Move,
+    Place,
+    Release,
+    Remind,
+    Replace,
+    Resize,
+    RestoreTrainer,
+    Score,
+    StartGradients,
+    SyncWeights,
+    TrainOn,
+)
+from rollpacker.core.events import (
+    Committed,
+    PromptsFetched,
+    RunStarted,
+    SampleFailed,
+    SampleGenerated,
+    SampleScored,
+    Trained,
+    WeightsSynced,
+)
+from rollpacker.core.ids import SampleId
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.job import Job
+from rollpacker.core.job.phases import Phase
+from rollpacker.core.records import Entry, Session
+from rollpacker.data.dataset import Cursor, PromptRow
+from rollpacker.engines.engine import (
+    Engine,
+    EngineError,
+    EngineOutput,
+    GenerationRequest,
+    Response,
+    SamplingParams,
+)
+from rollpacker.report.history import History
+from rollpacker.report.time_book import TimeBook
+from rollpacker.run.carried import CarriedTokens, Waiting, read_carried, write_carried
+from rollpacker.run.clock import RealClock
+from rollpacker.run.errors import DeadlineExceeded
+
+FOLDER = "rollpacker"
+"""Of a checkpoint of TRL's, with what waits for its next launch."""
+TOKENIZER = "that of the checkpoint"
+
+LIMIT = "generation_s of rollout_function"
+LOOKS = 20
+"""How often a deadline's time is looked at the engine for a sign of life."""
+
+Groups = list[list[Response]]
+"""The samples of each prompt, in launch order."""
+Found = queue.SimpleQueue[Groups | BaseException]
+
+
+class Rollouts:
+    """Belongs to the thread that trains; hears the engine in the engine's own."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        engine: Engine,
+        cursor: Cursor,
+        prompts: Sequence[PromptRow],
+        sampling: SamplingParams,
+        generation_s: float,
+        waiting: Waiting | None = None,
+    ) -> None:
+        """`prompts`: by row. `waiting`: what deferred prompts had when the job was saved."""
+        self.engine = engine
+        self.cursor = cursor
+        self.waiting: Waiting = waiting or {}
+        """As of the last step that was trained on."""
+        self._history = History()
+        self._history.last_step = job.step
+        self._time = TimeBook(slots=None)
+        self._prompts = prompts
+        self._sampling = sampling
+        self._generation_s = generation_s
+        self._carried = CarriedTokens(job.config.tail_batching, waiting)
+        self._responses: dict[SampleId, Response] = {}
+        self._found = Found()
+        self._reported_s = self.seconds()
+        at_once(engine.update_weights(job.version))
+        self.bus = Bus(job, RealClock(0.0), sinks=[self._account])
+        self.bus.connect(self, self._carried, Recorded(Drop, CancelScore), Unsaid(*OF_TURNS))
+        started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        session = Session(
+            started_at=started_at, time_s=0.0, step=job.step, job=job.config.to_plain()
+        )
+        self.bus.write(session)
+
+    def routes(self) -> Routes:
+        return {
+            FetchPrompts: self._fetch,
+            Launch: self._launch,
+            Abort: lambda command: self.engine.abort(command.samples),
+            Score: self._score,
+            TrainOn: self._train_on,
+            SyncWeights: self._sync,
+            Commit: self._commit,
+            Finish: self._finish,
+            **dict.fromkeys((Place, Move, Replace, Resize, Release), self._never),
+            **dict.fromkeys((StartGradients, RestoreTrainer, Enter, Leave, Remind), self._never),
+        }
+
+    def next_step(self) -> Groups:
+        """The responses to train on, `samples_per_prompt` to each of `prompts_per_step` prompts.
+
+        Raises `DeadlineExceeded`, and `EngineError` for a sample that the engine cannot produce.
+        """
+        job = self.bus.job
+        if job.phase is Phase.TRAINING:  # the trainer trains several times before it steps
+            self.trained()
+        self.engine.start(self._on_outputs, self._found.put)
+        if job.phase is Phase.NEW:
+            self.bus.take(RunStarted(time_s=0.0))
+        else:
+            self.bus.take(Committed(time_s=0.0, step=job.step, checkpointed=True))
+        return wait_for(self._found, self.engine, self._generation_s, job.waiting_for)
+
+    def trained(self) -> dict[str, float]:
+        """The step is trained on, and the weights are new. Returns its metrics."""
+        job = self.bus.job
+        self.bus.take(Trained(time_s=0.0, step=job.step + 1, version=job.version + 1))
+        return self._metrics()
+
+    def seconds(self) -> dict[str, float]:
+        """Where they went so far, by cause (see `CAUSES`)."""
+        return self._time.seconds(self._history.step.peak_live)
+
+    def report(self) -> str:
+        """Where the seconds went so far, in one line."""
+        seconds = self.seconds()
+        wall = sum(seconds.values())
+        parts = []
+        for name, causes in CAUSES.items():
+            spent = sum(seconds[cause] for cause in causes)
+            parts.append(f"{name.replace('_', ' ')} {spent:.1f} s ({spent / max(wall, 1e-9):.0%})")
+        return f"rollpacker: {self.bus.job.version} steps in {wall:.1f} s: {', '.join(parts)}"
+
+    def save(self, checkpoint: Path) -> None:
+        """Beside what TRL saves. In the middle of the updates of one generation there is nothing
+        that a resume could go on from."""
+        job, folder = self.bus.job, checkpoint / FOLDER
+        if job.phase is not Phase.COMMITTING:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        write_carried(folder, self.waiting, TOKENIZER)
+        state = {"job": job.state(), "cursor": self.cursor.state()}
+        (folder / "state.json").write_text(json.dumps(state) + "\n")
+
+    # -- the ports -----------------------------------------------------------------------------
+
+    def _fetch(self, command: FetchPrompts) -> None:
+        prompts, epoch_ended, data_ended = self.cursor.take(command.count)
+        self.bus.take(
+            PromptsFetched(
+                time_s=0.0, prompts=prompts, epoch_ended=epoch_ended, data_ended=data_ended
+            )
+        )
+
+    def _launch(self, command: Launch) -> None:
+        self.engine.submit(self._carried.requests(command, self._prompts, self._sampling))
+
+    def _score(self, command: Score) -> None:
+        self.bus.take(SampleScored(time_s=0.0, sample=command.sample, value=0.0))
+
+    def _train_on(self, command: TrainOn) -> None:
+        self._found.put([[self._responses[s] for s in group] for group in command.groups])
+        self._responses.clear()
+
+    def _sync(self, command: SyncWeights) -> None:
+        at_once(self.engine.update_weights(command.version))
+        self.bus.take(WeightsSynced(time_s=0.0, version=command.version))
+
+    def _commit(self, command: Commit) -> None:
+        self.waiting = self._carried.settle()
+
+    def _finish(self, command: Finish) -> None:
+        self._found.put(RuntimeError(f"TRL asks for another step, but {command.reason}"))
+
+    def _never(self, command: object) -> None:
+        raise AssertionError(f"{command}: one device, and gradients are the trainer's")
+
+    # -- what is heard -------------------------------------------------------------------------
+
+    def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
+        """Called in the engine's thread, between two decode steps."""
+        with self.bus.lock:
+            for output in outputs:
+                event = output.event
+                if isinstance(event, SampleFailed):
+                    self._found.put(failure(event))
+                    return
+                self._carried.ended(event, output.response)
+                if isinstance(event, SampleGenerated):
+                    assert output.response is not None, f"{event.sample} has no response"
+                    self._responses[event.sample] = output.response
+                self.bus.take(event)
+
+    def _account(self, entry: Entry) -> None:
+        self._time.advance(entry, self._history.phase, len(self._history.live))
+        done = self._history.feed(entry)
+        if done is not None:
+            self._time.close_step(done.peak_live)
+
+    def _metrics(self) -> dict[str, float]:
+        seconds = self.seconds()
+        before, self._reported_s = self._reported_s, seconds
+        step = self._history.step
+        samples = step.samples.values()
+        trained = sum(step.samples[s].num_tokens for group in step.groups for s in group)
+        spent = {
+            name: sum(seconds[cause] - before[cause] for cause in causes)
+            for name, causes in CAUSES.items()
+        }
+        return {
+            **{f"{name}_s": value for name, value in spent.items()},
+            "is_long_round": float(step.kind in ("long", "flush")),
+            "prompts_launched": float(len({sample.sample.prompt for sample in samples})),
+            "prompts_deferred": float(len(step.prompts.deferred)),
+            "prompts_waiting": float(len(self._history.queue)),
+            "generated_per_trained": sum(s.num_generated for s in samples) / max(trained, 1),
+        }
+
+
+def restore(checkpoint: Path, config: JobConfig, cursor: Cursor) -> tuple[Job, Waiting] | None:
+    """The job that `Rollouts.save` saved there, and what its prompts had; the cursor goes on where
+    it was. None: there is none.
+
+    Raises `ValueError` if it does not fit the data, or cannot be read.
+    """
+    folder = checkpoint / FOLDER
+    if not (folder / "state.json").exists():
+        return None
+    state = json.loads((folder / "state.json").read_text())
+    cursor.restore(state["cursor"])
+    job = Job.restore(config, state["job"], data_ended=cursor.ended)
+    queues = job.queues
+    waits = [*queues.long, *(one for tier in queues.tiers for one in tier)]
+    expected = {one.prompt: [carried.tokens for carried in one.carried] for one in waits}
+    return job, read_carried(folder, TOKENIZER, expected)
+
+
+CAUSES = {
+    "decode": ("decode",),
+    "tail_idle": ("tail_idle",),
+    "training": ("training",),
+    "between_steps": ("checkpoint",),
+    "controller": ("controller", "sync"),
+}
+"""What the seconds of the time book's causes are called here: training is TRL's rewards and
+gradients, and what comes between two steps its evaluations, logs and checkpoints."""
+
+
+def wait_for(found: Found, engine: Engine, limit_s: float, what: Callable[[], str]) -> Groups:
+    """What is put there by the engine's thread, as long as the engine shows signs of life.
+
+    Raises `DeadlineExceeded`, and whatever exception is put there.
+    """
+    steps, last_sign = -1, time.monotonic()
+    while True:
+        try:
+            item = found.get(timeout=limit_s / LOOKS)
+        except queue.Empty:
+            now = engine.status().decode_steps
+            if now != steps:
+                steps, last_sign = now, time.monotonic()
+            elif time.monotonic() - last_sign > limit_s:
+                raise DeadlineExceeded(what(), limit_s, LIMIT) from None
+            continue
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+
+def collect(
+    engine: Engine, requests: Sequence[GenerationRequest], generation_s: float
+) -> list[Response]:
+    """The responses to requests of which no job knows, in their order. Raises as `next_step`."""
+    responses: dict[SampleId, Response] = {}
+    found = Found()
+
+    def listen(outputs: Sequence[EngineOutput]) -> None:
+        for output in outputs:
+            if isinstance(output.event, SampleFailed):
+                found.put(failure(output.event))
+            elif output.response is not None:
+                responses[output.event.sample] = output.response
+        if len(responses) == len(requests):
+            found.put([[responses[request.sample] for request in requests]])
+
+    engine.start(listen, found.put)
+    engine.submit(requests)
+    what = f"{len(requests)} responses of an evaluation from the engine"
+    return wait_for(found, engine, generation_s, lambda: what)[0]
+
+
+def at_once(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run what has nothing to wait for. No event loop: in a notebook this thread has one that
+    runs."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("there was something to wait for")
+
+
+def failure(event: SampleFailed) -> EngineError:
+    return EngineError(f"no response {event.sample}: {event.reason}")

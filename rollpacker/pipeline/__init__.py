@@ -1,0 +1,1 @@
+"""The straggler-resilient trainer: plans (pure), stages, links, and their simulation."""

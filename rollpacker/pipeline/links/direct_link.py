@@ -1,0 +1,207 @@
+"""Direct links: torch.distributed's `isend` and `irecv`, over a process group for each direction.
+
+A header goes before each tensor, so that shapes may differ. The link is as good as its group: one
+lost connection loses it. For tensors of a CPU alone, over gloo. Over NCCL a receiver's wait would
+be queued on the stream that computes, before what its sender waits for: on CUDA all links are
+host links.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollpacker.pipeline.links.link import (
+    MAX_TIMES,
+    ArrivalTimes,
+    Border,
+    Loss,
+    OnArrival,
+    OnLost,
+    SendTimes,
+    taken,
+)
+from rollpacker.pipeline.links.wire import (
+    BYE,
+    HEADER,
+    fits,
+    packed_bye,
+    packed_header,
+    read_header,
+)
+
+IDLE = timedelta(days=365)
+"""The timeout of a link's group: a receiver waits in it for the next message however long the
+rollouts between two steps take. A peer that ends is noticed at once."""
+END_S = 5.0
+"""How long a receiver that is closed waits for its sender to be closed. gloo cannot be told to stop
+waiting: after this the thread stays until the process or the peer ends."""
+
+
+def direct_group(ranks: tuple[int, int]) -> dist.ProcessGroup:
+    """Make the group of one direction between two ranks. All ranks of the job make all groups, in
+    the same order."""
+    return dist.new_group(list(ranks), timeout=IDLE, backend="gloo")  # type: ignore[no-any-return]
+
+
+class _Sent(NamedTuple):
+    """A message on its way, or the goodbye."""
+
+    works: list[dist.Work]
+    tensors: list[Tensor]
+    """Kept until they are sent."""
+    number: int
+    posted_s: float
+
+
+class DirectSender:
+    """Meets `Sender`. Memory: what the executor has sent and the group has not."""
+
+    def __init__(
+        self,
+        border: Border,
+        group: dist.ProcessGroup,
+        *,
+        on_lost: OnLost,
+    ) -> None:
+        """`group`: a `direct_group` of this direction alone."""
+        self._border = border
+        self._group = group
+        self._loss = Loss(on_lost)
+        self._num_posted = 0
+        self._sent: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
+        self._times: deque[SendTimes] = deque(maxlen=MAX_TIMES)
+        self._thread = threading.Thread(target=self._run, name=f"sends to {border.peer}")
+        self._thread.daemon = True
+        self._thread.start()
+
+    def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
+        """See `Sender`."""
+        assert number == self._num_posted, f"message {number} after {self._num_posted - 1}"
+        assert fits(tensor), f"no message holds {tensor.ndim} dimensions of {tensor.dtype}"
+        self._loss.check()
+        self._num_posted += 1
+        posted_s = time.monotonic() if posted_s is None else posted_s
+        tensor = tensor.detach().contiguous()
+        self._post(packed_header(number, tensor, posted_s), [tensor], number, posted_s)
+
+    def _post(self, header: bytes, tensors: list[Tensor], number: int, posted_s: float) -> None:
+        head = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        all_ = [head, *(one for one in tensors if one.nbytes)]
+        try:
+            works = [dist.isend(one, self._border.peer, group=self._group) for one in all_]
+        except RuntimeError as error:
+            self._loss.lose(self._border.lost(_first_sentence(error), "its process group"))
+            self._loss.check()
+            return
+        self._sent.put(_Sent([work for work in works if work is not None], all_, number, posted_s))
+
+    def _run(self) -> None:
+        """Let go of what has been sent."""
+        while (sent := self._sent.get()) is not None:
+            started_s = time.monotonic()
+            try:
+                for work in sent.works:
+                    work.wait()
+            except RuntimeError as error:
+                self._loss.lose(self._border.lost(_first_sentence(error), "its process group"))
+                return
+            times = SendTimes(
+                number=sent.number,
+                num_bytes=sum(one.nbytes for one in sent.tensors[1:]),
+                posted_s=sent.posted_s,
+                started_s=started_s,
+                acknowledged_s=time.monotonic(),
+            )
+            if sent.number >= 0:
+                self._times.append(times)
+
+    def times(self) -> list[SendTimes]:
+        """See `Sender`."""
+        return taken(self._times)
+
+    def close(self) -> None:
+        """See `Sender`. What was sent before may arrive yet."""
+        if self._loss.close():
+            self._post(packed_bye(), [], -1, 0.0)
+        self._sent.put(None)
+        self._thread.join(END_S)
+
+
+class DirectReceiver:
+    """Meets `Receiver`. Memory: one message."""
+
+    def __init__(
+        self,
+        border: Border,
+        group: dist.ProcessGroup,
+        *,
+        on_arrival: OnArrival,
+        on_lost: OnLost,
+    ) -> None:
+        """`group`: a `direct_group` of this direction alone."""
+        self._border = border
+        self._group = group
+        self._on_arrival = on_arrival
+        self._loss = Loss(on_lost)
+        self._times: deque[ArrivalTimes] = deque(maxlen=MAX_TIMES)
+        self._thread = threading.Thread(target=self._run, name=f"receives from {border.peer}")
+        self._thread.daemon = True
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while self._receive():
+                pass
+            why = "it was closed there"
+        except (RuntimeError, ValueError) as error:
+            why = _first_sentence(error)
+        self._loss.lose(self._border.lost(why, "its process group"))
+
+    def _receive(self) -> bool:
+        """Take one message. False for the goodbye. Raises `RuntimeError` and `ValueError`."""
+        head = self._next(torch.empty(HEADER.size, dtype=torch.uint8))
+        header = read_header(head.numpy().tobytes(), 1 << 62)
+        if header.kind == BYE:
+            return False
+        tensor = torch.empty(header.shape, dtype=header.dtype)
+        if tensor.nbytes:
+            self._next(tensor)
+        times = ArrivalTimes(
+            number=header.number,
+            num_bytes=header.num_bytes,
+            posted_s=header.posted_s,
+            arrived_s=time.monotonic(),
+        )
+        if not self._loss.over.is_set():
+            self._times.append(times)
+            self._on_arrival(header.number, tensor)
+        return True
+
+    def _next(self, into: Tensor) -> Tensor:
+        work = dist.irecv(into, self._border.peer, group=self._group)
+        assert work is not None, "this process is not of the group"
+        work.wait()
+        return into
+
+    def times(self) -> list[ArrivalTimes]:
+        """See `Receiver`."""
+        return taken(self._times)
+
+    def close(self) -> None:
+        """See `Receiver`. Waits `END_S` at most for the sender to be closed."""
+        self._loss.close()
+        self._thread.join(END_S)
+
+
+def _first_sentence(error: Exception) -> str:
+    """What gloo adds to it is no help here."""
+    return (str(error).splitlines() or [repr(error)])[0].partition(". ")[0]

@@ -1,0 +1,356 @@
+"""Which layers and which processes the stages of a pipeline should have, by what was measured.
+
+A stage that became slow is to have fewer layers. Two processes of one stage between which the
+network became slow are to be in two stages: a step's weights and gradients go between shards of a
+stage, and over a link between stages hidden states alone, which do not hold up who sends them.
+
+    places   0 = 1   stage 0             0 - 2   stage 0         = slow
+             |   |            becomes    "   |                   " slow, but a link
+             2 - 3   stage 1             1 - 3   stage 1
+
+Either costs a switch, between two steps: it must pay before the run ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rollpacker.pipeline.plan.choosers import KINDS
+from rollpacker.pipeline.plan.plan import ready_choosers
+from rollpacker.pipeline.plan.split import split_layers
+from rollpacker.pipeline.plan.virtual_time import run
+from rollpacker.pipeline.plan.watch import LinkWatch, WatchConfig
+from rollpacker.pipeline.plan.work import Link, Load, OpCost, StageCost, Work, constant
+
+MIN_GAIN = 0.1
+"""Another layout must save more than this share of a sweep or of a step."""
+
+Pair = tuple[int, int]
+"""Two places, the lower number first."""
+
+CONFIRM_STEPS = 3
+"""So many steps running, layers must be worth moving: a stage may be held up for a moment."""
+QUIET_STEPS = 10
+"""For so many steps after a proposal there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the parts of a model are."""
+
+    layers: tuple[int, ...]
+    """Of each stage."""
+    places: tuple[int, ...]
+    """By rank: the number of its device. Ranks of a stage follow one another, and the same shard's
+    of all stages are a pipeline."""
+
+    def __str__(self) -> str:
+        return f"{list(self.layers)} layers, at places {list(self.places)}"
+
+
+# -- layers ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewSplit:
+    """Layers of each stage, and what a sweep takes before and after."""
+
+    layers: tuple[int, ...]
+    before_s: float
+    after_s: float
+
+
+def faster_split(
+    costs: Sequence[StageCost],
+    layers: Sequence[int],
+    loads: Sequence[Load],
+    links: Sequence[Link],
+    *,
+    head_layers: float = 0.0,
+    bytes_per_token: float = 0.0,
+    min_gain: float = MIN_GAIN,
+) -> NewSplit | None:
+    """Another split of the layers whose sweep is predicted to be faster by more than `min_gain` of
+    it. `costs` are measured, of stages of these `layers`; the last one's has the output layer in
+    it, which is the work of so many `head_layers`. None: there is none."""
+    if not loads:
+        return None
+    work = Work.of(costs, loads, bytes_per_token=bytes_per_token)
+    heads = [0.0] * (len(layers) - 1) + [head_layers]
+    slowness = [
+        work.stage_s(stage) / (count + head)
+        for stage, (count, head) in enumerate(zip(layers, heads, strict=True))
+    ]
+    if min(slowness) <= 0:
+        return None
+    found = split_layers([1.0] * sum(layers), len(layers), last_s=head_layers, slowness=slowness)
+    if found == list(layers):
+        return None
+    scaled = [
+        _times(cost, (after + head) / (before + head))
+        for cost, before, after, head in zip(costs, layers, found, heads, strict=True)
+    ]
+    after = Work.of(scaled, loads, bytes_per_token=bytes_per_token)
+    before_s, after_s = (
+        run(ready_choosers(len(layers)), one, constant(links)).makespan_s for one in (work, after)
+    )
+    if before_s - after_s <= min_gain * before_s:
+        return None
+    return NewSplit(layers=tuple(found), before_s=before_s, after_s=after_s)
+
+
+def _times(cost: StageCost, factor: float) -> StageCost:
+    return StageCost(*(_sum([cost.of(kind)], factor) for kind in KINDS))
+
+
+def _mean(costs: Sequence[StageCost]) -> StageCost:
+    return StageCost(*(_sum([one.of(kind) for one in costs], 1 / len(costs)) for kind in KINDS))
+
+
+def _sum(ops: Sequence[OpCost], factor: float) -> OpCost:
+    """What all of these ops take together, times a factor."""
+    return OpCost(
+        fixed_s=factor * math.fsum(op.fixed_s for op in ops),
+        per_token_s=factor * math.fsum(op.per_token_s for op in ops),
+        per_pair_s=factor * math.fsum(op.per_pair_s for op in ops),
+        per_target_s=factor * math.fsum(op.per_target_s for op in ops),
+    )
+
+
+# -- places ------------------------------------------------------------------------------------
+
+
+def shard_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
+    """Places of the same stage, which exchange weights and gradients."""
+    size = len(places) // num_stages
+    for first in range(0, len(places), size):
+        for one, other in itertools.combinations(places[first : first + size], 2):
+            yield _pair(one, other)
+
+
+def link_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
+    """Places of neighbouring stages, which exchange hidden states and their gradients."""
+    size = len(places) // num_stages
+    for one, other in zip(places, places[size:], strict=False):
+        yield _pair(one, other)
+
+
+def better_places(
+    places: Sequence[int], num_stages: int, *, slow: Collection[Pair], fast: Collection[Pair]
+) -> tuple[int, ...] | None:
+    """Another order, in which fewer of the `slow` pairs are of the same stage; of those the one
+    that takes the fewest connections which are not known to be `fast`. Rank 0 stays. None: there
+    is none.
+
+    Two ranks are exchanged at a time, as long as that is better: enough for the few slow ones, and
+    most others stay where they are.
+    """
+
+    def cost(order: Sequence[int]) -> tuple[int, int]:
+        inside, between = (list(of(order, num_stages)) for of in (shard_pairs, link_pairs))
+        unproven = sum(pair not in fast for pair in (*inside, *between))
+        return sum(pair in slow for pair in inside), unproven
+
+    best = tuple(places)
+    least = first = cost(best)
+    while True:
+        swapped = (
+            _swapped(best, one, other)
+            for one, other in itertools.combinations(range(1, len(places)), 2)
+        )
+        found = min(swapped, key=cost, default=best)
+        if cost(found) >= least:
+            return best if least[0] < first[0] else None
+        best, least = found, cost(found)
+
+
+def _swapped(places: Sequence[int], one: int, other: int) -> tuple[int, ...]:
+    order = list(places)
+    order[one], order[other] = order[other], order[one]
+    return tuple(order)
+
+
+def _pair(one: int, other: int) -> Pair:
+    return (one, other) if one < other else (other, one)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTimes:
+    """What was measured between places of the same stage after a step."""
+
+    there_and_back_s: Mapping[Pair, float]
+    """Of a message."""
+    message_bytes: int
+    step_bytes: float
+    """What a step sends from each of them to each other one, one way."""
+    step_s: float
+
+
+class PairWatch:
+    """Which places of the same stage reach one another slowly: as `LinkWatch` says of links, if a
+    step's bytes took as long as those of the message did."""
+
+    def __init__(self, config: WatchConfig | None = None) -> None:
+        self._config = WatchConfig() if config is None else config
+        self._watches: dict[Pair, LinkWatch] = {}
+        self._lost_s: dict[Pair, float] = {}
+        self.last_s: dict[Pair, float] = {}
+        """Seconds of a message there and back, when it was sent last."""
+
+    def observe(self, times: ShardTimes) -> list[Pair]:
+        """Those that turned slow."""
+        turned = []
+        steps_bytes = times.step_bytes / times.message_bytes
+        for pair, seconds in times.there_and_back_s.items():
+            watch = self._watches.setdefault(pair, LinkWatch(self._config))
+            self.last_s[pair] = seconds
+            way = [(times.message_bytes, seconds / 2)]
+            whole_s = times.step_s / max(steps_bytes, 1e-9)
+            changed, factor = watch.observe((way, way), whole_s, "direct")
+            if factor is not None and not math.isinf(factor):
+                seconds *= 1 - 1 / factor
+            self._lost_s[pair] = seconds * steps_bytes
+            if changed and watch.mark.slow:
+                turned.append(pair)
+        return turned
+
+    @property
+    def slow(self) -> list[Pair]:
+        return [pair for pair, watch in self._watches.items() if watch.mark.slow]
+
+    def lost_s(self, pair: Pair) -> float:
+        """Seconds of a step that this pair takes longer than usual; if it never was faster, all."""
+        return max(self._lost_s[pair], 0.0)
+
+
+# -- when --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """Another layout, and what for."""
+
+    layout: Layout
+    why: str
+    saved_s: float
+    """Of a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSweep:
+    """A step's sweep with gradients, as its stages were measured."""
+
+    costs: Sequence[StageCost]
+    """By stage."""
+    loads: Sequence[Load]
+    links: Sequence[Link]
+    bytes_per_token: float
+
+
+class Relayouts:
+    """Tell it each step's times; it answers which other layout is worth a switch."""
+
+    def __init__(self, layout: Layout, *, head_layers: float = 0.0) -> None:
+        self.layout = layout
+        self._head_layers = head_layers
+        self._pairs = PairWatch()
+        self._wait_steps = 0
+        self._for: list[MeasuredSweep] = []
+        """Of the last steps, running, that speak for other layers."""
+        self._proposed: set[Layout] = set()
+
+    def observe(
+        self,
+        *,
+        sweep: MeasuredSweep | None,
+        shards: ShardTimes | None,
+        slow_links: Collection[Pair] = (),
+        left_steps: float,
+        switch_s: float,
+    ) -> Proposal | None:
+        """After a step. `slow_links`: places between whose stages a link is slow. `switch_s`: what
+        a switch costs. A layout is proposed once, until there was a switch."""
+        if shards is not None:
+            self._pairs.observe(shards)
+        if sweep is None or self._other_layers(sweep) is None:
+            self._for = []
+        else:
+            self._for = [*self._for, sweep][-CONFIRM_STEPS:]
+        if self._wait_steps > 0:
+            self._wait_steps -= 1
+            return None
+        found = self._other_places(sweep, shards, slow_links)
+        if found is None and len(self._for) == CONFIRM_STEPS:
+            rows = zip(*(one.costs for one in self._for), strict=True)
+            found = self._other_layers(replace(self._for[-1], costs=[_mean(row) for row in rows]))
+        if found is None or found.layout in self._proposed:
+            return None
+        if found.saved_s * left_steps <= switch_s:
+            return None
+        self._proposed.add(found.layout)
+        self._wait_steps = QUIET_STEPS
+        return found
+
+    def switched(self, layout: Layout) -> None:
+        """The run has this one now; what it was moved away from it may go back to."""
+        self.layout = layout
+        self._proposed = set()
+        self._for = []
+
+    def _other_layers(self, sweep: MeasuredSweep) -> Proposal | None:
+        layers = self.layout.layers
+        found = faster_split(
+            sweep.costs,
+            layers,
+            sweep.loads,
+            sweep.links,
+            head_layers=self._head_layers,
+            bytes_per_token=sweep.bytes_per_token,
+        )
+        if found is None:
+            return None
+        why = (
+            f"with {list(found.layers)} layers in the stages instead of {list(layers)} a sweep "
+            f"would take {found.after_s:.2f} s instead of {found.before_s:.2f} s"
+        )
+        layout = replace(self.layout, layers=found.layers)
+        return Proposal(layout=layout, why=why, saved_s=found.before_s - found.after_s)
+
+    def _other_places(
+        self, sweep: MeasuredSweep | None, shards: ShardTimes | None, slow_links: Collection[Pair]
+    ) -> Proposal | None:
+        places, stages = self.layout.places, len(self.layout.layers)
+        slow = {*self._pairs.slow, *slow_links}
+        inside = [pair for pair in shard_pairs(places, stages) if pair in slow]
+        if shards is None or not inside:
+            return None
+        known = self._pairs.last_s | self._link_s(sweep, shards.message_bytes)
+        at_least_s = min(known[pair] for pair in inside) / 2
+        slow |= {pair for pair, seconds in known.items() if seconds > at_least_s}
+        if 2 * len(slow) > len(known.keys() | slow):
+            return None  # it is the network as a whole
+        order = better_places(places, stages, slow=slow, fast=known.keys() - slow)
+        saved_s = max(map(self._pairs.lost_s, inside))
+        if order is None or saved_s <= MIN_GAIN * shards.step_s:
+            return None
+        named = ", ".join(f"{one} and {other}" for one, other in inside)
+        why = (
+            f"the network between places {named}, of the same stage, is slow and costs some "
+            f"{saved_s:.2f} s of a step; with ranks at places {list(order)} they would be of "
+            "neighbouring stages, or need not reach one another"
+        )
+        return Proposal(layout=replace(self.layout, places=order), why=why, saved_s=saved_s)
+
+    def _link_s(self, sweep: MeasuredSweep | None, num_bytes: int) -> dict[Pair, float]:
+        """Seconds of a message there and back over the links between stages."""
+        if sweep is None:
+            return {}
+        places, stages = self.layout.places, len(self.layout.layers)
+        size = len(places) // stages
+        return {
+            pair: 2 * sweep.links[number // size].seconds(num_bytes)
+            for number, pair in enumerate(link_pairs(places, stages))
+        }

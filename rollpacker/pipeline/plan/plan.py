@@ -1,0 +1,90 @@
+"""Orders of a sweep, planned in virtual time before it runs.
+
+The names are those of `train.pipeline.order`:
+
+    1f1b         as many forwards as stages follow, then one forward, one backward (I with its W)
+    zero-bubble  twice as many warm-up forwards, W where there is time; as if links took no time
+    adapted      planned with the links as they are now, and improved by a search
+    ready        no plan: the executor asks `ready_choosers` as it goes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rollpacker.pipeline.plan.choosers import (
+    Op,
+    Order,
+    ReadyFirst,
+    check_caps,
+    even_quotas,
+)
+from rollpacker.pipeline.plan.search import improve
+from rollpacker.pipeline.plan.virtual_time import run
+from rollpacker.pipeline.plan.work import Link, Work, constant
+
+SEARCH_OPS = 15_000
+"""Ops timed in a search for a better plan: some 30 ms."""
+
+Caps = Sequence[int | None] | None
+"""Live tokens by stage; None: as many as there are."""
+
+
+def ready_choosers(
+    num_stages: int, *, quotas: Sequence[int] | None = None, caps: Caps = None
+) -> list[ReadyFirst]:
+    """One for each stage."""
+    return [ReadyFirst(stage, quotas=quotas, caps=caps) for stage in range(num_stages)]
+
+
+def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = None) -> list[Order]:
+    """By stage: the order of this name (one of `ORDERS`, but `ready`) for a sweep that is expected
+    to take these times. ValueError for a cap below a micro-batch; 1f1b heeds no other one."""
+    if name == "1f1b":
+        return plan_1f1b(work.num_stages, work.num_micro_batches)
+    if name == "zero-bubble":
+        return plan_zero_bubble(as_if_even(work), caps=caps)
+    assert name == "adapted", name
+    return plan_adapted(work, links, caps=caps)
+
+
+def plan_1f1b(num_stages: int, num_micro_batches: int) -> list[Order]:
+    """By stage: as many forwards as stages follow, then by turns F and I with its W. Its live
+    tokens are those of so many micro-batches and one more."""
+    orders = []
+    for stage in range(num_stages):
+        ahead = min(num_stages - stage - 1, num_micro_batches)
+        ops = [Op("F", m) for m in range(ahead)]
+        for m in range(num_micro_batches):
+            if m + ahead < num_micro_batches:
+                ops.append(Op("F", m + ahead))
+            ops += [Op("I", m), Op("W", m)]
+        orders.append(tuple(ops))
+    return orders
+
+
+def plan_zero_bubble(work: Work, *, caps: Caps = None) -> list[Order]:
+    """By stage: 2 (S - i) - 1 forwards first (ZB-H2), then what is ready of I, F and W, in the
+    times of `work` and over links that take none. ValueError for a cap below a micro-batch."""
+    stages = work.num_stages
+    check_caps(caps or (), work.tokens)
+    choosers = ready_choosers(stages, quotas=even_quotas(stages, 2 * stages - 1), caps=caps)
+    return list(run(choosers, work, constant([Link()] * (stages - 1))).orders)
+
+
+def plan_adapted(
+    work: Work, links: Sequence[Link], *, caps: Caps = None, search_ops: int = SEARCH_OPS
+) -> list[Order]:
+    """By stage: the best order found for these times and links. ValueError for a cap below a
+    micro-batch."""
+    check_caps(caps or (), work.tokens)
+    first = run(ready_choosers(work.num_stages, caps=caps), work, constant(links))
+    return improve(first.orders, work, links, caps=caps, budget_ops=search_ops)
+
+
+def as_if_even(work: Work) -> Work:
+    """The same micro-batches, with ops that all take as long: what zero-bubble's order is planned
+    for. The order that the authors' measurements show is this one."""
+    ones = ((1.0,) * work.num_micro_batches,) * work.num_stages
+    return replace(work, f_s=ones, i_s=ones, w_s=ones)

@@ -1,0 +1,203 @@
+"""Which layers each stage has, and how large a micro-batch is best for a pipeline."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rollpacker.core.packs import plan_packs
+from rollpacker.pipeline.plan.plan import Caps, ready_choosers
+from rollpacker.pipeline.plan.virtual_time import run
+from rollpacker.pipeline.plan.work import Link, Load, StageCost, Work, constant
+
+BUDGET_FACTOR = 1.2599210498948732
+"""The third root of 2: three budgets are tried per doubling."""
+MOST_MICRO_BATCHES = 16
+"""Per stage, of a budget that is tried: then filling and draining cost less than a tenth."""
+
+
+def split_layers(
+    layer_s: Sequence[float],
+    num_stages: int,
+    *,
+    first_s: float = 0.0,
+    last_s: float = 0.0,
+    slowness: Sequence[float] | None = None,
+) -> list[int]:
+    """Layers of each stage, which are neighbours, so that the slowest stage is as fast as it can
+    be, and among those splits the most even one.
+
+    `layer_s`: seconds (or any unit) of F, I and W of each layer; `first_s` what the first stage has
+    besides (embeddings), `last_s` the last (output layer and loss). `slowness`: by stage, how many
+    times longer it takes for the same. ValueError with fewer layers than stages.
+    """
+    count = len(layer_s)
+    if count < num_stages:
+        raise ValueError(
+            f"{num_stages} stages need as many layers, and the model has {count}: lower "
+            "train.pipeline.stages"
+        )
+    sums = [0.0]
+    for seconds in layer_s:
+        sums.append(sums[-1] + seconds)
+    factors = [1.0] * num_stages if slowness is None else list(slowness)
+    assert len(factors) == num_stages and min(factors) > 0
+
+    def stage_s(stage: int, first: int, end: int) -> float:
+        extra = (first_s if stage == 0 else 0.0) + (last_s if stage == num_stages - 1 else 0.0)
+        return factors[stage] * (sums[end] - sums[first] + extra)
+
+    slowest = _least(count, num_stages, max, stage_s)[0]
+    limit = slowest * (1 + 1e-9)
+
+    def square(stage: int, first: int, end: int) -> float:
+        seconds = stage_s(stage, first, end)
+        return seconds * seconds if seconds <= limit else math.inf
+
+    cuts = _least(count, num_stages, operator.add, square)[1]
+    return [end - first for first, end in zip([0, *cuts], [*cuts, count], strict=True)]
+
+
+def _least(
+    count: int,
+    num_stages: int,
+    joined: Callable[[float, float], float],
+    cost: Callable[[int, int, int], float],
+) -> tuple[float, list[int]]:
+    """The least cost of a split, each stage's (stage, first layer, end) `joined` to those before
+    it, and the first layer of each stage but the first. Exact, O(stages x layers^2)."""
+    table = [math.inf] * (count + 1)
+    table[0] = 0.0
+    choices: list[list[int]] = []
+    for stage in range(num_stages):
+        after, choice = [math.inf] * (count + 1), [0] * (count + 1)
+        rest = num_stages - 1 - stage
+        for end in range(stage + 1, count - rest + 1):
+            for first in range(stage, end):
+                total = joined(table[first], cost(stage, first, end))
+                if total < after[end]:
+                    after[end], choice[end] = total, first
+        table = after
+        choices.append(choice)
+    cuts, end = [], count
+    for choice in reversed(choices):
+        end = choice[end]
+        cuts.append(end)
+    return table[count], cuts[-2::-1]
+
+
+def check_layers(layers: Sequence[int], *, num_layers: int, num_stages: int) -> None:
+    """ValueError unless a given split has a layer at least in every stage and all together."""
+    where = f"train.pipeline.layers={list(layers)}"
+    if len(layers) != num_stages:
+        raise ValueError(f"{where} must have a number for each of {num_stages} stages")
+    advice = f"split the model's {num_layers} layers, or set it to auto"
+    if min(layers) < 1:
+        raise ValueError(f"{where}: every stage needs a layer; {advice}")
+    if sum(layers) != num_layers:
+        raise ValueError(
+            f"{where} adds up to {sum(layers)}, but the model has {num_layers} layers; {advice}"
+        )
+
+
+def layers_of_stages(
+    given: Sequence[int], *, num_layers: int, num_stages: int, layer_work: float, last_work: float
+) -> tuple[int, ...]:
+    """The layers that each stage of a model has: those that are given, or without any the split of
+    like layers with the least work (in any unit) on the slowest stage, the last of which has
+    `last_work` besides. ValueError if given ones do not add up, or layers are fewer than stages."""
+    if given:
+        check_layers(given, num_layers=num_layers, num_stages=num_stages)
+        return tuple(given)
+    return tuple(split_layers([layer_work] * num_layers, num_stages, last_s=last_work))
+
+
+def expected_bubble(
+    costs: Sequence[tuple[float, float, float]],
+    num_micro_batches: int,
+    live_micro_batches: Sequence[int],
+) -> float:
+    """The share of all stages' time in which they would wait, ready-first, over links that take no
+    time: F, I and W of each stage take `costs` (in any unit), micro-batches are all alike, and so
+    many of them may be live on each stage."""
+    f_s, i_s, w_s = zip(*costs, strict=True)
+    work = Work.even(num_micro_batches, f_s=f_s, i_s=i_s, w_s=w_s)
+    links = constant([Link()] * (len(costs) - 1))
+    return run(ready_choosers(len(costs), caps=live_micro_batches), work, links).bubble_share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetPlan:
+    """A micro-batch budget and what it is expected to give."""
+
+    micro_batch_tokens: int
+    num_micro_batches: int
+    makespan_s: float
+    bubble_share: float
+
+
+def plan_budget(
+    lengths: Sequence[int],
+    costs: Sequence[StageCost],
+    links: Sequence[Link],
+    *,
+    most_tokens: int,
+    target_share: float = 1.0,
+    bytes_per_token: float = 0.0,
+    caps: Caps = None,
+    packs: Callable[[Sequence[int], int], list[list[int]]] = plan_packs,
+) -> BudgetPlan:
+    """The budget with the least expected time for rows of these lengths, put together by `packs`
+    (lengths, budget): rows of each micro-batch, by number.
+
+    Small micro-batches fill and drain the pipeline fast and are even in size; each op has a fixed
+    cost, which large ones save. Budgets are tried from `most_tokens` (what memory allows) down, in
+    virtual time, and none above a cap. `target_share` of the tokens are predicted. ValueError if
+    there is no row, or a cap is below one.
+    """
+    if not lengths:
+        raise ValueError("a micro-batch budget needs the length of a sample at least")
+    longest, total = max(lengths), sum(lengths)
+    limit = min([most_tokens, *(cap for cap in caps or () if cap is not None)])
+    if longest > limit and limit < most_tokens:
+        raise ValueError(
+            f"a cap of {limit} live tokens is below a sample of {longest}: raise "
+            "train.pipeline.live_tokens"
+        )
+    fewest = max(total // (MOST_MICRO_BATCHES * len(costs)), 1)
+    best: BudgetPlan | None = None
+    seen: set[int] = set()
+    budget = float(limit)
+    while best is None or budget >= fewest:
+        packed = packs(lengths, round(budget))
+        if len(packed) not in seen:
+            seen.add(len(packed))
+            found = _expected(packed, lengths, costs, links, target_share, bytes_per_token, caps)
+            if best is None or found[0] < best.makespan_s:
+                best = BudgetPlan(
+                    micro_batch_tokens=round(budget),
+                    num_micro_batches=len(packed),
+                    makespan_s=found[0],
+                    bubble_share=found[1],
+                )
+        budget /= BUDGET_FACTOR
+    return best
+
+
+def _expected(
+    packs: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    costs: Sequence[StageCost],
+    links: Sequence[Link],
+    target_share: float,
+    bytes_per_token: float,
+    caps: Caps,
+) -> tuple[float, float]:
+    """Seconds and the share of bubbles, ready-first."""
+    rows = ([lengths[row] for row in pack] for pack in packs)
+    loads = [Load.of(pack, round(target_share * sum(pack))) for pack in rows]
+    work = Work.of(costs, loads, bytes_per_token=bytes_per_token)
+    timeline = run(ready_choosers(len(costs), caps=caps), work, constant(links))
+    return timeline.makespan_s, timeline.bubble_share

@@ -1,0 +1,342 @@
+"""Tells a slow link from a slow stage by the times of ops and messages.
+
+Micro-batches differ in size, so that each second is compared with what its size leads to expect: a
+line fitted to the last healthy steps, robustly, since single times are noisy. Of a step only the
+middle of these comparisons counts. What is slow must be so beyond chance in `confirm_steps` steps
+running, and becomes well again only clearly below the mark (hysteresis).
+
+A message is timed from its posting on one stage to its arrival on another, whose clock may differ.
+Both directions of a link are therefore taken together: the difference cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollpacker.core.portable import exp, logs
+from rollpacker.pipeline.plan.choosers import KINDS, Kind
+from rollpacker.pipeline.plan.link_choice import LinkKind
+from rollpacker.pipeline.plan.work import Link, Load, OpCost, fit_op_cost
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchConfig:
+    """When something counts as slow."""
+
+    confirm_steps: int = 2
+    """So many steps running."""
+    stage_factor: float = 1.25
+    """A stage's ops take more than this times what they took."""
+    link_share: float = 0.15
+    """A message there and one back take longer than they did by more than this share of a
+    micro-batch's F, I and W on the slower of the two stages."""
+    link_share_at_once: float = 1.0
+    """As they are from the first step on, they take more than this share."""
+    num_sds: float = 4.0
+    """... and by more than so many standard deviations of chance."""
+    clear: float = 0.8
+    """Well again below this part of the mark."""
+    healthy_steps: int = 8
+    """Remembered for comparison."""
+    first_steps: int = 3
+    """Needed before anything is compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepTimes:
+    """What was measured in one step."""
+
+    ops: Sequence[Mapping[Kind, Sequence[tuple[Load, float]]]]
+    """By stage: load and seconds of each op, without what it waited for or sent."""
+    down: Sequence[Sequence[tuple[int, float]]]
+    """By link: bytes, and seconds from posting to arrival, of each message to the next stage."""
+    up: Sequence[Sequence[tuple[int, float]]]
+    over: LinkKind = "direct"
+    """What the messages took. What is usual over one kind is not so over the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A link or a stage turned slow, or well again."""
+
+    what: Literal["link", "stage"]
+    number: int
+    slow: bool
+    factor: float | None
+    """Times what is usual there; None where it was slow from the beginning."""
+    seconds: float
+    """Of a message there and one back, or of a micro-batch's F, I and W."""
+
+    def __str__(self) -> str:
+        place, unit = f"stage {self.number}", "F, I and W of a micro-batch"
+        if self.what == "link":
+            place = f"link {self.number}-{self.number + 1}"
+            unit = "a message there and one back"
+        state = "is slow" if self.slow else "is well again"
+        usual = "" if self.factor is None else f", {self.factor:.2f} times the usual"
+        return f"{place} {state}: {self.seconds * 1e3:.1f} ms for {unit}{usual}"
+
+
+class PipelineWatch:
+    """Tell it each step's times; it answers what changed."""
+
+    def __init__(self, num_stages: int, config: WatchConfig | None = None) -> None:
+        self.config = WatchConfig() if config is None else config
+        self._stages = [_StageWatch(self.config) for _ in range(num_stages)]
+        self._links = [LinkWatch(self.config) for _ in range(num_stages - 1)]
+
+    def take_links(self, before: PipelineWatch) -> None:
+        """What is known of them, from a watch of the same links."""
+        self._links = before._links
+
+    @property
+    def slow_stages(self) -> list[int]:
+        return [number for number, stage in enumerate(self._stages) if stage.mark.slow]
+
+    @property
+    def slow_links(self) -> list[int]:
+        return [number for number, link in enumerate(self._links) if link.mark.slow]
+
+    def observe(self, times: SweepTimes) -> list[Finding]:
+        """What turned slow or well in this step; mostly nothing."""
+        findings = []
+        whole_s = []
+        for number, (stage, ops) in enumerate(zip(self._stages, times.ops, strict=True)):
+            whole_s.append(math.fsum(_median_s(ops[kind]) for kind in KINDS))
+            changed, factor = stage.observe(ops)
+            if changed:
+                slow = stage.mark.slow
+                findings.append(_found("stage", number, slow, factor, whole_s[number]))
+        for number, link in enumerate(self._links):
+            both = (times.down[number], times.up[number])
+            whole = max(whole_s[number : number + 2])
+            changed, factor = link.observe(both, whole, times.over)
+            if changed:
+                seconds = math.fsum(map(_median_s, both))
+                findings.append(_found("link", number, link.mark.slow, factor, seconds))
+        return findings
+
+
+def _found(
+    what: Literal["link", "stage"], number: int, slow: bool, factor: float | None, seconds: float
+) -> Finding:
+    return Finding(what=what, number=number, slow=slow, factor=factor, seconds=seconds)
+
+
+def _median_s(timed: Sequence[tuple[Load, float]] | Sequence[tuple[int, float]]) -> float:
+    return float(np.median([seconds for _, seconds in timed])) if timed else 0.0
+
+
+class _Mark:
+    """Slow or well, after so many steps running that say so."""
+
+    def __init__(self, config: WatchConfig) -> None:
+        self.slow = False
+        self.num_against = 0
+        """Steps running that speak against the state."""
+        self._config = config
+
+    def observe(self, level: float, *, beyond_chance: bool) -> bool:
+        """Whether the state changed. A level of 1 is where slow begins."""
+        against = level < self._config.clear if self.slow else level > 1 and beyond_chance
+        self.num_against = self.num_against + 1 if against else 0
+        if self.num_against < self._config.confirm_steps:
+            return False
+        self.slow = not self.slow
+        self.num_against = 0
+        return True
+
+    @property
+    def healthy(self) -> bool:
+        """Nothing speaks for its being slow."""
+        return not self.slow and self.num_against == 0
+
+
+Step = TypeVar("Step")
+
+
+class _Healthy(Generic[Step]):
+    """The last healthy steps, and when to fit to them anew."""
+
+    def __init__(self, config: WatchConfig) -> None:
+        self.steps: deque[Step] = deque(maxlen=config.healthy_steps)
+        self._config = config
+        self._num_unused = 0
+
+    def add(self, step: Step) -> bool:
+        """Whether to fit now. Once there are enough, half of them are to be new: a fit takes
+        milliseconds."""
+        full = len(self.steps) == self._config.healthy_steps
+        self.steps.append(step)
+        self._num_unused += 1
+        if full and self._num_unused < self._config.healthy_steps // 2:
+            return False
+        self._num_unused = 0
+        return len(self.steps) >= self._config.first_steps
+
+
+Ops = Mapping[Kind, Sequence[tuple[Load, float]]]
+"""Load and seconds of each op of a stage."""
+
+
+class _StageWatch:
+    """Of one stage: how many times longer its ops take than their loads lead to expect."""
+
+    def __init__(self, config: WatchConfig) -> None:
+        self.mark = _Mark(config)
+        self._config = config
+        self._healthy = _Healthy[Ops](config)
+        self._costs: dict[Kind, OpCost] = {}
+        self._usual: Floats = np.empty(0)
+        """Logarithms of the healthy steps; their middle is nearly 0."""
+
+    def observe(self, ops: Ops) -> tuple[bool, float | None]:
+        """Whether it turned slow or well, and the factor."""
+        factor, changed = None, False
+        now = self._logs(ops)
+        if len(now) and len(self._usual):
+            rise = float(np.median(now) - np.median(self._usual))
+            chance = _spread(self._usual) * _error(len(now), len(self._usual))
+            factor = exp(rise)
+            level = (factor - 1) / (self._config.stage_factor - 1)
+            beyond = rise > self._config.num_sds * chance
+            changed = self.mark.observe(level, beyond_chance=beyond)
+        if self.mark.healthy and self._healthy.add(ops):
+            for kind in KINDS:
+                pairs = [pair for step in self._healthy.steps for pair in step[kind]]
+                if pairs:
+                    self._costs[kind] = fit_op_cost(*zip(*pairs, strict=True))
+            self._usual = np.concatenate([self._logs(step) for step in self._healthy.steps])
+        return changed, factor
+
+    def _logs(self, ops: Ops) -> Floats:
+        """Logarithms of measured over expected seconds."""
+        ratios = [
+            seconds / expected
+            for kind, cost in self._costs.items()
+            for load, seconds in ops[kind]
+            if seconds > 0 and (expected := cost(load)) > 0
+        ]
+        return logs(np.array(ratios, dtype=np.float64))
+
+
+Messages = Sequence[tuple[int, float]]
+"""Bytes and seconds of each."""
+_MOST_FITTED = 128
+"""Messages that a line is fitted to; all pairs of them are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Direction:
+    """What is usual for messages one way."""
+
+    latency_s: float
+    """Of an empty message; the difference of the clocks is in it."""
+    per_byte_s: float
+    middle_s: float
+    """Of what messages take longer than those two say; nearly 0."""
+    spread_s: float
+    count: int
+
+    @classmethod
+    def of(cls, messages: Messages) -> _Direction:
+        latency_s, per_byte_s = _line(messages)
+        over = _residuals(messages, latency_s, per_byte_s)
+        return cls(latency_s, per_byte_s, float(np.median(over)), _spread(over), len(over))
+
+    def excess(self, messages: Messages) -> tuple[float, float]:
+        """By how many seconds these take longer, and the standard deviation of that."""
+        over = _residuals(messages, self.latency_s, self.per_byte_s)
+        chance_s = self.spread_s * _error(len(over), self.count)
+        return float(np.median(over)) - self.middle_s, chance_s
+
+
+class LinkWatch:
+    """Of one link: by how much its messages take longer than their sizes lead to expect."""
+
+    def __init__(self, config: WatchConfig) -> None:
+        self.mark = _Mark(config)
+        self._config = config
+        self._healthy: dict[LinkKind, _Healthy[tuple[Messages, Messages]]] = {}
+        self._usual: dict[LinkKind, list[_Direction]] = {}
+
+    def observe(
+        self, both: tuple[Messages, Messages], whole_s: float, over: LinkKind
+    ) -> tuple[bool, float | None]:
+        """Whether it turned slow or well, and the factor. `whole_s`: F, I and W of a micro-batch
+        on the slower of its stages."""
+        if not all(both):
+            return False, None
+        total_s = math.fsum(map(_median_s, both))
+        level = total_s / (self._config.link_share_at_once * max(whole_s, 1e-9))
+        factor, beyond = None, level > 1
+        usual = self._usual.get(over)
+        if usual is None and self.mark.slow:  # it became so over the other kind
+            usual = next(iter(self._usual.values()), None)
+        if usual is not None:
+            ways = [one.excess(found) for one, found in zip(usual, both, strict=True)]
+            excess_s = math.fsum(excess for excess, _ in ways)
+            factor = total_s / (total_s - excess_s) if total_s > excess_s else math.inf
+            level = max(level, excess_s / (self._config.link_share * max(whole_s, 1e-9)))
+            chance_s = math.sqrt(math.fsum(chance * chance for _, chance in ways))
+            beyond = beyond or excess_s > self._config.num_sds * chance_s
+        changed = self.mark.observe(level, beyond_chance=beyond)
+        healthy = self._healthy.setdefault(over, _Healthy(self._config))
+        if self.mark.healthy and healthy.add(both):
+            self._usual[over] = [
+                _Direction.of([message for step in healthy.steps for message in step[way]])
+                for way in (0, 1)
+            ]
+        return changed, factor
+
+
+def _residuals(messages: Messages, latency_s: float, per_byte_s: float) -> Floats:
+    measured = np.array(messages, dtype=np.float64)
+    return measured[:, 1] - latency_s - per_byte_s * measured[:, 0]
+
+
+def _line(messages: Messages) -> tuple[float, float]:
+    """Seconds at no bytes and per byte: the middle of all slopes between two messages (Theil and
+    Sen), which a quarter of wild times cannot move far."""
+    every = max(math.ceil(len(messages) / _MOST_FITTED), 1)
+    points = np.array(messages[::every], dtype=np.float64)
+    sizes, seconds = points[:, 0], points[:, 1]
+    first, second = np.triu_indices(len(points), 1)
+    apart = sizes[second] - sizes[first]
+    differ = apart != 0
+    slope = 0.0
+    if differ.any():
+        slopes = (seconds[second] - seconds[first])[differ] / apart[differ]
+        slope = max(float(np.median(slopes)), 0.0)
+    return float(np.median(seconds - slope * sizes)), slope
+
+
+def link_of(down: Messages, up: Messages) -> Link:
+    """What these messages say of their link: the mean of both directions, exact for a message of
+    the middle size."""
+    both = (down, up)
+    size = float(np.median([size for size, _ in (*down, *up)]))
+    seconds = math.fsum(map(_median_s, both)) / 2
+    per_byte_s = math.fsum(_line(messages)[1] for messages in both) / 2
+    per_byte_s = min(per_byte_s, seconds / size) if size > 0 else 0.0
+    rate = 1 / per_byte_s if per_byte_s > 0 else math.inf
+    return Link(max(seconds - per_byte_s * size, 0.0), rate)
+
+
+def _spread(values: Floats) -> float:
+    """Standard deviation by the median of the distances from the median."""
+    return 1.4826 * float(np.median(np.abs(values - np.median(values))))
+
+
+def _error(*counts: int) -> float:
+    """The standard deviation of a difference of medians, in that of the values."""
+    return 1.2533 * math.sqrt(math.fsum(1 / count for count in counts))

@@ -1,0 +1,1 @@
+"""Pipeline stages in virtual time."""

@@ -1,0 +1,325 @@
+"""One stage's loop: ask the chooser, run the op, send what it gave, wait for what is missing.
+
+Ops of one kind run in the order of the micro-batches whatever arrives when, so that timing changes
+no bit of a result. A message's number counts those of its direction since the start, over all
+sweeps: what the next sweep sends early is not mistaken for this one's.
+
+    executor.sweep(loads, ops, chooser)         all that there is, in the caller's thread
+
+    sweep = executor.open(ops, chooser)         an open one: in a thread of its own
+    sweep.add(loads)                            micro-batches
+    sweep.forward(scoring, 3)                   forwards of something else, behind them
+    sweep.add(more)                             while the first ones are under way
+    sweep.drain()
+
+All stages make these calls in the same order, so that all send in the same order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rollpacker.pipeline.plan.choosers import Chooser, FixedOrder, Kind, Op, StageState
+from rollpacker.pipeline.plan.work import Load
+from rollpacker.pipeline.stages.clock import StageClock
+from rollpacker.pipeline.stages.cut import Place
+from rollpacker.pipeline.stages.orders import SweepChooser
+from rollpacker.trainer.trainer import TrainerError
+
+TIMEOUT_S = 1800.0
+"""As long as processes wait for one another elsewhere (`sharding.TIMEOUT_S`)."""
+
+
+class Sender(Protocol):
+    """One direction of one border, at its beginning."""
+
+    def send(self, number: int, tensor: Tensor) -> None:
+        """Returns at once; the tensor must not be changed until it is sent."""
+        ...
+
+
+class StageOps(Protocol):
+    """What a sweep does on one stage. Tensors are messages: what came from the neighbour, and what
+    goes to the other one (unused on the last stage going forward, on the first going back)."""
+
+    def forward(self, micro_batch: int, arrived: Tensor | None) -> Tensor | None: ...
+
+    def backward(self, micro_batch: int, arrived: Tensor | None) -> Tensor | None: ...
+
+    def weights(self, micro_batch: int) -> None: ...
+
+
+class Executor:
+    """Of one stage. One thread calls `sweep` and `open`; others may call `arrive` and `fail`."""
+
+    def __init__(
+        self, place: Place, *, timeout_s: float = TIMEOUT_S, clock: StageClock | None = None
+    ) -> None:
+        self.clock = StageClock() if clock is None else clock
+        self._place = place
+        self._timeout_s = timeout_s
+        self._to_next: Sender | None = None
+        self._to_previous: Sender | None = None
+        self._changed = threading.Condition()
+        self._arrived: dict[Kind, deque[Tensor]] = {"F": deque(), "I": deque()}
+        self._num_arrived: dict[Kind, int] = {"F": 0, "I": 0}
+        self._num_sent: dict[Kind, int] = {"F": 0, "I": 0}
+        self._failure: BaseException | None = None
+
+    def connect(self, to_next: Sender | None, to_previous: Sender | None) -> None:
+        """Before the first sweep. None: there is no such stage."""
+        assert (to_next is None) == self._place.is_last
+        assert (to_previous is None) == self._place.is_first
+        self._to_next, self._to_previous = to_next, to_previous
+
+    def arrive(self, kind: Kind, number: int, tensor: Tensor) -> None:
+        """Hidden states ("F") or gradients ("I") are here; in order, each once."""
+        with self._changed:
+            assert number == self._num_arrived[kind], f"{kind} {number} is out of order"
+            self._num_arrived[kind] += 1
+            self._arrived[kind].append(tensor)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing will arrive any more: a sweep that waits, now or later, raises this."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def sweep(self, loads: Sequence[Load], ops: StageOps, chooser: Chooser | None = None) -> None:
+        """All ops of micro-batches of these loads, which the chooser knows. Without one: forward
+        only. Raises `TrainerError` if what is missing does not come, or what `fail` was given."""
+        sweep = Sweep(self, ops, FixedOrder() if chooser is None else chooser)
+        if chooser is not None:
+            sweep.add(loads)
+        elif loads:
+            sweep.scoring = Scoring(ops, len(loads))
+        sweep.state.close()
+        sweep.run()
+
+    def open(self, ops: StageOps, chooser: SweepChooser) -> OpenSweep:
+        """A sweep without micro-batches yet. No other one until it is drained."""
+        return OpenSweep(self, ops, chooser)
+
+    def _run(self, op: Op, ops: StageOps, load: Load | None) -> None:
+        """`load`: for the clock, see there."""
+        if op.kind == "F":
+            arrived = self._take("F", self._place.is_first)
+            with self.clock.op("F", load):
+                left = ops.forward(op.micro_batch, arrived)
+            self._send("F", self._to_next, left)
+        elif op.kind == "I":
+            arrived = self._take("I", self._place.is_last)
+            with self.clock.op("I", load):
+                left = ops.backward(op.micro_batch, arrived)
+            self._send("I", self._to_previous, left)
+        else:
+            with self.clock.op("W", load):
+                ops.weights(op.micro_batch)
+
+    def _take(self, kind: Kind, nothing_comes: bool) -> Tensor | None:
+        if nothing_comes:
+            return None
+        with self._changed:
+            return self._arrived[kind].popleft()
+
+    def _send(self, kind: Kind, sender: Sender | None, tensor: Tensor | None) -> None:
+        if sender is None:
+            return
+        assert tensor is not None, f"{kind} of stage {self._place.index} gave nothing to send"
+        sender.send(self._num_sent[kind], tensor)
+        self._num_sent[kind] += 1
+
+
+@dataclass(slots=True)
+class Scoring:
+    """Forwards without gradients in a sweep: behind those of the micro-batches it has so far, and
+    before any others. They keep nothing, so that they need no chooser: they run as they come."""
+
+    ops: StageOps
+    count: int
+    num_done: int = 0
+
+
+class Sweep:
+    """One sweep of one stage, in whatever thread calls `run`."""
+
+    def __init__(self, executor: Executor, ops: StageOps, chooser: Chooser) -> None:
+        place = executor._place
+        self.state = StageState(stage=place.index, num_stages=place.count)
+        self.scoring: Scoring | None = None
+        self.seconds = 0.0
+        """How long it has run, without the time in which all that there was was done."""
+        self._executor = executor
+        self._place = place
+        self._changed = executor._changed
+        self._ops = ops
+        self._chooser = chooser
+        self._loads: list[Load] = []
+
+    def add(self, loads: Sequence[Load]) -> None:
+        """Micro-batches of these come next."""
+        self._loads += loads
+        self.state.add([load.tokens for load in loads])
+
+    def run(self) -> None:
+        """Until it is closed and everything is done. Raises as `Executor.sweep` does."""
+        started_s = time.perf_counter()
+        try:
+            while (found := self._next_op()) is not None:
+                op, ops = found
+                is_scored = self.scoring is not None and ops is self.scoring.ops
+                load = None if is_scored else self._loads[op.micro_batch]
+                self._executor._run(op, ops, load)
+                self._done(op, ops)
+        finally:
+            self.seconds += time.perf_counter() - started_s
+            self._executor.clock.swept(self.seconds)
+
+    def _next_op(self) -> tuple[Op, StageOps] | None:
+        timeout_s = self._executor._timeout_s
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                self._count_arrived()
+                if (found := self._ready_op()) is not None:
+                    return found
+                if self._nothing_left and self.state.closed:
+                    return None
+                if self._executor._failure is not None:
+                    raise self._executor._failure
+                if self._nothing_left:
+                    since = time.perf_counter()
+                    self._changed.wait()
+                    self.seconds -= time.perf_counter() - since
+                    until = time.monotonic() + timeout_s
+                elif not self._changed.wait(until - time.monotonic()):
+                    raise TrainerError(
+                        f"nothing has reached pipeline stage {self._place.index} for "
+                        f"{timeout_s:g} s, after {self._progress()}"
+                    )
+
+    def _ready_op(self) -> tuple[Op, StageOps] | None:
+        """Scoring comes first where it may: somebody waits for it."""
+        scoring, state = self.scoring, self.state
+        is_here = self._place.is_first or self._executor._arrived["F"]
+        if scoring is not None and state.num_f == len(state.tokens) and is_here:
+            return Op("F", scoring.num_done), scoring.ops
+        op = self._chooser.choose(state)
+        return None if op is None else (op, self._ops)
+
+    def _done(self, op: Op, ops: StageOps) -> None:
+        with self._changed:
+            scoring = self.scoring
+            if scoring is not None and ops is scoring.ops:
+                scoring.num_done += 1
+                if scoring.num_done == scoring.count:
+                    self.scoring = None
+            else:
+                self.state.done(op)
+            self._changed.notify_all()
+
+    @property
+    def _nothing_left(self) -> bool:
+        """Of what it knows."""
+        return self.scoring is None and self.state.num_w == len(self.state.tokens)
+
+    def _count_arrived(self) -> None:
+        """What arrived beyond these micro-batches is for what comes after them."""
+        state, arrived = self.state, self._executor._arrived
+        here = min(state.num_f + len(arrived["F"]), len(state.tokens))
+        while not self._place.is_first and state.num_f_arrived < here:
+            state.arrive("F")
+        here = min(state.num_i + len(arrived["I"]), len(state.tokens))
+        while not self._place.is_last and state.num_i_arrived < here:
+            state.arrive("I")
+
+    def _progress(self) -> str:
+        state, scoring = self.state, self.scoring
+        done = f"F{state.num_f} I{state.num_i} W{state.num_w} of {len(state.tokens)} micro-batches"
+        scored = "" if scoring is None else f" and {scoring.num_done} of {scoring.count} scored"
+        return done + scored
+
+
+class OpenSweep:
+    """A sweep in a thread of its own, which goes on between the calls. One thread makes them.
+
+    What goes wrong in it is raised by the next call, and by the one that waits: `TrainerError` if
+    what is missing does not come, what `Executor.fail` was given, or an op's own error.
+    """
+
+    def __init__(self, executor: Executor, ops: StageOps, chooser: SweepChooser) -> None:
+        self._sweep = Sweep(executor, ops, chooser)
+        self._chooser = chooser
+        self._changed = executor._changed
+        self._error: BaseException | None = None
+        # Both are a thread's own.
+        on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+        self._device = torch.cuda.current_device() if on_cuda else None
+        self._num_threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
+        self._thread.start()
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran, once drained; without the time in which it had nothing to do."""
+        return self._sweep.seconds
+
+    def add(self, loads: Sequence[Load]) -> None:
+        """Micro-batches of these loads come next. Returns when the forwards of those before are
+        done, so that one call's wait while another's are under way. Raises what the chooser does,
+        too, which is told of them while the sweep goes on and asks it about those before."""
+        state = self._sweep.state
+        self._chooser.add(loads)  # it may ask the other stages, which need this one's ops meanwhile
+        with self._changed:
+            self._check()
+            before = len(state.tokens)
+            self._sweep.add(loads)
+            self._changed.notify_all()
+            self._wait(lambda: state.num_f >= before)
+
+    def forward(self, ops: StageOps, count: int) -> None:
+        """Forwards without gradients, as soon as those of the micro-batches so far are done, which
+        takes no backward but for what the chooser waits for. Returns when they are done."""
+        if count == 0:
+            return
+        with self._changed:
+            self._check()
+            self._sweep.scoring = Scoring(ops, count)
+            self._changed.notify_all()
+            self._wait(lambda: self._sweep.scoring is None)
+
+    def drain(self) -> None:
+        """Returns when everything is done. No call comes after it."""
+        with self._changed:
+            self._sweep.state.close()
+            self._changed.notify_all()
+        self._thread.join()
+        self._check()
+
+    def _run(self) -> None:
+        try:
+            torch.set_num_threads(self._num_threads)
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            self._sweep.run()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _wait(self, holds: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: holds() or self._error is not None)
+        self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error

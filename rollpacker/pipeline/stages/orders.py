@@ -1,0 +1,163 @@
+"""What `train.pipeline.order` says: a chooser for each sweep of a stage."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from rollpacker.pipeline.plan.choosers import (
+    ORDERS,
+    Chooser,
+    FixedOrder,
+    Op,
+    Order,
+    ReadyFirst,
+    StageState,
+    live_token_caps,
+)
+from rollpacker.pipeline.plan.order import orders_from_csv, orders_to_csv, peak_live_tokens
+from rollpacker.pipeline.plan.plan import plan_order
+from rollpacker.pipeline.plan.work import Load, Measured, Work
+from rollpacker.pipeline.stages.cut import Place
+from rollpacker.pipeline.stages.peers import Peers
+from rollpacker.trainer.trainer import PipelineConfig, TrainerError
+
+DIGEST_BYTES = 6
+"""Of a plan's digest: a number that stages can tell each other as a float, exactly."""
+
+
+class SweepChooser(Chooser, Protocol):
+    """Of one stage, for one sweep, whose micro-batches it is told of before they are there."""
+
+    def add(self, loads: Sequence[Load]) -> None:
+        """Micro-batches of these loads come next. A joint call of all stages. Raises `ValueError`
+        if one can never run."""
+        ...
+
+
+NewChooser = Callable[[Measured], SweepChooser]
+"""This stage's, for a sweep that begins, while the stages are known to cost this."""
+
+
+class Orders:
+    """Makes this stage's choosers. Plans are made on every stage, from the same; before one runs,
+    the stages compare what came out."""
+
+    def __init__(
+        self, place: Place, config: PipelineConfig, *, peers: Peers, csv: str | None = None
+    ) -> None:
+        """`csv`: what the file holds that `config.order` names, if it names one. Raises
+        `ValueError` as `orders_from_csv` does."""
+        self._place = place
+        self._config = config
+        self._peers = peers
+        assert (csv is None) == (config.order in ORDERS), "a file's content goes with its name"
+        self._of_file = [] if csv is None else orders_from_csv(csv, num_stages=place.count)
+
+    def new_chooser(self, measured: Measured) -> SweepChooser:
+        """See `NewChooser`."""
+        if self._config.order == "ready":
+            return Ready(self._place, self._config)
+        return Planned(self._place, partial(self._plan, measured))
+
+    def _plan(self, measured: Measured, loads: Sequence[Load]) -> Sequence[Order]:
+        """The orders of all stages. A joint call of them."""
+        caps = live_token_caps(
+            self._config.live_tokens,
+            num_stages=self._place.count,
+            longest=max((load.tokens for load in loads), default=0),
+        )
+        if self._of_file:
+            orders: Sequence[Order] = self._orders_for(len(loads))
+        else:
+            work = Work.of(measured.stages, loads, bytes_per_token=measured.bytes_per_token)
+            orders = plan_order(self._config.order, work, measured.links, caps=caps)
+        self._check_room(orders, loads, caps)
+        self._compare(orders)
+        return orders
+
+    def _orders_for(self, num_micro_batches: int) -> Sequence[Order]:
+        planned = len(self._of_file[0]) // 3
+        if num_micro_batches == 1:  # as where a loss that is not finite is looked for
+            return [(Op("F", 0), Op("I", 0), Op("W", 0))] * self._place.count
+        if num_micro_batches != planned:
+            raise ValueError(
+                f"train.pipeline.order={self._config.order} is a plan for {planned} micro-batches, "
+                f"and a sweep has {num_micro_batches} of them: how many there are is up to "
+                "train.micro_batch_tokens (at 1, each response is one) and to the number of "
+                "responses; or take a plan for as many, or train.pipeline.order=ready"
+            )
+        return self._of_file
+
+    def _check_room(
+        self, orders: Sequence[Order], loads: Sequence[Load], caps: Sequence[int]
+    ) -> None:
+        tokens = [load.tokens for load in loads]
+        for stage, (order, cap) in enumerate(zip(orders, caps, strict=True)):
+            needed = peak_live_tokens(order, tokens)
+            if needed > cap:
+                raise ValueError(
+                    f"train.pipeline.order={self._config.order} keeps activations of {needed} "
+                    f"tokens on stage {stage}, and train.pipeline.live_tokens="
+                    f"{self._config.live_tokens} leaves room for {cap}: set it to {needed}, or "
+                    "take order=ready, which heeds it"
+                )
+
+    def _compare(self, orders: Sequence[Order]) -> None:
+        digest = hashlib.sha256(orders_to_csv(orders).encode()).digest()[:DIGEST_BYTES]
+        found = self._peers.gather([float(int.from_bytes(digest))])
+        others = [str(stage) for stage, one in enumerate(found) if one != found[0]]
+        if others:
+            raise TrainerError(
+                f"pipeline stages planned different sweeps (train.pipeline.order="
+                f"{self._config.order}): stage {', '.join(others)} another one than stage 0. They "
+                "must be given the same samples, and run the same version; train.pipeline.order="
+                "ready plans nothing"
+            )
+
+
+class Ready:
+    """What is ready, under the cap of live tokens."""
+
+    def __init__(self, place: Place, config: PipelineConfig) -> None:
+        self._place = place
+        self._cap = config.live_tokens
+        self._longest = 0
+        self._chooser = ReadyFirst(place.index)
+
+    def add(self, loads: Sequence[Load]) -> None:
+        """See `SweepChooser`."""
+        self._longest = max([self._longest, *(load.tokens for load in loads)])
+        caps = live_token_caps(self._cap, num_stages=self._place.count, longest=self._longest)
+        cap = caps[self._place.index]
+        # It remembers nothing, so that another one may go on in its place.
+        self._chooser = ReadyFirst(self._place.index, caps=[None] * self._place.index + [cap])
+
+    def choose(self, state: StageState) -> Op | None:
+        """See `Chooser`."""
+        return self._chooser.choose(state)
+
+
+class Planned:
+    """The next op of a plan. Micro-batches that come while a sweep is open are planned for
+    themselves, and run after the others."""
+
+    def __init__(self, place: Place, plan: Callable[[Sequence[Load]], Sequence[Order]]) -> None:
+        """`plan`: the orders of all stages."""
+        self._place = place
+        self._plan = plan
+        self._count = 0
+        self._fixed = FixedOrder()
+
+    def add(self, loads: Sequence[Load]) -> None:
+        """See `SweepChooser`. Also raises `TrainerError` if stages planned differently."""
+        if loads:
+            order = self._plan(loads)[self._place.index]
+            self._fixed.extend([Op(op.kind, op.micro_batch + self._count) for op in order])
+            self._count += len(loads)
+
+    def choose(self, state: StageState) -> Op | None:
+        """See `Chooser`."""
+        return self._fixed.choose(state)

@@ -1,0 +1,197 @@
+"""What the run's own process knows of its trainer's pipeline, and tells the ranks between steps.
+
+    ranks --StageTimes--> Overseer --> the log: which link or stage has turned slow, or well again
+                                   --> Arrangement: which links to use, what all of it costs
+
+It outlives the ranks: others in their place are told the same. Light: no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rollpacker.pipeline.plan.choosers import KINDS
+from rollpacker.pipeline.plan.link_choice import LinkChoice, LinkKind
+from rollpacker.pipeline.plan.watch import Finding, PipelineWatch, SweepTimes, link_of
+from rollpacker.pipeline.plan.work import Measured, fit_stage_cost
+from rollpacker.pipeline.stages.times import StageTimes
+from rollpacker.trainer.trainer import PipelineConfig
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "perf/pipeline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """What all ranks of a pipeline are told."""
+
+    links: LinkKind
+    measured: Measured | None
+    """None: nothing was measured yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A finding, of the pipeline that the shards of this number are."""
+
+    version: int
+    """Of the weights that the step made."""
+    shard: int
+    finding: Finding
+
+
+def first_arrangement(config: PipelineConfig) -> Arrangement:
+    """As ranks begin."""
+    return Arrangement(links="direct" if config.links == "auto" else config.links, measured=None)
+
+
+class Overseer:
+    """Of one trainer, whose ranks are [stages, shards]. Each shard's pipeline has links of its own
+    and is watched for itself: one slow link holds up all."""
+
+    def __init__(self, config: PipelineConfig, num_shards: int) -> None:
+        self.arrangement = first_arrangement(config)
+        """Of the next step."""
+        self.found: list[Found] = []
+        """All so far."""
+        self._choice = LinkChoice() if config.links == "auto" else None
+        self._num_stages = config.stages
+        self._watches = [PipelineWatch(config.stages) for _ in range(num_shards)]
+
+    def observe(self, version: int, times: Sequence[StageTimes]) -> dict[str, float]:
+        """After an update: what each rank measured, by rank. Returns the step's metrics."""
+        stages = [times[at : at + len(self._watches)] for at in self._places(times)]
+        used = self.arrangement.links
+        for shard, watch in enumerate(self._watches):
+            sweep = sweep_times([shards[shard] for shards in stages], used)
+            for finding in watch.observe(sweep):
+                self._tell(Found(version=version, shard=shard, finding=finding))
+        self._arrange(
+            _measured(stages) or self.arrangement.measured,
+            direct_lost=any(one.direct_lost for one in times),
+        )
+        return self._metrics(stages, used)
+
+    def of_layout(self, config: PipelineConfig, *, same_places: bool) -> Overseer:
+        """For the ranks of another layout of as many stages. Between the same places, what is usual
+        of links is known still; which kind is used stays in any case."""
+        assert config.stages == self._num_stages
+        found = Overseer(config, len(self._watches))
+        found.found += self.found
+        found._choice = self._choice
+        found.arrangement = Arrangement(links=self.arrangement.links, measured=None)
+        if same_places:
+            for new, old in zip(found._watches, self._watches, strict=True):
+                new.take_links(old)
+        return found
+
+    @property
+    def slow_links(self) -> set[int]:
+        """Of any shard."""
+        return {number for watch in self._watches for number in watch.slow_links}
+
+    @property
+    def slow_links_of_shards(self) -> set[tuple[int, int]]:
+        """Each as shard and link."""
+        watches = enumerate(self._watches)
+        return {(shard, number) for shard, watch in watches for number in watch.slow_links}
+
+    @property
+    def slow_stages(self) -> set[int]:
+        """Of any shard."""
+        return {number for watch in self._watches for number in watch.slow_stages}
+
+    def _places(self, times: Sequence[StageTimes]) -> range:
+        places = range(0, len(times), len(self._watches))
+        assert [times[at].stage for at in places] == list(range(self._num_stages))
+        return places
+
+    def _tell(self, found: Found) -> None:
+        self.found.append(found)
+        finding = found.finding
+        level = logging.WARNING if finding.slow else logging.INFO
+        shard = "" if len(self._watches) == 1 else f", shard {found.shard}"
+        logger.log(level, "after step %d%s: pipeline %s", found.version, shard, finding)
+
+    def _arrange(self, measured: Measured | None, *, direct_lost: bool) -> None:
+        links = self.arrangement.links
+        if self._choice is not None:
+            links = self._choice.observe(self.slow_links, direct_lost=direct_lost)
+        if links != self.arrangement.links:
+            why = "all have been well for a while" if links == "direct" else "one is slow"
+            logger.warning("from the next step on, pipeline stages use %s links: %s", links, why)
+        self.arrangement = Arrangement(links=links, measured=measured)
+
+    def _metrics(self, stages: Sequence[Sequence[StageTimes]], used: LinkKind) -> dict[str, float]:
+        everybodys = [one for shards in stages for one in shards]
+        busy_s, waiting_s = _busy_s(everybodys), math.fsum(one.waiting_s for one in everybodys)
+        metrics = {f"{PREFIX}/host_links": float(used == "host")}
+        if busy_s:
+            metrics[f"{PREFIX}/bubble_ratio"] = waiting_s / (busy_s + waiting_s)
+        for number, shards in enumerate(stages):
+            name = f"{PREFIX}/stage_{number}"
+            own_s, all_s = _busy_s(shards), _busy_s(shards) + sum(s.waiting_s for s in shards)
+            metrics[f"{name}/layers"] = float(shards[0].num_layers)
+            metrics[f"{name}/busy_s"] = own_s / len(shards)
+            metrics[f"{name}/busy_ratio"] = own_s / all_s if all_s else 0.0
+            metrics[f"{name}/live_tokens/max"] = float(max(s.peak_live_tokens for s in shards))
+            metrics[f"{name}/slow"] = float(number in self.slow_stages)
+        for number in range(self._num_stages - 1):
+            name = f"{PREFIX}/link_{number}"
+            ways = _pooled(stages, number)
+            if all(ways):
+                both = math.fsum(statistics.median(s for _, s in way) for way in ways)
+                metrics[f"{name}/message_s"] = both / 2
+            metrics[f"{name}/slow"] = float(number in self.slow_links)
+        return metrics
+
+
+def sweep_times(stages: Sequence[StageTimes], over: LinkKind) -> SweepTimes:
+    """Of one pipeline, by stage."""
+    return SweepTimes(
+        ops=[stage.ops for stage in stages],
+        down=[stage.from_previous for stage in stages[1:]],
+        up=[stage.from_next for stage in stages[:-1]],
+        over=over,
+    )
+
+
+def _measured(stages: Sequence[Sequence[StageTimes]]) -> Measured | None:
+    """Of all shards together. None: of some stage or link there is nothing."""
+    messages = [_pooled(stages, number) for number in range(len(stages) - 1)]
+    ops = [
+        {kind: [pair for s in shards for pair in s.ops[kind]] for kind in KINDS}
+        for shards in stages
+    ]
+    if not (all(map(all, messages)) and all(map(all, (of.values() for of in ops)))):
+        return None
+    num_bytes = [size for down, _ in messages for size, _ in down]
+    tokens = [load.tokens for of in ops[1:] for load, _ in of["F"]]
+    return Measured(
+        stages=tuple(
+            fit_stage_cost(
+                {kind: ([x for x, _ in of[kind]], [s for _, s in of[kind]]) for kind in of}
+            )
+            for of in ops
+        ),
+        links=tuple(link_of(*both) for both in messages),
+        bytes_per_token=statistics.fmean(num_bytes) / max(statistics.fmean(tokens), 1.0),
+    )
+
+
+Messages = list[tuple[int, float]]
+
+
+def _pooled(stages: Sequence[Sequence[StageTimes]], link: int) -> tuple[Messages, Messages]:
+    """All shards' messages down and up a link."""
+    down = [message for shard in stages[link + 1] for message in shard.from_previous]
+    return down, [message for shard in stages[link] for message in shard.from_next]
+
+
+def _busy_s(shards: Iterable[StageTimes]) -> float:
+    return math.fsum(one.busy_s for one in shards)

@@ -1,0 +1,326 @@
+"""Sweeps through a model in stages: `Passes` as one stage's rank runs them.
+
+Every stage is given the same rows and samples, so that all plan the same micro-batches. The first
+one uses their tokens, the last one all else: the losses are made there, as of a whole model.
+Several models (policy, reference, critic) go through together, micro-batch by micro-batch.
+
+A sweep with gradients stays open from one call to the next, and `finish` ends it. Its ops run in a
+thread of its own. Whatever ranks must do together (gathering parameters, agreeing, summing) is done
+by the thread that makes the calls, before and after it, so that all do it in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollpacker.pipeline.plan.work import Load
+from rollpacker.pipeline.stages.crossing import Crossing, Passage
+from rollpacker.pipeline.stages.cut import Place
+from rollpacker.pipeline.stages.deferred import DeferredWeights, Products, compute
+from rollpacker.pipeline.stages.executor import Executor, OpenSweep
+from rollpacker.pipeline.stages.orders import SweepChooser
+from rollpacker.pipeline.stages.staged import StagedPolicy
+from rollpacker.trainer.batches import Batcher
+from rollpacker.trainer.losses import Losses, no_losses
+from rollpacker.trainer.micro_batch import MicroBatch, Row, row_length, row_of
+from rollpacker.trainer.model_set import ModelSet
+from rollpacker.trainer.passes import Look, LossFunction, note_micro_batch, token_scores
+from rollpacker.trainer.sharding import Shards, gathered, same_number, sum_in_full_precision
+from rollpacker.trainer.step_sums import StepSums
+from rollpacker.trainer.trainer import ScoreRequest, TokenScores, TrainSample
+from rollpacker.warn_once import WarnOnce
+
+logger = logging.getLogger(__name__)
+
+
+class StagedPasses:
+    """Meets `Passes` with one stage of each model. `score` answers on the last stage alone; the
+    others return an empty list."""
+
+    def __init__(
+        self,
+        models: ModelSet,
+        batcher: Batcher,
+        *,
+        place: Place,
+        crossing: Crossing,
+        executor: Executor,
+        new_chooser: Callable[[], SweepChooser],
+        shards: Shards | None,
+    ) -> None:
+        assert isinstance(models.policy, StagedPolicy)
+        self._models = models
+        self._batcher = batcher
+        self._place = place
+        self._crossing = crossing
+        self._executor = executor
+        self._new_chooser = new_chooser
+        self._shards = shards
+        self._open: _Open | None = None
+        self._flops = models.policy.flops
+        self._warn_once = WarnOnce(logger)
+        self._trained = [one for one in (models.policy, models.critic) if one is not None]
+        self._deferred = DeferredWeights()
+        for module in self._trained:
+            self._deferred.attach(module)
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
+        """See `Passes`."""
+        rows = [row_of(request) for request in requests]
+        plan = self._plan(rows)
+        scoring = _Scoring(self._models, self._crossing, self._place, [b for _, b in plan])
+        if self._open is not None:
+            self._open.sweep.forward(scoring, len(plan))
+        else:
+            with self._batcher.attention(), self._gathered():
+                self._executor.sweep([load_of(batch) for _, batch in plan], scoring)
+        if not self._place.is_last:
+            return []
+        scores: dict[int, TokenScores] = {}
+        for (places, batch), columns in zip(plan, scoring.columns, strict=True):
+            scores |= zip(places, token_scores(columns, batch), strict=True)
+        return [scores[place] for place in range(len(requests))]
+
+    def differentiate(
+        self,
+        samples: Sequence[TrainSample],
+        losses: LossFunction,
+        *,
+        factor: float,
+        gradient_factor: float,
+        sums: StepSums,
+        look: Look | None = None,
+    ) -> bool | None:
+        """See `Passes`. Only the last stage knows whether losses were finite, and of `sums` the
+        others add their time alone. With `look` every micro-batch is a sweep of its own."""
+        rows = [row_of(sample) for sample in samples]
+        work = [
+            _Work(
+                batch=batch,
+                samples=[samples[place] for place in places],
+                losses_of=losses,
+                factor=factor,
+                gradient_factor=gradient_factor,
+            )
+            for places, batch in self._plan(rows)
+        ]
+        if look is not None:
+            return self._watched(work, sums, look)
+        if self._open is None:
+            self._open = self._opened(sums)
+        self._open.ops.work += work
+        try:
+            self._open.sweep.add([load_of(one.batch) for one in work])
+        except BaseException:  # they will not run
+            del self._open.ops.work[len(self._open.ops.work) - len(work) :]
+            raise
+        return None
+
+    def rescale(self, factor: float) -> bool:
+        """See `Passes`."""
+        for one in () if self._open is None else self._open.ops.work:
+            one.factor *= factor
+        return self._open is None
+
+    def finish(self) -> bool:
+        """See `Passes`."""
+        if self._open is None:
+            return True
+        ended, self._open = self._open, None
+        with ended.around:
+            ended.sweep.drain()
+        ended.sums.seconds += ended.sweep.seconds
+        self._warn_of_few(len(ended.ops.work))
+        return self._note(ended.ops.work, ended.sums)
+
+    def differentiate_nothing(self) -> None:
+        """See `Passes`. Each stage does it alone, with hidden states and gradients of zero."""
+        ops = _Training(self, [_Work(batch=self._batcher.filler(), samples=[])])
+        self._deferred.is_on = False
+        try:
+            with self._batcher.attention(), self._models.for_backward():
+                ops.forward(0, None)
+                ops.backward(0, None)
+        finally:
+            self._deferred.is_on = True
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        return gathered([*self._trained, *self._models.frozen])
+
+    def _plan(self, rows: Sequence[Row]) -> list[tuple[list[int], MicroBatch]]:
+        plan = self._batcher.plan([row_length(row) for row in rows])
+        return [(places, self._batcher.batch([rows[place] for place in places])) for places in plan]
+
+    def _opened(self, sums: StepSums) -> _Open:
+        """What stays until `finish`: whole parameters, and how the models are called."""
+        ops = _Training(self, [])
+        with ExitStack() as around:
+            around.enter_context(self._batcher.attention())
+            around.enter_context(self._models.for_backward())
+            around.enter_context(self._gathered())
+            sweep = self._executor.open(ops, self._new_chooser())
+            return _Open(sweep=sweep, ops=ops, sums=sums, around=around.pop_all())
+
+    def _watched(self, work: Sequence[_Work], sums: StepSums, look: Look) -> bool:
+        """As many sweeps as of the rank that has most."""
+        finite = True
+        for number in range(same_number(len(work), self._shards)):
+            one = list(work[number : number + 1])
+            loads = [load_of(single.batch) for single in one]
+            chooser = self._new_chooser()
+            chooser.add(loads)
+            started = time.perf_counter()
+            with self._batcher.attention(), self._models.for_backward(), self._gathered():
+                self._executor.sweep(loads, _Training(self, one), chooser)
+            sums.seconds += time.perf_counter() - started
+            finite = self._note(one, sums) and finite
+            found = one[0].found if one else None
+            samples = one[0].samples if found is not None else []
+            look(_nothing_found() if found is None else found, samples)
+        return finite
+
+    def _note(self, work: Sequence[_Work], sums: StepSums) -> bool:
+        """Add what the losses said. Whether all were finite."""
+        finite = True
+        for one in work if self._place.is_last else ():
+            assert one.found is not None
+            finite = finite and one.found.finite
+            note_micro_batch(sums, one.batch, one.samples, one.found, one.factor, self._flops)
+        return finite
+
+    def _warn_of_few(self, count: int) -> None:
+        stages = self._place.count
+        if 0 < count < stages and self._place.is_first:
+            self._warn_once(
+                "%d micro-batch%s for %d pipeline stages: each idles for at least %.0f %% of such "
+                "a sweep; lower train.micro_batch_tokens or train.pipeline.stages",
+                *(count, "" if count == 1 else "es", stages),
+                100 * (stages - 1) / (stages - 1 + count),
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """One micro-batch of a sweep with gradients, and what is kept of it between its ops."""
+
+    batch: MicroBatch
+    samples: list[TrainSample]
+    losses_of: LossFunction | None = None
+    """None: of a filler."""
+    factor: float = 1.0
+    gradient_factor: float = 0.0
+    passage: Passage | None = None
+    losses: Sequence[Tensor] = ()
+    found: Losses | None = None
+    products: Products | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Open:
+    """A sweep that takes more."""
+
+    sweep: OpenSweep
+    ops: _Training
+    sums: StepSums
+    around: ExitStack
+    """Closed when it has ended."""
+
+
+class _Scoring:
+    """`StageOps` of a sweep without gradients."""
+
+    def __init__(
+        self,
+        models: ModelSet,
+        crossing: Crossing,
+        place: Place,
+        batches: Sequence[MicroBatch],
+    ) -> None:
+        self._models, self._crossing, self._place = models, crossing, place
+        self._batches = batches
+        self.columns: list[dict[str, Tensor]] = []
+
+    def forward(self, micro_batch: int, arrived: Tensor | None) -> Tensor | None:
+        passage = self._crossing.begin(arrived)
+        columns = self._models.scores(self._batches[micro_batch])
+        if not self._place.is_last:
+            return passage.message()
+        self.columns.append(columns)
+        return None
+
+    def backward(self, micro_batch: int, arrived: Tensor | None) -> Tensor | None:
+        raise AssertionError("a sweep without gradients")
+
+    def weights(self, micro_batch: int) -> None:
+        raise AssertionError("a sweep without gradients")
+
+
+class _Training:
+    """`StageOps` of a sweep with gradients. `work` may grow while it runs."""
+
+    def __init__(self, passes: StagedPasses, work: list[_Work]) -> None:
+        self.work = work
+        self._models, self._crossing = passes._models, passes._crossing
+        self._place, self._deferred = passes._place, passes._deferred
+        self._trained = passes._trained
+
+    def forward(self, micro_batch: int, arrived: Tensor | None) -> Tensor | None:
+        work = self.work[micro_batch]
+        work.passage = self._crossing.begin(arrived)
+        outputs = self._models.outputs(work.batch)
+        if not self._place.is_last:
+            return work.passage.message()
+        if work.losses_of is None:
+            work.losses = no_losses(outputs).losses
+        else:
+            found = work.losses_of(outputs, work.samples)
+            work.losses = [loss * work.gradient_factor for loss in found.losses]
+            work.found = found.detached()
+        return None
+
+    def backward(self, micro_batch: int, arrived: Tensor | None) -> Tensor | None:
+        work = self.work[micro_batch]
+        passage = work.passage
+        assert passage is not None
+        with self._deferred.collected() as products:
+            if self._place.is_last:
+                for loss in work.losses:
+                    loss.backward()  # type: ignore[no-untyped-call]  # torch's
+            else:
+                passage.backward(arrived)
+        # The graph is gone; what W needs is among the products.
+        work.passage, work.losses, work.products = None, (), products
+        return None if self._place.is_first else passage.gradient_message()
+
+    def weights(self, micro_batch: int) -> None:
+        products = self.work[micro_batch].products
+        assert products is not None
+        compute(products)
+        for module in self._trained:
+            sum_in_full_precision(module)
+
+
+def load_of(batch: MicroBatch) -> Load:
+    """What there is to compute in it."""
+    return Load.of(batch.lengths, sum(batch.num_targets))
+
+
+def _nothing_found() -> Losses:
+    """What a stage that makes no losses says of them."""
+    none = torch.zeros(0)
+    return Losses(
+        losses=[torch.zeros(())],
+        per_token=none,
+        entropy=none,
+        log_ratio=none,
+        update_log_ratio=None,
+        sums={},
+        value_sums={},
+    )

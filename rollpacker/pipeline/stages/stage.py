@@ -1,0 +1,255 @@
+"""One stage of a trainer's pipeline: which part of every model its rank has, how its sweeps run,
+and what all stages decide as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rollpacker.pipeline.links.link import ArrivalTimes
+from rollpacker.pipeline.plan.choosers import Kind
+from rollpacker.pipeline.plan.link_choice import LinkKind
+from rollpacker.pipeline.plan.split import layers_of_stages
+from rollpacker.pipeline.plan.work import Measured
+from rollpacker.pipeline.stages.crossing import Crossing
+from rollpacker.pipeline.stages.cut import Place, Tied, num_layers_of
+from rollpacker.pipeline.stages.executor import Executor
+from rollpacker.pipeline.stages.expected import expected, expected_budget
+from rollpacker.pipeline.stages.orders import NewChooser, SweepChooser
+from rollpacker.pipeline.stages.overseer import Arrangement
+from rollpacker.pipeline.stages.passes import StagedPasses
+from rollpacker.pipeline.stages.peers import Peers
+from rollpacker.pipeline.stages.round_trips import round_trips
+from rollpacker.pipeline.stages.staged import StagedCritic, StagedPolicy
+from rollpacker.pipeline.stages.times import StageTimes
+from rollpacker.trainer.batches import Batcher, Packs
+from rollpacker.trainer.critic import Critic
+from rollpacker.trainer.flops import FlopModel
+from rollpacker.trainer.frozen import FrozenPolicy
+from rollpacker.trainer.model_set import ModelSet
+from rollpacker.trainer.policy import Policy
+from rollpacker.trainer.sharding import Shards
+from rollpacker.trainer.trained import Trained
+from rollpacker.weights.host_store import local
+
+SENT_OF_WEIGHTS = 3
+"""A step gathers them for two sweeps, and adds up their gradients."""
+
+
+class Links(Protocol):
+    """A stage's, to its neighbours."""
+
+    def use(self, kind: LinkKind) -> None:
+        """From the next message on. A joint call of all ranks, with nothing on its way."""
+        ...
+
+    @property
+    def direct_lost(self) -> bool:
+        """A direct link was lost while it was not in use."""
+        ...
+
+    def arrivals(self) -> Mapping[Kind, Sequence[ArrivalTimes]]:
+        """Take the records of messages since the last call, numbered since the start."""
+        ...
+
+
+class Stage:
+    """`layers`: how many of the policy's layers each stage has. Without them, and of a model with
+    another number of layers, stages have about the same work. `shards`: the processes of this
+    stage, if the network between them is to be timed."""
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        layers: Sequence[int] = (),
+        peers: Peers,
+        executor: Executor,
+        new_chooser: NewChooser,
+        links: Links | None = None,
+        shards: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.place = place
+        self._layers = tuple(layers)
+        self._peers = peers
+        self._executor = executor
+        self._new_chooser = new_chooser
+        self._links = links
+        self._shards = shards
+        self._num_bytes = 0
+        """Of the policy's weights here."""
+        self._head_layers = 0.0
+        self._crossing = Crossing()
+        self.measured: Measured | None = None
+        """What the pipeline costs, as this stage was told last; the same on all."""
+        self._expected: Measured | None = None
+        """The same before anything is measured, from the policy on."""
+
+    # -- its part of the models ------------------------------------------------------------
+
+    def policy(self, whole: Policy) -> StagedPolicy:
+        """Cuts the policy's model in place. Raises `ValueError` as `cut` does."""
+        self._layers = self._layers or self._balanced(whole.model)
+        number = num_layers_of(whole.model)
+        staged = StagedPolicy(whole, self.place, self._layers, self._crossing)
+        flops = staged.flops
+        self._head_layers = flops.output * number / max(flops.body, 1.0)
+        self._num_bytes = sum(p.numel() * p.element_size() for p in staged.parameters())
+        self._expected = expected(flops, self._layers)
+        return staged
+
+    def critic(self, whole: Critic) -> StagedCritic:
+        """The same for a critic, after the policy."""
+        return StagedCritic(whole, self.place, self._layers_of(whole.model), self._crossing)
+
+    def frozen(self, whole: FrozenPolicy) -> FrozenPolicy:
+        """The same for a teacher, after the policy."""
+        layers = self._layers_of(whole.policy.model)
+        return FrozenPolicy(StagedPolicy(whole.policy, self.place, layers, self._crossing))
+
+    def passes(self, models: ModelSet, batcher: Batcher, shards: Shards | None) -> StagedPasses:
+        """Of models that went through the calls above."""
+        return StagedPasses(
+            models,
+            batcher,
+            place=self.place,
+            crossing=self._crossing,
+            executor=self._executor,
+            new_chooser=self._chooser,
+            shards=shards,
+        )
+
+    def budget(self, lengths: Sequence[int], packs: Packs, *, most_tokens: int) -> int:
+        """Of a micro-batch, for a sweep over rows of these lengths, after the policy. It is the
+        same in every run: no measurement has a part in it."""
+        assert self._expected is not None
+        return expected_budget(lengths, self._expected, most_tokens=most_tokens, packs=packs)
+
+    def _chooser(self) -> SweepChooser:
+        known = self.measured or self._expected
+        assert known is not None
+        return self._new_chooser(known)
+
+    def _layers_of(self, model: nn.Module) -> tuple[int, ...]:
+        if num_layers_of(model) == sum(self._layers):
+            return self._layers
+        return self._balanced(model)
+
+    def _balanced(self, model: nn.Module) -> tuple[int, ...]:
+        number, flops = num_layers_of(model), FlopModel.of(model)
+        # As if every token were predicted: in reinforcement learning most are.
+        of_layer = max(flops.body, 1.0) / number
+        return layers_of_stages(
+            (),
+            num_layers=number,
+            num_stages=self.place.count,
+            layer_work=of_layer,
+            last_work=flops.output,
+        )
+
+    # -- between two steps -----------------------------------------------------------------
+
+    def arrange(self, arrangement: Arrangement) -> None:
+        """What holds from now on. A joint call of all ranks."""
+        self.measured = arrangement.measured
+        if self._links is not None:
+            self._links.use(arrangement.links)
+
+    def take_times(self) -> StageTimes:
+        """What was measured since the last call."""
+        arrivals = {} if self._links is None else self._links.arrivals()
+        place = self.place.index
+        times = replace(
+            self._executor.clock.take(place, self._layers[place], arrivals),
+            head_layers=self._head_layers,
+            direct_lost=self._links is not None and self._links.direct_lost,
+        )
+        if self._shards is None or self._shards.size() == 1:
+            return times
+        return replace(
+            times,
+            round_trips=round_trips(self._shards),
+            shard_bytes=SENT_OF_WEIGHTS * self._num_bytes / self._shards.size(),
+        )
+
+    # -- what all stages decide or have together -------------------------------------------
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on any stage."""
+        return any(value for (value,) in self._peers.gather([float(flag)]))
+
+    def sums(self, own: Sequence[float]) -> list[float]:
+        """Over all stages, number by number; the same on each."""
+        return [math.fsum(values) for values in zip(*self._peers.gather(own), strict=True)]
+
+    def norm(self, own: float) -> float:
+        """Of the whole gradient, from each stage's."""
+        return math.sqrt(self.sums([own * own])[0])
+
+    def union(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """All stages' tensors in host memory, on the first; the others get none, but must iterate
+        to the end too. Those of a stage have names that no other has."""
+        if self.place.is_first:
+            yield from named
+            for stage in range(1, self.place.count):
+                yield from self._peers.receive_named(stage)
+        else:
+            self._peers.send_named(named, 0)
+
+    # -- the tied weight -------------------------------------------------------------------
+
+    def mirror_of(self, trained: Trained) -> Tied | None:
+        """The policy's weight that the first stage owns and this one has a mirror of, trained or
+        not."""
+        policy = trained.module
+        assert isinstance(policy, StagedPolicy)
+        return policy.tied if self.place.is_last else None
+
+    def sum_tied(self, trained: Trained) -> None:
+        """Add the gradient of the output layer that is tied to the embeddings to theirs: the first
+        stage owns the weight, the last one has a mirror of it."""
+        tied = _tied(trained)
+        if tied is None:
+            return
+        if self.place.is_last:
+            gradient = trained.mirror_gradient()
+            if gradient is None:
+                gradient = torch.zeros_like(_parameter(trained, tied.mirror))
+            self._peers.send(local(gradient), 0)
+        elif self.place.is_first:
+            sums = trained.optimizer.gradients()
+            assert tied.owner in sums, "an update without a gradient"
+            own = local(sums[tied.owner])
+            own.add_(self._peers.receive(own, self.place.count - 1))
+
+    @torch.no_grad()
+    def share_tied(self, trained: Trained) -> None:
+        """Bring the mirror up to date, after the owner's weight has changed."""
+        tied = _tied(trained)
+        if tied is None:
+            return
+        if self.place.is_first:
+            self._peers.send(local(_parameter(trained, tied.owner)), self.place.count - 1)
+        elif self.place.is_last:
+            own = local(_parameter(trained, tied.mirror))
+            own.copy_(self._peers.receive(own, 0))
+            trained.forget_gradients()  # an optimizer forgets its own; it has not the mirror's
+
+
+def _tied(trained: Trained) -> Tied | None:
+    """The policy's, if it is trained."""
+    policy = trained.module
+    assert isinstance(policy, StagedPolicy)
+    return policy.tied if policy.tied is not None and policy.tied.is_trained else None
+
+
+def _parameter(trained: Trained, name: str) -> Tensor:
+    policy = trained.module
+    assert isinstance(policy, StagedPolicy)
+    return policy.model.get_parameter(name)

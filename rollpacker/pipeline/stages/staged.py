@@ -1,0 +1,87 @@
+"""The policy and the critic as one stage runs them: hidden states come from a `Crossing`, and go
+there unless this is the last stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rollpacker.pipeline.stages.crossing import Crossing
+from rollpacker.pipeline.stages.cut import Absent, Place, cut, decoder_of, tied_weight
+from rollpacker.trainer.critic import Critic
+from rollpacker.trainer.flops import FlopModel
+from rollpacker.trainer.micro_batch import MicroBatch
+from rollpacker.trainer.policy import Policy
+
+
+class StagedPolicy(Policy):
+    """A policy's stage. Cuts the whole one's model in place. Raises `ValueError` as `cut` does, and
+    if the model's logits cannot be made in blocks."""
+
+    def __init__(
+        self, whole: Policy, place: Place, layers: Sequence[int], crossing: Crossing
+    ) -> None:
+        nn.Module.__init__(self)
+        if not whole.runs_in_blocks:
+            raise ValueError(
+                f"{type(whole.model).__name__} cannot be cut into pipeline stages: it does "
+                "something to its logits that is not known here; leave train.pipeline.stages at 1"
+            )
+        self.flops = FlopModel.of(whole.model)
+        """Of the whole model."""
+        self.tied = tied_weight(whole.model)
+        cut(whole.model, place, layers)
+        self.mirror = self.tied.mirror if self.tied is not None and place.is_last else None
+        """The parameter here that the first stage owns."""
+        self.model = whole.model
+        self.block_elements = whole.block_elements
+        self.runs_in_blocks = True
+        self._transform = whole._transform
+        self._place = place
+        self._crossing = crossing
+
+    def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """See `Policy`. Before the last stage both are the hidden states that left."""
+        hidden = _hidden_states(self.model, batch, self._place, self._crossing)
+        if not self._place.is_last:
+            return hidden, hidden
+        return self.from_hidden_states(hidden, batch, temperature)
+
+
+class StagedCritic(Critic):
+    """A critic's stage. Cuts the whole one's body in place."""
+
+    def __init__(
+        self, whole: Critic, place: Place, layers: Sequence[int], crossing: Crossing
+    ) -> None:
+        nn.Module.__init__(self)
+        cut(whole.model, place, layers)
+        self.model = whole.model
+        if place.is_last:
+            self.value_head = whole.value_head
+        else:
+            self.value_head = Absent()  # type: ignore[assignment]  # it is not called
+        self._place = place
+        self._crossing = crossing
+        self.eval()
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """See `Critic`. Before the last stage these are the hidden states that left."""
+        hidden = _hidden_states(self.model, batch, self._place, self._crossing)
+        return self.from_hidden_states(hidden, batch) if self._place.is_last else hidden
+
+
+def _hidden_states(model: nn.Module, batch: MicroBatch, place: Place, crossing: Crossing) -> Tensor:
+    """[B, W, D], after this stage's layers."""
+    decoder = decoder_of(model)
+    inputs = {"input_ids": batch.input_ids}
+    if not place.is_first:
+        size = decoder.config.get_text_config().hidden_size
+        shape = torch.Size((*batch.input_ids.shape, size))
+        inputs = {"inputs_embeds": crossing.enter(shape, decoder.dtype, batch.input_ids.device)}
+    hidden: Tensor = decoder(**inputs, use_cache=False, **batch.model_inputs)[0]
+    if not place.is_last:
+        crossing.leave(hidden)
+    return hidden

@@ -1,0 +1,46 @@
+"""What one rank of a pipeline measured in a step. Light: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollpacker.pipeline.plan.choosers import Kind
+from rollpacker.pipeline.plan.work import Load
+
+Messages = tuple[tuple[int, float], ...]
+"""Bytes of each, and seconds from its posting on the other stage to its arrival here. The clocks
+are two processes'; what one is ahead of the other cancels in a message there and one back."""
+
+NUM_BYTES = 1 << 16
+"""Of a message by which the network between shards is timed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Of all sweeps since the update before. `ops` and messages are those of sweeps with gradients
+    alone: others have less to do."""
+
+    stage: int
+    num_layers: int
+    """Of the policy, on this stage."""
+    ops: Mapping[Kind, tuple[tuple[Load, float], ...]]
+    """Load and seconds of each, without what it waited for or sent."""
+    from_previous: Messages
+    from_next: Messages
+    direct_lost: bool = False
+    """A direct link was lost while it was not in use."""
+    peak_live_tokens: int
+    """The most whose activations were kept at once."""
+    busy_s: float
+    """In which it ran ops, also of sweeps without gradients."""
+    waiting_s: float
+    """In which it had a sweep to go on with, and nothing that was ready."""
+    head_layers: float = 0.0
+    """The work of the policy's output layer, in layers; the same on all stages."""
+    round_trips: tuple[tuple[int, float], ...] = ()
+    """Later shards of the stage, and seconds of a message of `NUM_BYTES` there and
+    back."""
+    shard_bytes: float = 0.0
+    """What a step sends from one shard of the stage to another, about: weights, once for each of
+    two sweeps, and gradients."""

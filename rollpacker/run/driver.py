@@ -1,0 +1,346 @@
+"""The controller: the core in real time. Ports around a bus, and one task for what takes long.
+
+      engine's thread           event loop: checks            event loop: main task
+           |                         |                              |
+           | outputs                 | verdicts                     | PromptsFetched, Trained,
+           v                         v                              v WeightsSynced, Committed
+        +------------- bus.take(event): one lock, one total order ----------------------+
+        |        stamp -> job.handle(event) -> the port of each command -> log          |
+        +------+--------------------+----------------------+----------------------------+
+               | Launch, Abort      | Score, CancelScore   | FetchPrompts, StartGradients,
+               | at once            | on the event loop    | TrainOn, SyncWeights, Commit,
+               v                    v                      v Finish: main task, in order
+           Generation            Scoring     Fetching, Training, HandingOver, Commits
+               |                    |                      |
+            engine               rewards         cursor, trainer, engine, disk
+
+    who waits            for what                              unblocked by
+    engine's thread      the core's answer to what finished    `take` returning (microseconds)
+    checks               reward functions                      their verdicts or their time limit
+    main task            the next command of the slow kind     the bus, or a deadline (`Watch`)
+
+The main task does one thing at a time, in order; while it trains on groups ahead of their step
+(`StartGradients`), verdicts still come in. The core's answer to a finished sample is obeyed inside
+the engine's call, so an abort takes effect at the same decode step in every run. No decision is
+made here: what to do is the core's business. What is known of a sample lies on the `Desk`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollpacker.bus import Bus, Port, Recorded, Unsaid
+from rollpacker.cluster.seats.seat import Seat
+from rollpacker.config.schema import RunConfig
+from rollpacker.core.commands import OF_TURNS, Drop, Finish
+from rollpacker.core.events import Committed, RunStarted, StopRequested
+from rollpacker.core.job.job import Job
+from rollpacker.core.job.phases import Phase
+from rollpacker.core.records import Observer, Session
+from rollpacker.data.dataset import Cursor, PromptSet
+from rollpacker.rewards.reward import Reward
+from rollpacker.run.audience import Audience, nobody
+from rollpacker.run.carried import CarriedTokens
+from rollpacker.run.clock import RealClock
+from rollpacker.run.commits import Commits
+from rollpacker.run.desk import Desk
+from rollpacker.run.engines import Engines
+from rollpacker.run.episodes import Episodes
+from rollpacker.run.errors import BuildSamples, Decode
+from rollpacker.run.evaluation import Evaluator
+from rollpacker.run.event_log import LogWriter
+from rollpacker.run.fetching import Fetching
+from rollpacker.run.generation import Generation
+from rollpacker.run.hand_over import HandingOver, Publish
+from rollpacker.run.main_task import Deed, MainTask
+from rollpacker.run.observing import Observing
+from rollpacker.run.player import Player
+from rollpacker.run.pools import open_pools
+from rollpacker.run.reasons import Reasons
+from rollpacker.run.recovery import Recovery
+from rollpacker.run.salvage import Salvage
+from rollpacker.run.sample_rows import EvaluationRows, PromptColumns, SampleRows
+from rollpacker.run.samples import SampleWriter
+from rollpacker.run.scoring import Scoring
+from rollpacker.run.shared_devices import SharedDevices
+from rollpacker.run.training import Training
+from rollpacker.run.watch import Watch
+from rollpacker.trainer.trainer import Trainer
+
+TICK_S = 0.25
+"""How often a wait looks at its deadline and the observers at the log."""
+
+
+# size: a field for each part.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything that the controller drives. The parts do not know each other, nor the
+    controller."""
+
+    job: Job
+    engines: Engines
+    trainer: Trainer
+    reward: Reward
+    prompts: PromptSet
+    eval_prompts: PromptSet | None
+    cursor: Cursor
+    build_samples: BuildSamples
+    decode: Decode
+    render: Decode
+    """Prompt tokens to text, special tokens included: what the model saw."""
+    log: LogWriter
+    samples: SampleWriter | None
+    carried: CarriedTokens | None = None
+    """A checkpoint's; None: nothing was generated so far."""
+    tokenizer: str = ""
+    """Its fingerprint."""
+    player: Player | None = None
+    """Of samples that take turns with environments. None: one response each."""
+    observers: Sequence[Observer] = ()
+    audience: Audience = field(default_factory=nobody)
+
+
+class Controller:
+    """Drives one run from where `parts.job` stands to its end."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: Parts,
+        *,
+        checkpoints: Path,
+        time_s: float,
+        salvage: Salvage | None = None,
+        seat: Seat | None = None,
+        publish: Publish = lambda source: {},
+    ) -> None:
+        """`time_s` is where the run's clock goes on (0 in a new run). `salvage`: what a resume has
+        found of the round that was interrupted. `seat`: where the run waits for devices that it
+        shares, engines and trainer being parked; then `publish` brings weights to their hosts."""
+        self.config = config
+        self.parts = parts
+        self.bus = bus = Bus(parts.job, RealClock(time_s), sinks=[parts.log.append])
+        self._observing = Observing(bus, parts.observers)
+        self._reasons = Reasons(bus)
+        self._main = main = MainTask()
+        self._watch = watch = Watch(bus, config.deadlines, parts.engines, parts.reward)
+        self._devices = SharedDevices(
+            *(bus, watch, seat is not None),
+            config=config,
+            trainer=parts.trainer,
+            engines=parts.engines,
+        )
+        of_seat = (seat, publish, self._observing.feed)
+        self._pools = pools = open_pools(
+            *of_seat, *(bus, main, watch), devices=self._devices, engines=parts.engines
+        )
+        self._desk = desk = Desk()
+        self._carried = parts.carried or CarriedTokens(config.tail)
+        self._salvage = salvage or Salvage(
+            checkpoints.parent, in_order=config.rollout.is_repeatable
+        )
+        self._scoring = Scoring(
+            *(bus, main, desk, watch),
+            num_steps=config.num_steps(len(parts.prompts.rows)),
+            reward=parts.reward,
+            rows=parts.prompts.rows,
+            decode=parts.decode,
+        )
+        self._generation = Generation(
+            *(bus, main, desk, self._scoring, watch),
+            engines=parts.engines,
+            devices=self._devices,
+            carried=self._carried,
+            salvage=self._salvage,
+            rows=parts.prompts.rows,
+            sampling=config.sampling,
+            checkpoints=checkpoints,
+            episodes=self._make_episodes(),
+        )
+        self._evaluator = self._make_evaluator()
+        self._recovery = Recovery(*(bus, desk, watch, pools), parts.trainer, checkpoints)
+        parts.audience.join(
+            bus, parts.samples, stop=self.request_stop, observe=self._observing.feed
+        )
+        bus.connect(*self._ports())
+
+    def open(self, *, started_at: str, began_s: float, marks: tuple[str, ...] = ()) -> None:
+        """Write the session's first entries: who takes up the run, and how long loading took.
+        `marks`: see `Session`."""
+        job = self.parts.job
+        session = Session(
+            started_at=started_at,
+            time_s=began_s,
+            step=job.step,
+            job=job.config.to_plain(),
+            slots=self.config.rollout.max_slots,
+            marks=marks,
+            data_ended=None if job.phase is Phase.NEW else self.parts.cursor.ended,
+        )
+        self.bus.write(session)
+        self.bus.note("startup", self.bus.clock.now() - began_s, job.step, {})
+
+    async def run(self) -> str:
+        """Drive the run to its end. Returns the reason why it ended.
+
+        Raises `RunError`, `EnginesLost`, `DeadlineExceeded`, `NonFiniteError`, `EngineError`,
+        `LeaseLost`, `OSError` and whatever a part died of; the run can then be resumed from its
+        last checkpoint.
+        """
+        self._main.open()
+        self._generation.start()
+        await self.parts.reward.open()
+        if self.parts.player is not None:
+            await self.parts.player.environments.open()
+        try:
+            await self.parts.audience.begin(self.parts.job.step)
+            await self._begin()
+            while True:
+                todo = await self._next()
+                self._main.post(self._observing.feed)
+                if isinstance(todo, Finish):
+                    return self._reasons.reason_of(todo)
+                await self._recovery.through(todo)
+        except asyncio.CancelledError:
+            self._main.raise_why()
+            raise
+        finally:
+            self._scoring.close()
+
+    def request_stop(self, reason: str) -> None:
+        """End after the step at hand, with a checkpoint. Thread-safe."""
+        self.bus.take(StopRequested(time_s=0.0, reason=reason))
+
+    def fail(self, error: BaseException) -> None:
+        """End at once with this error. Thread-safe."""
+        self._main.post(self._main.fail, error)
+
+    def end_at_once(self, error: BaseException) -> None:
+        """With this error, also in the middle of what `fail` lets come to its end. Thread-safe."""
+        self._main.end_at_once(error)
+
+    async def close(self) -> None:
+        """Let go of engines, rewards and trainer. What the log holds is made durable."""
+        self._pools.close()
+        await self.parts.engines.close()
+        await self.parts.reward.close()
+        if self.parts.player is not None:
+            await self.parts.player.environments.close()
+        self.parts.trainer.close()
+        with self.bus.lock:  # an engine may be about to say that the last one has ended
+            self._salvage.close()
+        self._observing.feed()
+        self.parts.log.flush()
+
+    def _ports(self) -> list[Port]:
+        """One for every kind of command; the bus checks that."""
+        parts, bus, main, desk, watch = self.parts, self.bus, self._main, self._desk, self._watch
+        rows = None
+        if parts.samples is not None:
+            prompts = PromptColumns(parts.prompts.rows, parts.render)
+            rows = SampleRows(desk, parts.samples, prompts, parts.reward.names)
+        training = Training(
+            *(bus, main, desk, watch),
+            config=self.config,
+            devices=self._devices,
+            engines=parts.engines,
+            reward=parts.reward,
+            asked=[one.metrics for one in (self._carried, self._generation.episodes) if one],
+            build_samples=parts.build_samples,
+            rows=rows,
+        )
+        commits = Commits(
+            *(bus, main, desk, self._scoring, watch, self._evaluator),
+            recovery=self._recovery,
+            pools=self._pools,
+            keep_last=self.config.checkpoint.keep_last,
+            devices=self._devices,
+            cursor=parts.cursor,
+            carried=self._carried,
+            salvage=self._salvage,
+            tokenizer=parts.tokenizer,
+            log=parts.log,
+            samples=parts.samples,
+            audience=parts.audience,
+        )
+        return [
+            self._generation,
+            self._scoring,
+            Fetching(bus, main, parts.cursor),
+            training,
+            HandingOver(
+                *(bus, main, watch),
+                trainer=parts.trainer,
+                engines=parts.engines,
+                devices=self._devices,
+                publish=self._pools.publish,
+            ),
+            commits,
+            self._recovery,
+            main,
+            self._carried,
+            Recorded(Drop),
+            *self._of_turns(),
+            self._pools,
+        ]
+
+    def _make_evaluator(self) -> Evaluator:
+        parts = self.parts
+        return Evaluator(
+            *(self.bus, self._watch),
+            config=self.config,
+            num_steps=self.config.num_steps(len(parts.prompts.rows)),
+            prompts=parts.eval_prompts,
+            generate=self._generation.collect,
+            let_go=self._generation.let_go,
+            pools=self._pools,
+            reward=parts.reward,
+            decode=parts.decode,
+            audience=parts.audience,
+            rows=self._evaluation_rows(),
+            player=parts.player,
+        )
+
+    def _make_episodes(self) -> Episodes | None:
+        player = self.parts.player
+        if player is None:
+            return None
+        common = (self.bus, self._main, self._desk, self._scoring, self._watch, player)
+        return Episodes(*common, rows=self.parts.prompts.rows, carried=self._carried)
+
+    def _of_turns(self) -> list[Port]:
+        """Who obeys what is said only where samples take turns with environments."""
+        episodes = self._generation.episodes
+        return [Unsaid(*OF_TURNS)] if episodes is None else [episodes]
+
+    def _evaluation_rows(self) -> EvaluationRows | None:
+        parts = self.parts
+        if parts.samples is None or parts.eval_prompts is None:
+            return None
+        prompts = PromptColumns(parts.eval_prompts.rows, parts.render)
+        threshold = self.config.eval.pass_threshold
+        return EvaluationRows(parts.samples, prompts, parts.reward.names, threshold)
+
+    async def _begin(self) -> None:
+        """The first event of a new run, or that which a resumed one goes on with."""
+        job = self.parts.job
+        if job.evaluation_is_due:
+            await self._evaluator.evaluate(job.step)
+        if job.phase is Phase.NEW:
+            self.bus.take(RunStarted(time_s=0.0))
+        else:
+            self.bus.take(Committed(time_s=0.0, step=job.step, checkpointed=True))
+
+    async def _next(self) -> Deed | Finish:
+        """The next thing that takes long. Raises what a part died of, or `DeadlineExceeded`."""
+        while True:
+            self.parts.log.raise_error()
+            todo = await self._main.next(TICK_S)
+            if todo is not None:
+                return todo
+            self._observing.feed()
+            self._watch.check_rollout()
+            await self._recovery.look()

@@ -1,0 +1,273 @@
+"""Drives a run on an event loop, and ends it when somebody asks: Ctrl-C, SIGTERM, a notebook's
+interrupt.
+
+    first   finish the step, save, return
+    second  a command ends its process; of a program or notebook only the call of `train` ends,
+            with `KeyboardInterrupt`
+
+Where this thread's event loop is another's already (a notebook runs its cells inside of one) the
+run gets a thread of its own. The caller's thread then waits, does what must be done there
+(callbacks), and is the one that signals reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from rollpacker.run import interrupts
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from rollpacker.run.driver import Controller
+
+T = TypeVar("T")
+
+INTERRUPTED = "interrupted"
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread of this process keeps Python's lock while another wants it. The engine's thread
+takes it many times per decode step, and would wait Python's 5 ms each time that verdicts or samples
+are being worked on. `benchmarks/streaming.py` runs with it: there the engine decodes while verdicts
+come in and gradients are asked for."""
+
+COLLECT_AFTER = 20_000
+"""Python looks for cycles of garbage each time that so many containers more were made than freed;
+its own 700 cost a tenth of the controller's time, spent on tokens, which are in no cycle
+(`benchmarks/turns_overhead.py`)."""
+
+CLOSE_WITHIN_S = 10.0
+"""What a run that is ended at once may take to let go of its engine, workers and files."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The last comes when the terminal is closed; where it is ignored (nohup) it stays so."""
+
+
+NOT_BEGUN = "interrupted before the first step; the same command starts again"
+
+
+@contextlib.contextmanager
+def not_begun(message: str = NOT_BEGUN) -> Iterator[None]:
+    """An interrupt in here says that there was nothing to save, unless it says something else."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if error.args:
+            raise
+        raise KeyboardInterrupt(message) from None
+
+
+@contextlib.contextmanager
+def ending_as_interrupt() -> Iterator[None]:
+    """A command's SIGTERM and SIGHUP are a Ctrl-C, also where no run heeds them (`drive`): while
+    it starts up, and while it writes its reports."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    further = interrupts.heed()
+    try:
+        yield
+    finally:
+        if further:
+            interrupts.leave()
+
+
+class Caller:
+    """The thread that called for the run: where callbacks are called, and where signals arrive."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        """What this thread is to do while the run has a thread of its own; None ends that."""
+        self.is_busy = False
+        """It is in a call: an interrupt may be raised there."""
+
+    @property
+    def is_apart(self) -> bool:
+        """The run has a thread of its own."""
+        return self._calls is not None
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Call it in that thread. The run waits, for what it returns or raises."""
+        import asyncio
+
+        if self._calls is None:
+            return self._now(function)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def work() -> None:
+            settle: Callable[[Any], None]
+            result: Any
+            try:
+                settle, result = future.set_result, self._now(function)
+            except Exception as error:
+                settle, result = future.set_exception, error
+            loop.call_soon_threadsafe(lambda: None if future.done() else settle(result))
+
+        self._calls.put(work)
+        return await future
+
+    def _now(self, function: Callable[[], T]) -> T:
+        self.is_busy = True
+        try:
+            return function()
+        finally:
+            self.is_busy = False
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run it to its end: here, or in a thread of its own where a loop runs here already."""
+        import asyncio
+
+        if not _loop_runs_here():
+            return asyncio.run(coroutine)
+        calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls = calls
+        outcome: list[Callable[[], T]] = []
+
+        def work() -> None:
+            try:
+                result = asyncio.run(coroutine)
+                outcome.append(lambda: result)
+            except BaseException as error:
+                outcome.append(lambda error=error: _raise(error))  # type: ignore[misc]
+            finally:
+                calls.put(None)
+
+        thread = threading.Thread(target=work, name="run", daemon=True)
+        thread.start()
+        try:
+            while (call := calls.get()) is not None:
+                call()
+        except BaseException:  # ended at once
+            thread.join(CLOSE_WITHIN_S)
+            raise
+        return outcome[0]()
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+def _loop_runs_here() -> bool:
+    import asyncio
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def drive(controller: Controller, caller: Caller, *, is_command: bool) -> str:
+    """Run to the end, or until it is asked to end early. Returns the reason.
+
+    `is_command`: the process is this run's alone. Raises what the run died of, and
+    `KeyboardInterrupt` where it was ended at once; it can then be resumed.
+    """
+    import asyncio
+
+    ending = _Ending(controller, caller, is_command=is_command)
+    try:
+        with python_set_for_runs(), ending.heeding_signals():
+            return caller.run(ending.run())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+@contextlib.contextmanager
+def python_set_for_runs() -> Iterator[None]:
+    """`SWITCH_INTERVAL_S` and `COLLECT_AFTER`; before and behind it as the program has them."""
+    switch_interval_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if 0 < thresholds[0] < COLLECT_AFTER:  # 0: the program wants none at all
+        gc.set_threshold(COLLECT_AFTER, *thresholds[1:])
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(switch_interval_s)
+        gc.set_threshold(*thresholds)
+
+
+class _Ending:
+    """How a run ends before its time."""
+
+    def __init__(self, controller: Controller, caller: Caller, *, is_command: bool) -> None:
+        self.num_asked = 0
+        self._controller, self._caller, self._is_command = controller, caller, is_command
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[str] | None = None
+
+    async def run(self) -> str:
+        import asyncio
+
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        if self.num_asked:
+            self._finish()
+        try:
+            return await self._controller.run()
+        finally:
+            await self._controller.close()
+
+    @contextlib.contextmanager
+    def heeding_signals(self) -> Iterator[None]:
+        """Python gives signals to the main thread alone: elsewhere nothing is changed."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        heeded = [n for n in SIGNALS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._on_signal) for number in heeded}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Anywhere between two instructions of the main thread: no lock may be taken here."""
+        self.num_asked += 1
+        if self.num_asked > 1 and self._is_command:
+            _exit_at_once()
+        if self.num_asked == 1:
+            self._soon(self._finish)
+            return
+        in_call = self._caller.is_busy
+        if self.num_asked == 2 and (self._caller.is_apart or not in_call):
+            self._soon(self._cancel)
+        if self.num_asked > 2 or in_call:  # out of the caller's own code, or what hangs
+            raise KeyboardInterrupt
+
+    def _soon(self, what: Callable[[], None]) -> None:
+        if self._loop is None:  # `run` will see it; who asks twice does not wait for that
+            if self.num_asked > 1:
+                raise KeyboardInterrupt
+            return
+        with contextlib.suppress(RuntimeError):  # it has closed: the run is over
+            self._loop.call_soon_threadsafe(what)
+
+    def _finish(self) -> None:
+        self._controller.request_stop(INTERRUPTED)
+        again = "Ctrl-C again" if self._is_command else "Interrupting once more"
+        with contextlib.suppress(OSError):  # the terminal is gone (SIGHUP)
+            print(f"Finishing this step, then saving. {again} ends at once.", file=sys.stderr)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+def _exit_at_once() -> NoReturn:
+    """End the process now. What it says goes past the display's buffers, which stay as they are."""
+    if os.isatty(1):
+        os.write(1, b"\x1b[?25h\r\n")  # the live display hides the cursor
+    with contextlib.suppress(OSError):
+        os.write(2, b"Ended at once; --resume goes on from the last checkpoint.\n")
+    os._exit(130)

@@ -1,0 +1,194 @@
+"""Engines, who has a sample that was launched, and what it takes along from engine to engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+from msgspec import structs
+
+from rollpacker.core.events import (
+    SampleAborted,
+    SampleFailed,
+    SampleGenerated,
+    SampleMoved,
+)
+from rollpacker.core.ids import SampleId
+from rollpacker.engines.engine import Carried, Engine, GenerationRequest, Response
+
+Ended = SampleGenerated | SampleAborted | SampleFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How devices are shared out among engines."""
+
+    number: int
+    """How often they were shared out anew."""
+    tensor_parallel: int
+    """Devices of each engine."""
+
+
+class KnownEnds(Protocol):
+    """Knows how some samples end before an engine is asked, as `Salvage` does."""
+
+    def keep_back(
+        self, handle: Handle, requests: Sequence[GenerationRequest]
+    ) -> Sequence[GenerationRequest]: ...
+
+    def stop(self, samples: Sequence[SampleId]) -> Sequence[SampleId]: ...
+
+
+@dataclass(eq=False, slots=True)
+class Handle:
+    """One incarnation of an engine."""
+
+    number: int
+    incarnation: int
+    engine: Engine
+    lives: bool = True
+    num_steps: int = -1
+    """Decode steps when it was last looked at ..."""
+    progress_s: float = 0.0
+    """... and when they last were others, or it had nothing to do."""
+    is_away: bool = False
+    """It has let go of its device's memory, or is about to ..."""
+    told: list[Callable[[], None]] = field(default_factory=list)
+    """... and this is what it was told meanwhile."""
+    version: int | None = None
+    """Of the weights that it was brought to. None: it was not yet."""
+    salvage: KnownEnds | None = None
+    """Knows how some of its samples end."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `Engine`."""
+        if self.salvage is not None:
+            requests = self.salvage.keep_back(self, requests)
+        if requests:
+            self._tell(partial(self.engine.submit, requests))
+
+    def abort(self, samples: Sequence[SampleId]) -> None:
+        """See `Engine`."""
+        if self.salvage is not None:
+            samples = self.salvage.stop(samples)
+        if samples:
+            self._tell(partial(self.engine.abort, samples))
+
+    def let_go(self, samples: Sequence[SampleId]) -> None:
+        """See `Engine`."""
+        self._tell(partial(self.engine.let_go, samples))
+
+    def come_back(self) -> None:
+        """Tell it what waits."""
+        told, self.told, self.is_away = self.told, [], False
+        for call in told:
+            call()
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        if self.is_away:
+            self.told.append(call)
+        else:
+            call()
+
+
+class Ending:
+    """Engines that are closed while nobody waits for that."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def is_over(self) -> bool:
+        """None of them has a device any more."""
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def close(self, engine: Engine) -> None:
+        """It is lost, or nobody needs it."""
+
+        def close() -> None:
+            with contextlib.suppress(Exception):  # whatever it says
+                asyncio.run(engine.close())
+
+        self.do(close, "rollpacker-lost-engine")
+
+    def do(self, work: Callable[[], None], name: str) -> None:
+        """In a thread of its own: it closes engines."""
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A sample that was given to an engine and has not ended."""
+
+    request: GenerationRequest
+    """What its launch gave it."""
+    at: Handle | None
+    """Who has it. None: who had it is lost."""
+    moves_to: int | None = None
+    """It was told to stop, to go on in that engine ..."""
+    anew: bool = False
+    """... from what its launch gave it ..."""
+    is_unwanted: bool = False
+    """... and not even that: it was aborted since."""
+    num_kept: int | None = None
+    """Of what was carried into the launch, as the engine found that looked at it and is left."""
+    preemptions: int = 0
+    """In engines that it has left."""
+
+
+def stamped(event: Ended, handle: Handle) -> Ended:
+    """With who says so. The first engine of a run is who says what nobody is named for."""
+    if not (handle.number or handle.incarnation):
+        return event
+    return structs.replace(event, engine=handle.number, incarnation=handle.incarnation)
+
+
+def with_earlier(event: Ended, held: Held) -> Ended:
+    """With what happened to the sample in the engines that it has left."""
+    if isinstance(event, SampleFailed):
+        return event
+    if held.num_kept is None and not held.preemptions:
+        return event
+    num_kept = held.num_kept if event.num_kept is None else event.num_kept
+    return structs.replace(
+        event, num_kept=num_kept, preemptions=event.preemptions + held.preemptions
+    )
+
+
+def taken_along(held: Held, event: SampleAborted, response: Response | None) -> GenerationRequest:
+    """What another engine goes on from: the tokens, which stay as they are, as their weights do.
+
+    What was carried into the launch and not looked at is still to be looked at; and where an end of
+    the response may be refused, how often it was is known to the engine alone, so that it starts
+    again.
+    """
+    carried = held.request.carried
+    unseen = carried is not None and carried.verify and event.num_kept is None
+    unseen = unseen and held.num_kept is None
+    held.preemptions += event.preemptions
+    may_redraw = carried is not None and (carried.floor or carried.ceiling is not None)
+    if response is None or unseen or may_redraw or response.redraws:
+        return held.request
+    held.num_kept = event.num_kept if held.num_kept is None else held.num_kept
+    return replace(
+        held.request,
+        carried=Carried(tokens=response.tokens, log_probs=response.log_probs, verify=False),
+    )
+
+
+def moved(sample: SampleId, to: Handle, num_tokens: int) -> SampleMoved:
+    """It goes on there, with so many tokens."""
+    return SampleMoved(
+        time_s=0.0,
+        sample=sample,
+        engine=to.number,
+        incarnation=to.incarnation,
+        num_tokens=num_tokens,
+    )

@@ -1,0 +1,61 @@
+"""What the hosts of a ray cluster are and have, and what placement asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollpacker.core.placement.roles import Host
+    from rollpacker.workers.hosts.facts import HostFacts
+    from rollpacker.workers.hosts.ray_agents import Cluster
+
+
+def rooms() -> list[Host]:
+    """What the hosts of the cluster have. Raises `ValueError`."""
+    cluster = join_cluster()
+    try:
+        return rooms_of(cluster, facts_of(cluster))
+    finally:
+        cluster.close()
+
+
+def join_cluster() -> Cluster:
+    """The ray cluster that RAY_ADDRESS names, or this machine is of. Raises `ValueError`."""
+    from rollpacker.imports import require
+
+    require("ray", extra="ray", what="runtime=ray")
+    from rollpacker.workers.hosts.token import demand_token
+
+    demand_token()
+    from rollpacker.workers.hosts.ray_agents import join
+
+    return join()
+
+
+def facts_of(cluster: Cluster) -> dict[str, HostFacts]:
+    """Of every host, by address, this one's first. Raises `ValueError` if they differ in what must
+    be the same."""
+    from rollpacker.workers.hosts.facts import differences
+
+    facts = {address: cluster.facts(address) for address in cluster.nodes}
+    if differs := differences(facts):
+        raise ValueError("; ".join(differs))
+    return facts
+
+
+def rooms_of(cluster: Cluster, facts: Mapping[str, HostFacts]) -> list[Host]:
+    """What placement asks of hosts: on a CPU as many devices as ray has cores of each."""
+    from rollpacker.core.placement.roles import Host
+
+    return [
+        Host(
+            name=address,
+            cores=cluster.nodes[address].num_cpus,
+            memory_bytes=one.memory_bytes,
+            gpu_bytes=one.gpu_bytes[: cluster.nodes[address].num_gpus],
+            address=address,
+            shm_bytes=one.shm_bytes,
+        )
+        for address, one in facts.items()
+    ]

@@ -1,0 +1,185 @@
+"""The engines of a run: one in its own process, or several, each in one of its own; and what such a
+process makes of what it is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.core.fleet.parallelism import ParallelismConfig
+    from rollpacker.engines.engine import Engine, EngineConfig
+    from rollpacker.engines.messages import EngineSetup
+    from rollpacker.run.engines import Engines
+    from rollpacker.run.parts.hosts import Hosts
+    from rollpacker.run.parts.parts import Policy
+    from rollpacker.trainer.model import LoadedModel
+    from rollpacker.trainer.trainer import ModelConfig
+    from rollpacker.workers.host import Host
+
+
+def build_engines(
+    config: RunConfig, policy: Policy, hosts: Hosts | None = None, *, shares_pools: bool = False
+) -> Engines:
+    """Those that the config asks for, on these hosts, or on this machine. `shares_pools`: they will
+    have to let go of their devices for other jobs.
+
+    Processes begin to load at once. Raises `ValueError` if there are fewer devices, or if the model
+    cannot be cut in as many parts.
+    """
+    from rollpacker.engines.process_engine import ProcessEngine
+    from rollpacker.run.engines import Engines
+    from rollpacker.run.parts.parts import give_adapter
+    from rollpacker.workers.host import ThisHost
+
+    count, planner = config.rollout.engines, config.parallelism_planner
+    sleeps = config.train.colocate or shares_pools
+    if not config.engines_are_apart:
+        loaded = policy.loaded
+        give_adapter(config, loaded.model)
+        if not sleeps:
+            return Engines([policy.engine])
+        return Engines([_engine(loaded, config.rollout.engine, sleeps=True)])
+    if planner.of_several:
+        check_heads(policy.loaded.model.config, planner)
+    num_devices = count * planner.initial
+    devices = [""] * num_devices
+    if policy.loaded.device.type == "cuda":
+        import torch
+
+        if sleeps:  # names and shapes are all that is asked of it from now on
+            model: torch.nn.Module = policy.loaded.model
+            model.to("cpu")
+            torch.cuda.empty_cache()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = devices_of_engines(count, planner.initial, torch.cuda.device_count(), visible)
+
+    def place(number: int, tensor_parallel: int) -> tuple[Host, dict[str, str]]:
+        if hosts is not None and hosts.plan is not None:
+            return hosts.of_engine(number, tensor_parallel)
+        own = ",".join(devices[number * tensor_parallel : (number + 1) * tensor_parallel])
+        return ThisHost(), {"CUDA_VISIBLE_DEVICES": own} if own.strip(",") else {}
+
+    def make(number: int, incarnation: int, tensor_parallel: int) -> Engine:
+        host, environment = place(number, tensor_parallel)
+        return ProcessEngine(
+            engine_setup(
+                config.model,
+                config.rollout.engine,
+                threads=max(policy.threads * tensor_parallel // num_devices, 1),
+                tensor_parallel=tensor_parallel,
+                sleeps=sleeps,
+            ),
+            name=f"engine {number}" + (f", made anew {incarnation} times" if incarnation else ""),
+            heartbeat_s=config.deadlines.heartbeat_s,
+            environment=environment,
+            host=host,
+        )
+
+    first = [make(number, 0, planner.initial) for number in range(count)]
+    return Engines(first, make, planner.initial)
+
+
+async def all_made(engines: Engines) -> None:
+    """Wait for those in processes. Raises `EngineError` if one cannot be made, which is a
+    `ValueError`, too, if that is for the user to mend."""
+    from rollpacker.engines.process_engine import ProcessEngine
+
+    for handle in engines.living:
+        if isinstance(handle.engine, ProcessEngine):
+            await handle.engine.ready()
+
+
+def check_heads(model: Any, planner: ParallelismConfig) -> None:
+    """Raises `ValueError` if the model, by its configuration in transformers, cannot be cut in as
+    many parts as an engine may have devices."""
+    text = model.get_text_config()
+    heads = text.num_attention_heads
+    of_keys = getattr(text, "num_key_value_heads", None) or heads
+    for degree in planner.reachable:
+        if heads % degree or (of_keys % degree and degree % of_keys):
+            raise ValueError(
+                f"parallelism_planner: {degree} devices cannot share an engine of this model, whose"
+                f" {heads} attention heads and {of_keys} heads of keys and values they would have "
+                "to share evenly: choose other degrees"
+            )
+
+
+def devices_of_engines(count: int, degree: int, num_devices: int, visible: str | None) -> list[str]:
+    """Names of the devices of so many engines, each of which needs `degree` of its own. `visible`:
+    CUDA_VISIBLE_DEVICES of this process. Raises `ValueError` if there are too few."""
+    if count * degree > num_devices:
+        devices = f"{num_devices} CUDA device{'' if num_devices == 1 else 's'}"
+        each = "one of its own" if degree == 1 else f"{degree} of its own"
+        raise ValueError(
+            f"rollout.engines={count}, but torch sees {devices}, and each engine needs {each}: set "
+            f"rollout.engines={max(num_devices // degree, 1)}, or model.device=cpu"
+        )
+    names = [str(n) for n in range(num_devices)] if visible is None else visible.split(",")
+    return [name.strip() for name in names[: count * degree]]
+
+
+def engine_setup(
+    model: ModelConfig,
+    config: EngineConfig,
+    *,
+    threads: int | None,
+    tensor_parallel: int = 1,
+    sleeps: bool = False,
+) -> EngineSetup:
+    """What a process needs to make this engine, over the model that `model` names, with so many of
+    torch's threads, on so many devices. `sleeps`: it will have to let go of them."""
+    from rollpacker.engines.messages import EngineSetup
+
+    return EngineSetup(
+        make=f"{__name__}:make_engine",
+        config=config,
+        arguments={
+            "model": asdict(model),
+            "threads": threads,
+            "tensor_parallel": tensor_parallel,
+            "sleeps": sleeps,
+        },
+    )
+
+
+def make_engine(
+    *,
+    config: EngineConfig,
+    model: Mapping[str, Any],
+    threads: int | None = None,
+    tensor_parallel: int = 1,
+    sleeps: bool = False,
+) -> Engine:
+    """Load model and tokenizer, in the process that is to run the engine. `model` holds the fields
+    of a `ModelConfig`. Raises `ValueError` for what is wrong with them."""
+    import torch
+
+    from rollpacker.trainer.model import load_model
+    from rollpacker.trainer.trainer import LoraConfig, ModelConfig
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    lora = None if model["lora"] is None else LoraConfig(**model["lora"])
+    loaded = load_model(ModelConfig(**{**model, "lora": lora}))
+    if lora is not None:
+        from rollpacker.trainer.lora import add_adapter
+
+        add_adapter(loaded.model, lora)
+    own: dict[str, Any] = {} if tensor_parallel == 1 else {"tensor_parallel": tensor_parallel}
+    return _engine(loaded, config, sleeps=sleeps, **own)
+
+
+def _engine(loaded: LoadedModel, config: EngineConfig, *, sleeps: bool, **own: Any) -> Engine:
+    """In this process."""
+    from rollpacker.engines.table import ENGINES, TOLD_TO_SLEEP
+    from rollpacker.imports import load_function
+
+    make: Any = load_function(ENGINES[config.name])
+    if sleeps and config.name in TOLD_TO_SLEEP:
+        own["sleeps"] = True
+    engine: Engine = make(model=loaded.model, tokenizer=loaded.tokenizer, config=config, **own)
+    return engine

@@ -1,0 +1,199 @@
+"""Builds what samples take turns with: environments, the dialogue as tokens, and who plays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollpacker.config.schema import ENVIRONMENT, RunConfig
+from rollpacker.core.checks.acting import ActingConfig, TurnLimits
+from rollpacker.core.checks.deadlines import AdaptiveDeadlineConfig
+from rollpacker.core.checks.schedule import KindConfig
+from rollpacker.data.dataset import TRAIN
+from rollpacker.run.driving import Caller
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollpacker.data.dataset import PromptSet
+    from rollpacker.dialogue.parsing import TemplateDialogue
+    from rollpacker.dialogue.rewrites import Rewrites
+    from rollpacker.environments.supervised import SupervisedEnvironments
+    from rollpacker.run.parts.hosts import Hosts
+    from rollpacker.run.player import Player
+
+SLOW_FACTOR, SLOW_S = 3.0, 30.0
+"""An answer may take so many times the longest so far, and so long in any case: long trajectories
+wait for more answers, so that a close deadline would prefer short ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What a run of several turns has besides."""
+
+    environments: SupervisedEnvironments
+    dialogue: TemplateDialogue
+    limits: TurnLimits
+    timeout_s: float
+    max_prompt_tokens: int
+    rewrites: Rewrites | None = None
+    """What the chat template rewrites."""
+    takes_rewrites: bool = False
+    """Such a template is no reason to refuse."""
+    per_host: int | None = None
+
+    def be_on(self, hosts: Hosts) -> None:
+        """Have the processes of environments where the config wants them. Before they are used."""
+        if self.per_host is not None:
+            self.environments.be_on(hosts.beside_engines(self.per_host))
+
+    def close(self) -> None:
+        """End the processes of environments. Idempotent."""
+        Caller().run(self.environments.close())
+
+    def player(self, seed: int) -> Player:
+        """Whoever plays; the environments are opened by whoever runs."""
+        from rollpacker.run.player import Player
+
+        return Player(
+            self.environments,
+            self.dialogue,
+            seed=seed,
+            limits=self.limits,
+            timeout_s=self.timeout_s,
+            max_prompt_tokens=self.max_prompt_tokens,
+            takes_rewrites=self.takes_rewrites,
+        )
+
+    def acting(self, sources: set[str]) -> ActingConfig:
+        """What the core needs to know, with prompts of these sources."""
+        deadline = AdaptiveDeadlineConfig(
+            min_s=min(SLOW_S, self.timeout_s), factor=SLOW_FACTOR, max_s=self.timeout_s
+        )
+        return ActingConfig(
+            limits=self.limits,
+            begins=self.environments.begins,
+            is_deterministic=self.environments.is_deterministic,
+            kinds={source: KindConfig(deadline=deadline) for source in sorted(sources)},
+        )
+
+
+def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> Turns | None:
+    """The environments that the config names, started and looked at, and the chat template that
+    shows their tools. `of_tokenizer`: as `parts.of_tokenizer` says. None: there are none. Raises
+    `EnvironmentSetupError` and `TemplateError`."""
+    from rollpacker.dialogue.parsing import TemplateDialogue
+    from rollpacker.dialogue.rewrites import find_rewrites
+    from rollpacker.dialogue.template import DialogueTemplate
+    from rollpacker.environments.supervised import SupervisedEnvironments
+
+    environment = config.environment
+    if environment is None:
+        return None
+    limits = TurnLimits(
+        max_turns=environment.max_turns,
+        max_trajectory_tokens=_most_tokens(config, of_tokenizer["max_context_tokens"]),
+        max_environment_s=environment.max_environment_s,
+    )
+    data = config.data.train
+    environments = SupervisedEnvironments(
+        environment,
+        sandbox=config.sandbox,
+        brings_rows=data.kind == "environment",
+        num_rows=data.size,
+    )
+    try:
+        _check_rewards(config, environments)
+        template = DialogueTemplate(
+            of_tokenizer["tokenizer"],
+            tools=environments.tools,
+            chat_template_kwargs=of_tokenizer["chat_template_kwargs"],
+            end_tokens=of_tokenizer["end_tokens"],
+        )
+        dialogue = TemplateDialogue(template)
+        rewrites = find_rewrites(template)
+    except ValueError:
+        Caller().run(environments.close())
+        raise
+    return Turns(
+        environments,
+        dialogue,
+        limits,
+        environment.timeout_s,
+        config.data.max_prompt_tokens,
+        rewrites,
+        takes_rewrites=environment.rewrites == "prefixes",
+        per_host=environment.per_host,
+    )
+
+
+def _check_rewards(config: RunConfig, environments: SupervisedEnvironments) -> None:
+    """Raises `ValueError` for a reward that the environment never gives."""
+    asked = any(reward.function == ENVIRONMENT for reward in config.rewards)
+    if asked and not environments.gives_rewards:
+        raise ValueError(
+            f"rewards: the reward {ENVIRONMENT} is what an environment says, and"
+            f" {environments.name} has neither a method step nor get_reward: write"
+            " get_reward(self), or name a function of yours in rewards"
+        )
+
+
+def _most_tokens(config: RunConfig, context: int | None) -> int:
+    """Of a trajectory. Raises `ValueError` if no dialogue fits into the model's context."""
+    assert config.environment is not None
+    most, prompt = config.environment.max_trajectory_tokens, config.data.max_prompt_tokens
+    if context is None and most is None:
+        raise ValueError(
+            "the model's config.json does not say how long its context is: set"
+            " environment.max_trajectory_tokens"
+        )
+    if context is None:
+        assert most is not None
+        return most
+    if context - prompt < (1 if most is None else most):
+        needed = "a dialogue" if most is None else f"environment.max_trajectory_tokens={most}"
+        raise ValueError(
+            f"data.max_prompt_tokens={prompt} leaves {max(context - prompt, 0)} tokens of the"
+            f" model's context of {context}, too few for {needed}; lower it"
+            + ("" if most is None else ", or both")
+        )
+    return context - prompt if most is None else most
+
+
+def with_tools(of_tokenizer: Mapping[str, Any], turns: Turns | None) -> dict[str, Any]:
+    """The same, for prompts that tell the model of its tools."""
+    if turns is None or not turns.environments.tools:
+        return dict(of_tokenizer)
+    kwargs = {**(of_tokenizer["chat_template_kwargs"] or {}), "tools": [*turns.environments.tools]}
+    return {**of_tokenizer, "chat_template_kwargs": kwargs}
+
+
+def check_turns(
+    turns: Turns, prompts: Mapping[str, PromptSet], tell: Callable[[str], None]
+) -> None:
+    """Show a dialogue of three turns as the model gets it. Raises `ValueError` for prompts that no
+    dialogue can follow, and for a template that rewrites what came before unless the config takes
+    one."""
+    from rollpacker.dialogue.check import dialogue_lines
+
+    for split, of_split in prompts.items():
+        if not turns.environments.begins and any(row.messages is None for row in of_split.rows):
+            raise ValueError(
+                f"the prompts of data.{split} are texts that the chat template has no part in, and"
+                f" turns follow messages: set data.{split}.chat=true"
+            )
+    template, rewrites = turns.dialogue.template, turns.rewrites
+    for line in dialogue_lines(template, rewrites, prompts["train"].rows[0].messages):
+        tell(line)
+    if rewrites is not None and not turns.takes_rewrites:
+        raise ValueError(
+            f"{rewrites.sentence} Set environment.rewrites=prefixes to draw and train each turn"
+            " behind what the template makes of it then; or use a template that keeps what was"
+            " said, or switch that off in model.chat_template_kwargs"
+        )
+
+
+def sources_of(config: RunConfig, prompts: PromptSet) -> set[str]:
+    """Sources of prompts, as the core knows them."""
+    return {row.task or TRAIN for row in prompts.rows} if config.routed else {TRAIN}

@@ -1,0 +1,249 @@
+"""The hosts of a run, and which of its processes is started where: this machine, or those of a ray
+cluster (`runtime=ray`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.core.placement.roles import Placement
+    from rollpacker.trainer.launch import RankPlace
+    from rollpacker.weights.buffer import BufferLayout, WeightSource
+    from rollpacker.workers.host import Host
+    from rollpacker.workers.hosts.facts import HostFacts
+    from rollpacker.workers.hosts.ray_agents import Cluster
+
+LOOK_S = 2.0
+HEAD_S = 15.0
+"""Ray's head may be silent for so long; ray ends this process a minute after it was lost."""
+RESERVE_S = 60.0
+"""How long ray may take to reserve the devices: others may have them."""
+SHM_BYTES = 64 << 20
+"""Free in /dev/shm of a host, where torch and vLLM share memory between processes."""
+
+
+@dataclass(slots=True)
+class Hosts:
+    """Where the processes of one run are started."""
+
+    plan: Placement | None = None
+    """None: all on this machine, and nothing says on which of its devices."""
+    by_name: Mapping[str, Host] = field(default_factory=dict)
+    interfaces: Mapping[str, str] = field(default_factory=dict)
+    """By host: the network interface by which its processes reach others."""
+    address: str = "127.0.0.1"
+    """Of this machine, as processes on others reach it."""
+    publish: Callable[[WeightSource], dict[str, Exception]] = lambda source: {}
+    """Brings new weights to all hosts with engines, before an engine asks (`Spread.publish`)."""
+    close: Callable[[], None] = lambda: None
+    is_there: Callable[[], bool] | None = None
+    """Whether what all hosts need, ray's head, answers. None: nothing is needed."""
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def watch(self, fail: Callable[[BaseException], None]) -> None:
+        """Call `fail`, from a thread, if the cluster goes: ray itself would end this process a
+        minute later, without a word of what to do."""
+        if self.is_there is not None:
+            threading.Thread(target=self._watch, args=(fail,), daemon=True).start()
+
+    def _watch(self, fail: Callable[[BaseException], None]) -> None:
+        from rollpacker.run.errors import HostsLost
+
+        assert self.is_there is not None
+        silent_s = 0.0
+        while not self._ended.wait(LOOK_S):
+            silent_s = 0.0 if self.is_there() else silent_s + LOOK_S
+            if silent_s > HEAD_S:
+                fail(
+                    HostsLost(
+                        f"ray's head has not answered for {silent_s:.0f} s: start it and the nodes "
+                        "again, and go on with --resume"
+                    )
+                )
+                return
+
+    def of_engine(self, number: int, degree: int) -> tuple[Host, dict[str, str]]:
+        """Where this engine is started, with so many devices, and what its environment has."""
+        devices = self._devices("rollout")[number * degree : (number + 1) * degree]
+        return self._place(devices)
+
+    def of_ranks(self) -> list[RankPlace]:
+        """Where the trainer's processes are started."""
+        from rollpacker.trainer.launch import RankPlace
+
+        places = [self._place([device]) for device in self._devices("train")]
+        # On CUDA each sees its own device alone, which is its first.
+        return [RankPlace(0, host, environment) for host, environment in places]
+
+    def beside_engines(self, per_host: int) -> list[Host]:
+        """So many places beside the engines of each host, for rewards and environments."""
+        from rollpacker.workers.host import ThisHost
+
+        here = ThisHost()
+        if self.plan is None:
+            return [here] * per_host
+        names = dict.fromkeys(self.plan.devices[n].host for n in self._devices("rollout"))
+        return [self.by_name.get(name, here) for name in names for _ in range(per_host)]
+
+    def _devices(self, role: str) -> list[int]:
+        assert self.plan is not None
+        return [device for unit in self.plan.of(role) for device in unit.devices]
+
+    def _place(self, devices: Sequence[int]) -> tuple[Host, dict[str, str]]:
+        from rollpacker.cluster.service.local_runner import MARK
+        from rollpacker.workers.host import ThisHost
+
+        assert self.plan is not None
+        there = [self.plan.devices[device] for device in devices]
+        name = there[0].host
+        # By its mark a cluster's service finds all processes of a job.
+        environment = {MARK: os.environ[MARK]} if MARK in os.environ else {}
+        if self.plan.kind == "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(one.local) for one in there)
+        if name in self.interfaces:
+            environment["GLOO_SOCKET_IFNAME"] = self.interfaces[name]
+        return self.by_name.get(name) or ThisHost(), environment
+
+
+def open_hosts(config: RunConfig) -> tuple[RunConfig, Hosts]:
+    """The hosts, and the config with the keys that follow from its `placement` on them.
+
+    Raises `ValueError` for hosts that cannot be reached, differ or have too little, with one
+    message.
+    """
+    from rollpacker.run.parts.cluster_facts import facts_of, join_cluster, rooms_of
+    from rollpacker.run.parts.placement import on_nodes, on_this_host, placed, plan_of
+
+    if config.runtime == "local":
+        return on_this_host(config), Hosts()
+    cluster = join_cluster()
+    try:
+        facts = facts_of(cluster)
+        rooms = rooms_of(cluster, facts)
+        nodes = nodes_of(os.environ)
+        plan = plan_of(on_nodes(config, rooms, nodes) if nodes else config, rooms)
+        config = placed(config, plan)
+        return config, _on_cluster(config, cluster, plan, facts)
+    except BaseException:
+        cluster.close()
+        raise
+
+
+def nodes_of(environ: Mapping[str, str]) -> dict[str, list[str]]:
+    """The hosts that a cluster's service has given this run, by role. Empty: it has all hosts."""
+    from rollpacker.cluster.on_ray.warden import HOSTS
+
+    return {role: environ[name].split(",") for role, name in HOSTS.items() if name in environ}
+
+
+def _on_cluster(
+    config: RunConfig, cluster: Cluster, plan: Placement, facts: Mapping[str, HostFacts]
+) -> Hosts:
+    from rollpacker.weights.between_hosts.copies import read
+    from rollpacker.weights.between_hosts.own_host import OwnHost
+    from rollpacker.weights.between_hosts.spread import Spread
+    from rollpacker.workers.hosts.remote_host import RemoteHost
+
+    own = cluster.own_address
+    used = [host for host in facts if any(d.host == host and d.units for d in plan.devices)]
+    _check(config, cluster, plan, {host: facts[host] for host in used})
+    cluster.reserve({host: _devices_on(host, plan) for host in used}, within_s=RESERVE_S)
+    remote: dict[str, RemoteHost] = {}
+
+    def read_there(layout: BufferLayout, start: int, size: int) -> bytes:
+        """Of the trainer's weights, on the host that they are on."""
+        at = remote[layout.host].read if layout.host else read
+        return at(layout, start, size)
+
+    spread = Spread(read_there, cluster.put)
+    heartbeat_s = config.deadlines.heartbeat_s
+    for host in used:
+        if host != own:
+            remote[host] = RemoteHost(host, cluster.connect(host), spread, heartbeat_s=heartbeat_s)
+    own_host = OwnHost(spread, cluster.get, address=own)
+    members: dict[str, RemoteHost | OwnHost] = {**remote, own: own_host}
+    engines = {plan.devices[device].host for unit in plan.of("rollout") for device in unit.devices}
+    ended = threading.Event()
+
+    def close() -> None:
+        ended.set()
+        own_host.close()
+        for host in remote.values():
+            host.close()
+        cluster.close()
+
+    return Hosts(
+        is_there=cluster.has_head,
+        _ended=ended,
+        plan=plan,
+        by_name=members,
+        publish=lambda source: spread.publish(
+            [source], [members[name] for name in sorted(engines)]
+        ),
+        interfaces={
+            host: facts[host].interfaces[host]
+            for host in used
+            if remote and host in facts[host].interfaces
+        },
+        address=own if remote else "127.0.0.1",
+        close=close,
+    )
+
+
+def _devices_on(host: str, plan: Placement) -> dict[str, float]:
+    """To be reserved there: none of what other jobs have by turns."""
+    from rollpacker.cluster.service.local_runner import MARK
+
+    count = 0
+    if MARK not in os.environ:
+        count = sum(1 for device in plan.devices if device.host == host and device.units)
+    return {"CPU" if plan.kind == "cpu" else "GPU": float(count)}
+
+
+def _check(
+    config: RunConfig, cluster: Cluster, plan: Placement, facts: Mapping[str, HostFacts]
+) -> None:
+    """What each host must have. Raises `ValueError` with the first that lacks something."""
+    model = Path(config.model.path)
+    for host, one in facts.items():
+        if model.exists() and not cluster.sees(host, str(model.resolve())):
+            raise ValueError(
+                f"{host} has no {model.resolve()} (model.path): put the model there under the same "
+                "path, or on a file system that all hosts share"
+            )
+        if one.shm_bytes < SHM_BYTES:
+            raise ValueError(
+                f"/dev/shm of {host} has {one.shm_bytes >> 20} MiB free, and processes there share "
+                f"memory through it: let it have {SHM_BYTES >> 20} MiB or more (in a container: "
+                "--shm-size)"
+            )
+    ranks = {plan.devices[device].host for unit in plan.of("train") for device in unit.devices}
+    others = sorted(ranks - {cluster.own_address})
+    if others:
+        _check_shared(config, cluster, others)
+
+
+def _check_shared(config: RunConfig, cluster: Cluster, hosts: Sequence[str]) -> None:
+    """Processes of the trainer on several hosts write one checkpoint."""
+    runs = Path(config.runs_dir).expanduser().resolve()
+    runs.mkdir(parents=True, exist_ok=True)
+    probe = runs / f".seen-by-all-{os.getpid()}"
+    probe.touch()
+    try:
+        blind = [host for host in hosts if not cluster.sees(host, str(probe))]
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    if blind:
+        raise ValueError(
+            f"{', '.join(blind)} cannot see {runs} (runs_dir), where processes of the trainer there"
+            " would write their part of a checkpoint: put runs_dir on a file system that all hosts "
+            "share, or place the trainer on one host"
+        )

@@ -1,0 +1,388 @@
+"""Who is on which device: the config's lines, this machine or the hosts of a cluster, and what each
+role takes, made into a plan; and the plan as a table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from rollpacker.core.placement.roles import as_ranges, text_of_bytes
+
+if TYPE_CHECKING:
+    from rollpacker.config.placement import PlacementConfig
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.core.placement.roles import (
+        DeviceKind,
+        Host,
+        Need,
+        PlacedDevice,
+        Placement,
+        PlacementRequest,
+    )
+    from rollpacker.trainer.unit_memory import UnitMemory
+
+THIS_HOST = "this host"
+
+
+def this_host(kind: DeviceKind) -> Host:
+    """The machine as this process may use it: its cores, or the CUDA devices that torch sees."""
+    from rollpacker.cli import findings
+    from rollpacker.core.placement.roles import Host
+
+    usable = float(findings.cpus().details["usable"])
+    found = findings.memory().details
+    limits = [found["total_bytes"], found["cgroup_bytes"]]
+    gpus: tuple[int, ...] = ()
+    if kind == "cuda":
+        import torch
+
+        gpus = tuple(
+            torch.cuda.get_device_properties(number).total_memory
+            for number in range(torch.cuda.device_count())
+        )
+    return Host(
+        name=THIS_HOST,
+        cores=max(int(usable), 1),
+        memory_bytes=min(limit for limit in limits if limit is not None),
+        gpu_bytes=gpus,
+        shm_bytes=_shm_bytes(),
+    )
+
+
+def _shm_bytes() -> int | None:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return found.f_frsize * found.f_blocks
+
+
+def hosts_of(config: RunConfig) -> list[Host]:
+    """Those that the run has. Raises `ValueError`."""
+    if config.runtime == "ray":
+        from rollpacker.run.parts.cluster_facts import rooms
+
+        return rooms()
+    return [this_host(device_kind(config))]
+
+
+def device_kind(config: RunConfig) -> DeviceKind:
+    """What the config's devices are, without a look at torch where the config says it."""
+    from rollpacker.trainer.estimate import estimate
+
+    return "cuda" if estimate(config).device == "cuda" else "cpu"
+
+
+def lines_of_keys(config: RunConfig) -> PlacementConfig:
+    """The `placement` that `rollout.engines`, `train.processes` and their like amount to. Raises
+    `ValueError` if the trainer has no processes of its own."""
+    from rollpacker.config.placement import PlacementConfig, RolloutPlacement, TrainPlacement
+
+    processes, degree = config.train.processes, config.parallelism_planner.initial
+    if processes is None:
+        raise ValueError(
+            "the trainer has no processes of its own to be placed: set train.processes, or "
+            "placement"
+        )
+    return PlacementConfig(
+        rollout=RolloutPlacement(devices=config.rollout.engines * degree, per_engine=degree),
+        train=TrainPlacement(devices=processes, per_replica=processes // config.train.replicas),
+        colocate=("rollout", "train") if config.train.colocate else (),
+    )
+
+
+def request_of(config: RunConfig, kind: DeviceKind) -> PlacementRequest:
+    """What is to be placed. Raises `ValueError`."""
+    from rollpacker.config.placement import devices_of
+    from rollpacker.core.placement.roles import PlacementRequest, Role
+
+    lines = lines_of_keys(config) if config.placement is None else config.placement
+    roles = [
+        Role(
+            name="rollout",
+            unit="engine",
+            devices=devices_of(lines.rollout.devices),
+            per_unit=lines.rollout.per_engine,
+            per_key="per_engine",
+            needs=cache(lambda devices: _engine_need(config, lines, devices, kind)),
+        ),
+        Role(
+            name="train",
+            unit="replica",
+            devices=devices_of(lines.train.devices),
+            per_unit=lines.train.per_replica,
+            per_key="per_replica",
+            needs=cache(lambda devices: _rank_need(config, lines, devices, kind)),
+        ),
+    ]
+    if lines.judge is not None:
+        given = _given(lines.judge.memory_gib)
+        roles.append(
+            Role(
+                name="judge",
+                unit="judge",
+                devices=devices_of(lines.judge.devices),
+                needs=lambda devices: given,
+            )
+        )
+    if config.runtime == "ray":  # on the run's host, the first, if it has room
+        roles.sort(key=lambda role: role.name != "train")
+    across = set(lines.across_hosts)
+    return PlacementRequest(
+        roles=tuple(replace(role, across_hosts=role.name in across) for role in roles),
+        colocate=frozenset(lines.colocate),
+        kind=kind,
+    )
+
+
+def _given(memory_gib: float | None) -> Need | None:
+    from rollpacker.core.placement.roles import Need
+
+    return None if memory_gib is None else Need(int(memory_gib * (1 << 30)), 0)
+
+
+def _engine_need(
+    config: RunConfig, lines: PlacementConfig, devices: int, kind: DeviceKind
+) -> Need | None:
+    from rollpacker.trainer.unit_memory import engine_memory
+
+    if lines.rollout.memory_gib is not None:
+        return _given(lines.rollout.memory_gib)
+    return _need(engine_memory(config, devices, on_cuda=kind == "cuda"))
+
+
+def _rank_need(
+    config: RunConfig, lines: PlacementConfig, devices: int, kind: DeviceKind
+) -> Need | None:
+    """Of a process in a replica of so many. There are taken to be several replicas unless the lines
+    say that there is one."""
+    from rollpacker.config.placement import num_devices
+    from rollpacker.trainer.unit_memory import rank_memory
+
+    if lines.train.memory_gib is not None:
+        return _given(lines.train.memory_gib)
+    replicas = 1 if num_devices(lines.train.devices) == devices else 2
+    train = replace(config.train, processes=devices * replicas, replicas=replicas, colocate=False)
+    return _need(rank_memory(replace(config, train=train, placement=None), on_cuda=kind == "cuda"))
+
+
+def _need(memory: UnitMemory | None) -> Need | None:
+    from rollpacker.core.placement.roles import Need
+
+    return None if memory is None else Need(memory.stays_bytes, memory.turn_bytes, memory.of)
+
+
+def plan_of(config: RunConfig, hosts: Sequence[Host]) -> Placement:
+    """The plan on these hosts, of which the run's own process is on the first. Raises
+    `PlacementError`, a `ValueError`."""
+    from rollpacker.core.placement.placement import plan_placement
+    from rollpacker.trainer.unit_memory import run_memory
+
+    kind = device_kind(config)
+    first, *others = hosts
+    if kind == "cpu":
+        first = replace(first, held_bytes=run_memory(config))
+    return plan_placement([first, *others], request_of(config, kind))
+
+
+def on_nodes(
+    config: RunConfig, hosts: Sequence[Host], nodes: Mapping[str, Sequence[str]]
+) -> RunConfig:
+    """The config with lines that put engines and trainer on the hosts that a cluster gave them, by
+    role: on their first devices, as the others do that take turns there. Raises `ValueError` if
+    these have too few."""
+    from rollpacker.config.placement import num_devices
+    from rollpacker.core.placement.roles import as_line
+
+    lines = lines_of_keys(config) if config.placement is None else config.placement
+    kind = device_kind(config)
+    ends = list(accumulate((host.num_devices(kind) for host in hosts), initial=0))
+    for role, names in nodes.items():
+        line = getattr(lines, role)
+        there = [
+            device
+            for number, host in enumerate(hosts)
+            if host.name in names
+            for device in range(ends[number], ends[number + 1])
+        ]
+        wanted = num_devices(line.devices) or len(there)
+        if wanted > len(there):
+            raise ValueError(
+                f"placement.{role} has {wanted} devices, and the cluster's nodes for it, "
+                f"{', '.join(names)}, have {len(there)}: is devices_per_node of the pool right?"
+            )
+        lines = replace(lines, **{role: replace(line, devices=as_line(there[:wanted]))})
+    return replace(config, placement=lines)
+
+
+def on_this_host(config: RunConfig) -> RunConfig:
+    """The config with the keys that follow from its `placement` on this machine. Raises
+    `ValueError` if devices are short."""
+    if config.placement is None:
+        return config
+    plan = plan_of(config, hosts_of(config))
+    _check_in_turn(plan)
+    return placed(config, plan)
+
+
+def _check_in_turn(plan: Placement) -> None:
+    """On CUDA local processes take devices in turn, engines and the trainer's each from the first
+    on. Raises `ValueError` for another plan."""
+    for role in ("rollout", "train"):
+        devices = [device for unit in plan.of(role) for device in unit.devices]
+        if plan.kind == "cuda" and devices != list(range(len(devices))):
+            raise ValueError(
+                f"placement.{role} has devices {as_ranges(devices)}, and with runtime=local "
+                "engines and the trainer's processes take CUDA devices from 0 on: this can be "
+                "looked at by --dry-run, and not run"
+            )
+
+
+def placed(config: RunConfig, plan: Placement) -> RunConfig:
+    """The config with the keys that follow from its `placement` on these hosts. Raises `ValueError`
+    where they are set to something else."""
+    from rollpacker.config.placement import derived
+
+    lines = config.placement
+    if lines is None:  # its keys say it already
+        return config
+    _check_turns(lines, plan)
+    found = derived(lines, engines=len(plan.of("rollout")), processes=plan.num_devices("train"))
+    for one in found:
+        part, name = one.key.split(".")
+        value = getattr(getattr(config, part), name)
+        if value not in (one.unset, one.value):
+            raise ValueError(
+                f"{one.key}={value}, but {one.lines} makes it {one.value} on these hosts: "
+                f"placement rules, so leave {one.key} out, or change placement"
+            )
+    processes = plan.num_devices("train")
+    train = replace(
+        config.train,
+        processes=processes,
+        replicas=processes // lines.train.per_replica,
+        colocate=lines.turns,
+    )
+    planner, degree = config.parallelism_planner, lines.rollout.per_engine
+    if not planner.enabled:
+        planner = replace(planner, initial=degree, degrees=(degree,))
+    rollout = replace(config.rollout, engines=len(plan.of("rollout")))
+    return replace(config, rollout=rollout, train=train, parallelism_planner=planner)
+
+
+def _check_turns(lines: PlacementConfig, plan: Placement) -> None:
+    """Engines and trainer that take turns do so on the very same devices. Raises `ValueError`."""
+    if not lines.turns:
+        return
+    of = {
+        role: sorted(d for unit in plan.of(role) for d in unit.devices)
+        for role in ("rollout", "train")
+    }
+    if of["rollout"] != of["train"]:
+        raise ValueError(
+            f"placement.colocate: engines are on devices {as_ranges(of['rollout'])}, the trainer on"
+            f" {as_ranges(of['train'])}, and where they take turns a run needs both on the same: "
+            "give placement.rollout and placement.train the same devices"
+        )
+
+
+def table(plan: Placement) -> list[str]:
+    """The plan for people: neighbours that hold the same in one row, and what hosts hold."""
+    rows = []
+    for run in _runs(plan.devices):
+        first, last = run[0], run[-1]
+        rows.append((_numbers(first.number, last.number), first.host, first.units, _memory(first)))
+    lines = _rows(rows)
+    for host in plan.hosts:
+        if host.memory_bytes is not None:
+            own = (
+                f", {text_of_bytes(host.held_bytes)} of it the run's own" if host.held_bytes else ""
+            )
+            used = text_of_bytes(host.used_bytes + host.held_bytes)
+            lines.append(f"{host.name}: {used} of {text_of_bytes(host.memory_bytes)}{own}")
+    if plan.unknown:
+        names = ", ".join(plan.unknown)
+        lines.append(
+            f"note: what {names} takes is not known, and not counted: "
+            f"placement.{plan.unknown[0]}.memory_gib says it"
+        )
+    return lines
+
+
+def table_without(config: RunConfig, host: Host, kind: DeviceKind) -> list[str]:
+    """What runs where on this machine if nothing is placed: on a CPU cores are anybody's, and GPUs
+    are taken from the first on."""
+    from rollpacker.trainer.estimate import estimate
+    from rollpacker.trainer.unit_memory import engine_memory
+
+    known = estimate(config)
+    engines = config.rollout.engines if config.engines_are_apart else 0
+    degree = config.parallelism_planner.initial
+    one = engine_memory(config, degree, on_cuda=kind == "cuda")
+    each = 0 if one is None else one.stays_bytes + one.turn_bytes
+    own_bytes = sum(part.size_bytes for part in known.memory)
+    on: dict[int, list[tuple[str, int]]] = {0: [("run", own_bytes)]}
+    for number in range(engines):
+        for device in range(number * degree, (number + 1) * degree):
+            on.setdefault(device, []).append((f"engine {number}", each))
+    for number in range(known.processes):
+        stage = known.stages and f" (stage {known.stages.of_process(number).index})"
+        name = f"trainer's process {number}{stage or ''}"
+        on.setdefault(number, []).append((name, known.process_bytes(number)))
+    names = {device: tuple(name for name, _ in units) for device, units in on.items()}
+    used = {device: sum(size for _, size in units) for device, units in on.items()}
+    if kind == "cpu":
+        every = tuple(dict.fromkeys(name for units in names.values() for name in units))
+        total = sum(used.values())
+        memory = f"{text_of_bytes(total)} together" if known.whole else "not known"
+        row = (_numbers(0, host.cores - 1), host.name, every, memory)
+        told = f"{host.name}: {text_of_bytes(total)} of {text_of_bytes(host.memory_bytes)}"
+        return [*_rows([row]), *([told] if known.whole else [])]
+    rows = []
+    for device in range(max([len(host.gpu_bytes), *(n + 1 for n in on)])):
+        size = text_of_bytes(used.get(device, 0)) if known.whole else "not known"
+        has = ", and there is no such device here"
+        if device < len(host.gpu_bytes):
+            has = f" of {text_of_bytes(host.gpu_bytes[device])}"
+        rows.append((str(device), host.name, names.get(device, ()), f"{size}{has}"))
+    return _rows(rows)
+
+
+def _rows(rows: Sequence[tuple[str, str, tuple[str, ...], str]]) -> list[str]:
+    """Columns under their heads."""
+    from rollpacker.report.table import lines
+
+    cells = [("device", "host", "roles", "memory of each")]
+    cells += [(numbers, host, ", ".join(units) or "-", m) for numbers, host, units, m in rows]
+    return lines(cells, numbers=False, rule=False, gap=2)
+
+
+def _numbers(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _runs(devices: Sequence[PlacedDevice]) -> list[list[PlacedDevice]]:
+    """Neighbours on one host with the same units and the same memory."""
+    runs: list[list[PlacedDevice]] = []
+    for device in devices:
+        last = runs[-1][-1] if runs else None
+        if last and _shown(last) == _shown(device):
+            runs[-1].append(device)
+        else:
+            runs.append([device])
+    return runs
+
+
+def _shown(device: PlacedDevice) -> tuple[object, ...]:
+    return device.host, device.units, device.used_bytes, device.memory_bytes
+
+
+def _memory(device: PlacedDevice) -> str:
+    used = text_of_bytes(device.used_bytes) if device.units else "-"
+    return (
+        used if device.memory_bytes is None else f"{used} of {text_of_bytes(device.memory_bytes)}"
+    )

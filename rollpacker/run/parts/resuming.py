@@ -1,0 +1,105 @@
+"""What a run's folder alone tells of a resume: whether it is the same run, and whether anything is
+left to do. No data, model or reward is loaded for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.run.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+SAME: Mapping[str, Any] = {"model": "", "dtype": "", "train_data": ""}
+"""An identity to compare with itself, where only configs are compared."""
+
+READ_S = 5.0
+"""For the few lines of a log after its last checkpoint."""
+
+
+def config_before(folder: RunFolder) -> dict[str, Any]:
+    """What the run was last started with. Raises `RunError`."""
+    from rollpacker.config.document import ConfigError, parse_document, read_text
+    from rollpacker.run.errors import RunError
+
+    try:
+        return parse_document(read_text(folder.config), str(folder.config))[0]
+    except ConfigError as error:
+        raise RunError(
+            f"{error} This is what the run was started with, so it cannot be told whether "
+            "it is the same run. Restore the file, or begin anew with --overwrite"
+        ) from error
+
+
+def check_config(config: RunConfig, folder: RunFolder, step: int) -> None:
+    """Raises `RunError` where a key makes another run of it, and warns of a resume after `step`
+    that trains no more than one step because it has fewer."""
+    from rollpacker.config.load import changes_since
+    from rollpacker.run.run_folder import check_resume
+
+    before = config_before(folder)
+    check_resume(changes_since(before, config), SAME, SAME)
+    old, new = (before.get("train") or {}).get("steps"), config.train.steps
+    if new is not None and (old is None or old > new) and new <= step + 1:
+        logger.warning(
+            "train.steps was %s when the run stopped after step %d and is %d now, so it ends here."
+            " Was it given on the command line? It counts for that command alone: give"
+            " train.steps=%s again to go on",
+            *(old, step, new, old),
+        )
+
+
+def reason_to_end(config: RunConfig, folder: RunFolder) -> str | None:
+    """Why a run that is to be resumed has ended, if nothing is left for it to do, neither step nor
+    evaluation; None: it goes on. Raises `RunError` where it is another run."""
+    from rollpacker.config.load import changes_since
+    from rollpacker.core.job.job import Job
+    from rollpacker.run.checkpoint import newest_state
+    from rollpacker.run.run_folder import check_resume
+
+    state = newest_state(folder.checkpoints)
+    if state is None or (reason := _said_at_the_end(folder, state["log_bytes"])) is None:
+        return None
+    changes = changes_since(config_before(folder), config)
+    check_resume(changes, SAME, SAME)
+    if any(key == "train.epochs" for key, _, _ in changes):
+        return None  # more rows may follow: the cursor knows
+    known = {"max_response_tokens": config.rollout.max_response_tokens, **state["job"]}
+    job = Job.restore(config.job(), known)
+    return reason if job.nothing_left() and not job.evaluation_is_due else None
+
+
+def _said_at_the_end(folder: RunFolder, log_bytes: int) -> str | None:
+    """The reason to finish that the log gives after its last checkpoint."""
+    from rollpacker.core.commands import Finish
+    from rollpacker.core.records import LogError, Record
+    from rollpacker.report.log import LogTail
+
+    tail = LogTail(folder.events)
+    tail.num_bytes = log_bytes
+    try:
+        for entry in tail.read(READ_S):
+            if isinstance(entry, Record):
+                for command in entry.commands:
+                    if isinstance(command, Finish) and not command.failed:
+                        return command.reason
+    except (LogError, OSError):  # the resume itself says what is wrong
+        pass
+    return None
+
+
+def let_others_end(config: RunConfig) -> None:
+    """Processes of torchrun's that wait for the run to tell them what to do."""
+    from rollpacker.run.parts.parts import start_trainer_processes
+    from rollpacker.trainer.launch import Torchrun
+
+    if Torchrun.from_environment() is not None:
+        ranks = start_trainer_processes(config)
+        if ranks is not None:
+            try:
+                ranks.connect()
+            finally:
+                ranks.close()

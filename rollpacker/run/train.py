@@ -1,0 +1,250 @@
+"""`rollpacker.train(...)`: a run from its config to its end, and what is left of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Never
+
+from rollpacker.callbacks import Callback, CallbackError
+from rollpacker.imports import silence_noise
+from rollpacker.run import interrupts
+from rollpacker.run.error_messages import classify, naming
+from rollpacker.run.output import in_notebook
+from rollpacker.run.view import Run
+
+if TYPE_CHECKING:
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.core.records import Observer
+    from rollpacker.run.parts.given import Overrides, Reward
+    from rollpacker.run.parts.hosts import Hosts
+    from rollpacker.run.parts.seats import RunSeat
+    from rollpacker.run.session import Session
+
+logger = logging.getLogger(__name__)
+
+
+def train(
+    config: str | Path | Mapping[str, Any] | RunConfig,
+    overrides: Overrides = (),
+    *,
+    rewards: Reward | Sequence[Reward] | None = None,
+    data: Iterable[Mapping[str, Any]] | None = None,
+    eval_data: Iterable[Mapping[str, Any]] | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: bool | Literal["auto"] = False,
+    overwrite: bool = False,
+    display: bool | Literal["auto"] = "auto",
+    observers: Sequence[Observer] = (),
+    **unknown: Never,
+) -> Run:
+    """Run a config to its end.
+
+    `config` is a file, a dict with the same keys (`{"train": {"steps": 20}}` or
+    `{"train.steps": 20}`), or a `RunConfig`; `overrides` change it, `["train.steps=20"]` or
+    `{"train.steps": 20}`.
+
+    `rewards` take the place of the config's: functions, `(function, weight)`, names as in a config
+    (`"math"`), or dicts with the keys of `rewards[]`. Functions, also lambdas and those of a
+    notebook, are copied into worker processes: what they refer to is what it was when the run
+    began, and what they change stays there. `data` and `eval_data` take the place of where
+    `data.train` and `data.eval` come from: dicts in a list, a Dataset, a DataFrame. A resume wants
+    the same objects again, which the run's folder does not hold.
+
+    `callbacks` are told of steps and evaluations (`rollpacker.Callback`); `observers` are fed every
+    entry of the event log. `display` shows progress; "auto": in a notebook.
+
+    `resume="auto"` goes on with the run if there is one, and begins it otherwise.
+
+    An interrupt (Ctrl-C, a notebook's stop button, SIGTERM, SIGHUP) ends the run after the step at
+    hand, saved; a second one at once, with `KeyboardInterrupt`.
+
+    Raises `ValueError` (one message, for the user) for what is wrong with config, data, model or
+    run folder, `RewardError` for rewards, `CallbackError`, `NonFiniteError`, `DeadlineExceeded`,
+    `OSError`; the run can then be resumed. Raises `TypeError` for an argument that there is not, by
+    the name that it has here.
+    """
+    with _without_traceback_in_notebooks():
+        from rollpacker.imports import giving
+        from rollpacker.run.parts.given import as_given
+
+        _refuse_unknown(unknown)
+        given = as_given(config, overrides, rewards=rewards, data=data, eval_data=eval_data)
+        with giving(given.objects), _arguments_for_flags():
+            return run_to_end(
+                given.config,
+                resume=resume,
+                overwrite=overwrite,
+                display=in_notebook() if display == "auto" else display,
+                callbacks=_checked(callbacks),
+                observers=observers,
+            )
+
+
+@contextmanager
+def _without_traceback_in_notebooks() -> Iterator[None]:
+    """A cell shows what a command would: one message for what is wrong with config or data, and for
+    an interrupt, where a notebook prints a hundred lines of this package. Bugs and callbacks keep
+    theirs."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if not isinstance(error, CallbackError) and classify(error)[0] != 1:
+            _tell_in_one_message(error)
+        raise
+
+
+def _tell_in_one_message(error: BaseException) -> None:
+    """Give it what a notebook's cell shows in place of its traceback."""
+    if in_notebook():
+        told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        error._render_traceback_ = lambda: [told]  # type: ignore[attr-defined]
+
+
+def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
+    from rollpacker.run.parts.given import refuse_unknown
+
+    try:
+        refuse_unknown(arguments)
+    except TypeError as error:  # the user's, which other TypeErrors are not
+        _tell_in_one_message(error)
+        raise
+
+
+@contextmanager
+def _arguments_for_flags() -> Iterator[None]:
+    """Let messages that name the command's flags name what a program has in their place."""
+    from rollpacker.run.errors import RunError
+
+    try:
+        yield
+    except RunError as error:
+        said = str(error).replace("`--overwrite`", "overwrite=True")
+        said = said.replace("--overwrite", "overwrite=True").replace("--resume", "resume=True")
+        error.args = (said,)
+        raise
+
+
+def _checked(callbacks: Sequence[Callback]) -> Sequence[Callback]:
+    if isinstance(callbacks, Callback):
+        return [callbacks]
+    for number, callback in enumerate(callbacks):
+        if not isinstance(callback, Callback):
+            made = " (make one of it: add ())" if isinstance(callback, type) else ""
+            raise ValueError(f"callbacks.{number} is no rollpacker.Callback: {callback!r}{made}")
+    return callbacks
+
+
+def run_to_end(
+    config: RunConfig,
+    *,
+    resume: bool | Literal["auto"],
+    overwrite: bool,
+    display: bool,
+    callbacks: Sequence[Callback] = (),
+    observers: Sequence[Observer] = (),
+    is_command: bool = False,
+) -> Run:
+    """See `train`. `is_command`: the process is this run's alone, and a second interrupt ends
+    it."""
+    from rollpacker.run.parts.resuming import let_others_end, reason_to_end
+    from rollpacker.run.run_folder import RunFolder, holds_run
+    from rollpacker.run.session import Session
+
+    watch = time.perf_counter()
+    silence_noise()
+    path = Path(config.runs_dir).expanduser() / config.name
+    session: Session | None = None
+    try:
+        with naming(path), ExitStack() as stack:
+            if resume == "auto":
+                resume = holds_run(path)
+            folder = RunFolder(path, resume=resume, overwrite=overwrite)
+            stack.callback(folder.close)
+            if resume and (done := reason_to_end(config, folder)) is not None:
+                logger.warning("nothing was left to do: %s", done)
+                let_others_end(config)
+                summary = _finish(folder.path, display=display, is_done=True)
+                return Run(folder.path, reason=done, summary=summary)
+            _find_model(config)
+            config, hosts, seat = _on_hosts(config, stack)
+            session = Session(
+                config,
+                hosts,
+                folder,
+                stack,
+                seat=seat,
+                resume=resume,
+                overwrite=overwrite,
+                is_command=is_command,
+                display=display,
+                observers=observers,
+                callbacks=callbacks,
+            )
+            stack.push(session.forget_if_not_begun)
+            session.prepare(watch)
+            interrupts.check()
+            reason = session.drive()
+            stack.pop_all().close()
+        run = Run(folder.path, reason=reason, summary=_finish(folder.path, display=display))
+    except BaseException as error:
+        if session is not None:
+            _end_in_error(session)
+            if session.has_begun and isinstance(error, KeyboardInterrupt) and not error.args:
+                error.args = ("interrupted",)
+        raise
+    session.end(reason)
+    return run
+
+
+def _find_model(config: RunConfig) -> None:
+    """Warm one up where the config says how, and look for what is on the hub."""
+    from rollpacker.cli.warmup import make_missing
+    from rollpacker.run.hub import look_for_hub
+
+    make_missing(config)
+    look_for_hub(config)
+
+
+def _on_hosts(config: RunConfig, stack: ExitStack) -> tuple[RunConfig, Hosts, RunSeat]:
+    """The hosts, the config on them, and the seat among other jobs there. What the config has
+    without effect is said."""
+    from rollpacker.run.parts.hosts import open_hosts
+    from rollpacker.run.parts.seats import take_seat
+
+    config, hosts = open_hosts(config)
+    stack.callback(hosts.close)
+    seat = take_seat(config, os.environ, stack)
+    if config.without_effect is not None:
+        logger.warning("%s", config.without_effect)
+    return config, hosts, seat
+
+
+def _end_in_error(session: Session) -> None:
+    """What a callback says of the end must not hide what the run died of."""
+    try:
+        session.end(None)
+    except CallbackError as error:
+        logger.warning("%s", error)
+
+
+def _finish(folder: Path, *, display: bool, is_done: bool = False) -> dict[str, Any]:
+    """Write what is made from the whole log, and print the table. `is_done`: that was written
+    before."""
+    from rollpacker.report.files import write_reports
+    from rollpacker.report.summary import read_summary
+
+    with naming(folder):
+        summary = read_summary(folder) if is_done else None
+        if summary is None:
+            summary = write_reports(folder)
+    if display and not in_notebook():  # where a run shows itself
+        from rollpacker.report.summary_table import render
+        from rollpacker.run.output import console
+
+        console(goes_on=True).print(render(summary))
+    return summary

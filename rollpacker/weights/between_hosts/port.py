@@ -1,0 +1,197 @@
+"""A port at which a host streams weights to other hosts of the run, and how they take them from it.
+
+    hello     token, number of the shipment, from which byte to which
+    answer    pieces, each after its length: as they come to this host themselves
+              0: nothing yet; said every `BEAT_S`, so that silence means a host that is lost
+              CHANGED or FAILED: the rest never comes
+
+Bytes go from memory to the socket and from the socket to memory; no copy of the model is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO, Protocol
+
+from rollpacker.weights.between_hosts.copies import opened
+from rollpacker.weights.buffer import ALIGNMENT, BufferLayout, StaleWeightsError
+from rollpacker.workers.line import Line, LineEnded
+from rollpacker.workers.listener import Listener, connect
+
+PIECE_BYTES = 1 << 20
+"""At most."""
+BEAT_S = 1.0
+SILENT_S = 5.0
+"""A host that says nothing for so long is lost to the one that asks."""
+UNKNOWN_S = 5.0
+"""So long those that ask too early wait until a shipment is known here."""
+_REQUEST = struct.Struct(">QQQ")
+_LENGTH = struct.Struct(">I")
+_FAILED, _CHANGED = 0xFFFFFFFF, 0xFFFFFFFE
+
+
+@dataclass(frozen=True, slots=True)
+class PortAddress:
+    """What another host must know to ask."""
+
+    host: str
+    port: int
+    token: bytes = field(repr=False)
+
+
+class Streamed(Protocol):
+    """Weights of one version, whole or on their way here."""
+
+    def open(self) -> IO[bytes]:
+        """The memory that they are in. Raises `OSError` and `StaleWeightsError`."""
+        ...
+
+    def arrived(self, start: int, end: int, within_s: float) -> int:
+        """Up to where the bytes from `start` are there, which may have to be waited for: `start` if
+        none came, `end` at most. Raises `OSError` and `StaleWeightsError` if they never will."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a trainer has written on this host; meets `Streamed`."""
+
+    layout: BufferLayout
+    head: bytes
+    """The first bytes of the buffer, which change before any other does."""
+
+    def open(self) -> IO[bytes]:
+        file = opened(self.layout)
+        if file.read(ALIGNMENT) != self.head:
+            file.close()
+            raise StaleWeightsError
+        return file
+
+    def arrived(self, start: int, end: int, within_s: float) -> int:
+        return end
+
+
+class WeightPort:
+    """Of one host. It knows one shipment at a time, the newest."""
+
+    def __init__(self, host: str) -> None:
+        """Listen on any free port of this address. Raises `OSError`."""
+        self._listener = Listener(host)
+        self.address = PortAddress(host, self._listener.port, self._listener.token)
+        self._changed = threading.Condition()
+        self._newest = 0
+        self._streamed: Streamed | None = None
+        self._is_closed = False
+        threading.Thread(target=self._listen, name="weights", daemon=True).start()
+
+    def stream(self, number: int, streamed: Streamed) -> None:
+        """Give this to those who ask for the shipment of that number, until the next one."""
+        with self._changed:
+            self._newest, self._streamed = number, streamed
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Take no more questions. Idempotent."""
+        self._is_closed = True
+
+    def _listen(self) -> None:
+        while not self._is_closed:
+            for line, hello in self._listener.accept(BEAT_S):
+                threading.Thread(target=self._answer, args=(line, hello), daemon=True).start()
+        self._listener.close()
+
+    def _answer(self, line: Line, hello: bytes) -> None:
+        with line.released() as connection, contextlib.suppress(OSError, struct.error):
+            connection.settimeout(SILENT_S)
+            number, start, end = _REQUEST.unpack(hello)
+            connection.sendall(_LENGTH.pack(self._send(connection, number, start, end)))
+
+    def _send(self, connection: socket.socket, number: int, start: int, end: int) -> int:
+        """Returns how it ends, if not with the last byte. Raises `OSError` of the connection."""
+        until = time.monotonic() + UNKNOWN_S
+        while time.monotonic() < until:
+            with self._changed:
+                self._changed.wait_for(lambda: self._newest >= number, BEAT_S)
+                streamed, newest = self._streamed, self._newest
+            if newest > number:
+                return _CHANGED
+            if newest == number and streamed is not None:
+                return _send(connection, streamed, start, end)
+            connection.sendall(_LENGTH.pack(0))
+        return _FAILED
+
+
+def _send(connection: socket.socket, streamed: Streamed, start: int, end: int) -> int:
+    """Returns how it ends, if not with the last byte. Raises `OSError` of the connection."""
+    try:
+        file = streamed.open()
+    except StaleWeightsError:
+        return _CHANGED
+    except OSError:
+        return _FAILED
+    with file:
+        while start < end:
+            try:
+                arrived = streamed.arrived(start, min(end, start + PIECE_BYTES), BEAT_S)
+            except StaleWeightsError:
+                return _CHANGED
+            except OSError:
+                return _FAILED
+            connection.sendall(_LENGTH.pack(arrived - start))
+            if arrived > start:
+                num_sent = connection.sendfile(file, start, arrived - start)
+                assert num_sent == arrived - start, "the memory has all of them"
+            start = arrived
+    return 0
+
+
+def take(
+    source: PortAddress,
+    number: int,
+    into: memoryview,
+    start: int,
+    took: Callable[[int], None],
+) -> None:
+    """Take those bytes of a shipment from `start` on that fill `into`. `took` is told, again and
+    again, how many are there by now; what it raises ends this. Raises `OSError`, and
+    `StaleWeightsError` if there are newer ones."""
+    num_taken = 0
+    request = _REQUEST.pack(number, start, start + len(into))
+    try:
+        line = connect(source.host, source.port, source.token, request, within_s=SILENT_S)
+    except LineEnded as error:
+        raise OSError(f"{source.host} hung up: {error}") from error
+    with line.released() as connection:
+        connection.settimeout(SILENT_S)
+        length = bytearray(_LENGTH.size)
+        while num_taken < len(into):
+            _receive(connection, memoryview(length))
+            (size,) = _LENGTH.unpack(length)
+            if size == _CHANGED:
+                raise StaleWeightsError
+            if size > len(into) - num_taken:
+                raise OSError(f"{source.host} does not have these weights")
+            end = num_taken + size
+            took(num_taken)
+            while num_taken < end:
+                num_taken += _receive_some(connection, into[num_taken:end])
+                took(num_taken)
+
+
+def _receive(connection: socket.socket, into: memoryview) -> None:
+    num_taken = 0
+    while num_taken < len(into):
+        num_taken += _receive_some(connection, into[num_taken:])
+
+
+def _receive_some(connection: socket.socket, into: memoryview) -> int:
+    size = connection.recv_into(into)
+    if not size:
+        raise OSError("it hung up")
+    return size

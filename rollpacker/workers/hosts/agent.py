@@ -1,0 +1,263 @@
+"""What a run has on each other host: it starts processes there and carries their messages.
+
+    say(sequence, items)   begin, tell, hang up on, end processes; an item is taken once
+    hear(acknowledged)     what they said, and how they ended; waits a little for news
+
+Both may be asked again with the same numbers, whatever became of the answer. A process starts,
+talks and ends exactly as it does beside the run (`workers/host.py`). All of them end with the
+agent, and the agent ends when nobody has called it for `lease_s`: a run that is dead or cut off
+leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rollpacker.weights.between_hosts.arriving import Shipment
+from rollpacker.weights.between_hosts.copies import read
+from rollpacker.weights.between_hosts.host_weights import HostWeights
+from rollpacker.weights.between_hosts.port import PortAddress
+from rollpacker.weights.buffer import BufferLayout
+from rollpacker.workers.child import Child
+from rollpacker.workers.frames import Message
+from rollpacker.workers.host import ThisHost
+from rollpacker.workers.hosts.facts import HostFacts, facts
+from rollpacker.workers.hosts.pump import Pump
+
+HEAR_S = 0.5
+"""How long `hear` waits for news."""
+ENDED_S = 2.0
+"""How long it may take to learn how a process ended that has hung up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Begin a process; see `Host.start`."""
+
+    process: int
+    """Chosen by the run, never twice of one agent."""
+    module: str
+    name: str
+    guarded: bool
+    environment: Mapping[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A message to a process, or of one."""
+
+    process: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorksAs:
+    """This descendant of the process does its work; see `Process.pid`."""
+
+    process: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A process is there that has no guardian."""
+
+    process: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A process is gone, and all that it said has been reported before."""
+
+    process: int
+    how: str
+
+
+Item = Start | Said | HangUp | Kill | WorksAs
+News = Started | Said | Ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The answer of `hear`."""
+
+    first: int
+    """The number of the first of the news."""
+    news: tuple[News, ...]
+    stopped: tuple[int, ...]
+    """The processes that a signal holds."""
+
+
+def pause_s(num_processes: int) -> float:
+    """So many seconds at least pass between two calls of a kind, of which each costs the run about
+    a millisecond of processor time: the more processes a host has, the more of them one call is
+    for. What comes after a longer silence goes at once."""
+    return min(0.002 * num_processes, 0.05)
+
+
+class Agent:
+    """See above."""
+
+    def __init__(
+        self, *, lease_s: float, predecessor: int = 0, end: Callable[[], None] | None = None
+    ) -> None:
+        """`predecessor`: process id of this host's last agent, which is ended by force if it is
+        still there, stopped perhaps. `end`: called when the lease is over; without it the process
+        ends."""
+        if predecessor:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(predecessor, signal.SIGKILL)
+        self._weights = HostWeights()
+        self._lease_s = lease_s
+        self._end = end or (lambda: os._exit(0))
+        self._host = ThisHost()
+        self._own: dict[int, tuple[Child, Pump]] = {}
+        self._sequence = 0
+        """Of the newest items that were taken."""
+        self._first = 1
+        """Number of the first of the news that the run has not acknowledged."""
+        self._news: deque[News] = deque()
+        self._changed = threading.Condition()
+        self._called_s = self._heard_s = time.monotonic()
+        self._is_over = False
+        threading.Thread(target=self._watch, name="lease", daemon=True).start()
+
+    # -- what the run calls ------------------------------------------------------------------------
+
+    def say(self, sequence: int, items: Sequence[Item]) -> None:
+        """Take these items, unless they have been taken."""
+        self._called_s = time.monotonic()
+        if sequence <= self._sequence:
+            return
+        assert sequence == self._sequence + 1, "one at a time"
+        self._sequence = sequence
+        for item in items:
+            self._take(item)
+
+    def hear(self, acknowledged: int) -> Report:
+        """Wait for news that follow those acknowledged, for `HEAR_S` at most."""
+        self._called_s = time.monotonic()
+        with self._changed:
+            while self._news and self._first <= acknowledged:
+                self._news.popleft()
+                self._first += 1
+            self._changed.wait_for(lambda: bool(self._news), HEAR_S)
+        pause_over_s = self._heard_s + pause_s(len(self._own))
+        time.sleep(max(0.0, pause_over_s - time.monotonic()))
+        with self._changed:
+            first, news = self._first, tuple(self._news)
+        self._called_s = self._heard_s = time.monotonic()
+        stopped = [n for n, (child, _) in list(self._own.items()) if child.is_stopped()]
+        return Report(first=first, news=news, stopped=tuple(stopped))
+
+    def facts(self) -> HostFacts:
+        """What there is on this host."""
+        return facts()
+
+    def copy(self, source: BufferLayout) -> BufferLayout:
+        """See `Copies.layout`."""
+        return self._weights.copy(source)
+
+    def write(self, source: BufferLayout, start: int, data: bytes) -> None:
+        """See `Copies.write`."""
+        self._weights.write(source, start, data)
+
+    def port(self, address: str) -> PortAddress:
+        """See `HostWeights.port`."""
+        return self._weights.port(address)
+
+    def send(self, number: int, layout: BufferLayout, head: bytes) -> None:
+        """See `HostWeights.send`."""
+        self._weights.send(number, layout, head)
+
+    def take(self, shipment: Shipment, own: int) -> BufferLayout:
+        """See `HostWeights.take`."""
+        return self._weights.take(shipment, own)
+
+    def read(self, layout: BufferLayout, start: int, size: int) -> bytes:
+        """See `read` (copies.py)."""
+        return read(layout, start, size)
+
+    def close(self) -> None:
+        """End all processes of this host."""
+        self._is_over = True
+        self._weights.close()
+        children = [child for child, _ in list(self._own.values())]
+        for child in children:
+            child.kill()
+        for child in children:
+            child.close()
+
+    # -- what follows ------------------------------------------------------------------------------
+
+    def _take(self, item: Item) -> None:
+        if isinstance(item, Start):
+            self._start(item)
+            return
+        child, pump = self._own.get(item.process, (None, None))
+        if child is None or pump is None:  # it has ended, which was said
+            return
+        if isinstance(item, Said):
+            pump.post(item.message)
+        elif isinstance(item, HangUp):
+            pump.hang_up()
+        elif isinstance(item, WorksAs):
+            child.pid = item.pid
+        else:
+            child.kill()
+
+    def _start(self, item: Start) -> None:
+        try:
+            child, line = self._host.start(
+                item.module, item.name, guarded=item.guarded, environment=item.environment
+            )
+        except OSError as error:
+            self._tell(Ended(item.process, f"it could not be started: {error}"))
+            return
+        if not item.guarded:
+            self._tell(Started(item.process, child.pid))
+        process = item.process
+        self._own[process] = (
+            child,
+            Pump(
+                line,
+                lambda message: self._tell(Said(process, message)),
+                lambda: self._ended(process, child),
+            ),
+        )
+
+    def _ended(self, process: int, child: Child) -> None:
+        how = child.how_ended(ENDED_S)
+        child.close()
+        self._own.pop(process, None)
+        self._tell(Ended(process, how or "it hung up"))
+
+    def _tell(self, news: News) -> None:
+        with self._changed:
+            self._news.append(news)
+            self._changed.notify_all()
+
+    def _watch(self) -> None:
+        while not self._is_over:
+            time.sleep(min(self._lease_s / 10, 1.0))
+            if time.monotonic() - self._called_s > self._lease_s:
+                self.close()
+                self._end()

@@ -1,0 +1,270 @@
+"""Ray: which hosts there are, their devices for this run, one agent on each, and its calls.
+
+    join(address)              connect, by token only (`ray_connection.py`)
+    Cluster.nodes              address -> what ray knows of it
+    Cluster.reserve(wanted)    so many devices on each of these hosts, or say who has them
+    Cluster.connect(address)   a new agent there
+
+Actors are never restarted by ray and no call is repeated by it. A placement group's bundle is tied
+to its host by the resource `node:ADDRESS` and not by the node's id: a raylet that comes back has
+another id, and the agent that is made anew shall find its devices reserved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rollpacker.workers.hosts.agent import Agent
+from rollpacker.workers.hosts.facts import HostFacts, facts
+from rollpacker.workers.hosts.ray_connection import (
+    LOCAL,
+    check_answers,
+    connect,
+    disconnect,
+    find_head,
+    say_short,
+)
+from rollpacker.workers.hosts.remote_host import Answer, Calls, Gone, Unavailable
+
+LEASE_S = 12.0
+"""An agent that nobody calls for so long ends with all that it has."""
+PROBE_S = 1.0
+ASK_S = 60.0
+"""Within which a host must say what it has: ray starts a process for it first."""
+GROUPS = {"say": "say", "hear": "hear"}
+"""Methods with a thread of their own, so that they never wait for the rest (`bulk`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A host as ray knows it."""
+
+    address: str
+    num_cpus: int
+    num_gpus: int
+
+
+class Cluster:
+    """What `join` gives."""
+
+    def __init__(self) -> None:
+        self._group: PlacementGroup | None = None
+        self._bundles: dict[str, int] = {}
+        self._head: str = ray.get_runtime_context().gcs_address
+
+    @property
+    def nodes(self) -> dict[str, Node]:
+        """Those that are there now, by address; the run's own first, the others in order."""
+        alive = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
+        found = {}
+        for address in sorted(alive, key=lambda one: (one != self.own_address, _numbers(one))):
+            resources = alive[address]["Resources"]
+            found[address] = Node(
+                address=address,
+                num_cpus=int(resources.get("CPU", 0)),
+                num_gpus=int(resources.get("GPU", 0)),
+            )
+        return found
+
+    @property
+    def own_address(self) -> str:
+        """Of the host of this process."""
+        address: str = ray.util.get_node_ip_address()
+        return address
+
+    def facts(self, address: str) -> HostFacts:
+        """What there is on that host. Raises `ValueError` if it cannot be asked."""
+        found: HostFacts = self._ask(address, facts)
+        return found
+
+    def sees(self, address: str, path: str) -> bool:
+        """Whether there is such a file or folder on that host. Raises `ValueError`."""
+        return bool(self._ask(address, os.path.exists, path))
+
+    def _ask(self, address: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        there = {"num_cpus": 0, "resources": {f"node:{address}": 0.001}, "max_retries": 0}
+        try:
+            asked = ray.remote(function).options(**there).remote(*arguments)
+            return ray.get(asked, timeout=ASK_S)
+        except (GetTimeoutError, RayError) as error:
+            raise ValueError(
+                f"{address} is in ray's cluster, and cannot be asked what it has: "
+                f"{say_short(error) or f'no answer within {ASK_S:g} s'}. Is RollPacker installed "
+                "there, in the environment that ray was started from?"
+            ) from error
+
+    def reserve(self, wanted: Mapping[str, Mapping[str, float]], *, within_s: float) -> None:
+        """Have these resources (`CPU`, `GPU`) of each host, by address, for as long as this process
+        is connected. Raises `ValueError`, with who has them, if that takes too long."""
+        bundles = [{**resources, f"node:{address}": 0.001} for address, resources in wanted.items()]
+        self._bundles = {address: place for place, address in enumerate(wanted)}
+        self._group = placement_group(bundles, strategy="SPREAD")
+        if not self._group.wait(within_s):
+            remove_placement_group(self._group)
+            self._group = None
+            raise ValueError(
+                f"ray could not reserve {_said(wanted)} within {within_s:g} s. {self._taken()}. "
+                "Wait for the others, or ask for fewer devices"
+            )
+
+    def _taken(self) -> str:
+        left, there = ray.available_resources(), ray.cluster_resources()
+        return "Of all hosts together " + ", ".join(
+            f"{there.get(one, 0) - left.get(one, 0):g} of {there.get(one, 0):g} {one} are taken"
+            for one in ("CPU", "GPU")
+            if one in there
+        )
+
+    def connect(self, address: str) -> Callable[[int], Calls]:
+        """Makes new agents on that host, in the devices that were reserved."""
+        place = self._bundles[address]
+
+        def make(predecessor: int) -> Calls:
+            strategy = PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=place
+            )
+            try:
+                _check_reached(address)
+                return _RayCalls(
+                    _Actor.options(scheduling_strategy=strategy, name=None, lifetime=None).remote(
+                        lease_s=LEASE_S, predecessor=predecessor
+                    )
+                )
+            except Exception as error:  # whatever ray says of a cluster that is gone
+                raise Gone(str(error)) from error
+
+        return make
+
+    def has_head(self) -> bool:
+        """Whether the cluster's head still takes connections."""
+        try:
+            check_answers(self._head)
+        except ValueError:
+            return False
+        return True
+
+    def put(self, data: bytes) -> Any:
+        """In this host's object store; an agent that is called with it gets the bytes."""
+        return ray.put(data)
+
+    def get(self, put: Any) -> bytes:
+        """The bytes of what `put` has returned."""
+        data: bytes = ray.get(put)
+        return data
+
+    def close(self) -> None:
+        """Let go of devices and hosts. Idempotent. Without a head there is nobody to tell, and ray
+        would wait for one until it ends this process."""
+        with contextlib.suppress(Exception):
+            if self._group is not None and self.has_head():
+                remove_placement_group(self._group)
+        self._group = None
+        disconnect()
+
+
+def _check_reached(address: str) -> None:
+    """Ray itself would wait for a host that is cut off, in a try that may outlast the cut. Raises
+    `OSError`."""
+    error = OSError(f"ray has no host {address} now")
+    for node in ray.nodes():  # where its raylet was started anew, the earlier one may be there, too
+        if node["Alive"] and node["NodeManagerAddress"] == address:
+            try:
+                place = (address, node["NodeManagerPort"])
+                socket.create_connection(place, timeout=PROBE_S).close()
+                return
+            except OSError as refused:
+                error = refused
+    raise error
+
+
+_Actor: Any = ray.remote(
+    num_cpus=0,
+    max_restarts=0,
+    max_task_retries=0,
+    concurrency_groups={"say": 1, "hear": 1, "bulk": 8},
+)(Agent)
+
+
+class _RayCalls:
+    """See `Calls`."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._methods: dict[str, Any] = {}
+
+    def begin(self, method: str, *arguments: Any) -> Answer:
+        if method not in self._methods:
+            group = GROUPS.get(method, "bulk")
+            asked = getattr(self._actor, method).options(concurrency_group=group)
+            self._methods[method] = asked
+        try:
+            return _RayAnswer(self._methods[method].remote(*arguments))
+        except RayActorError as error:
+            raise Gone(say_short(error)) from error
+
+    def end(self) -> None:
+        with contextlib.suppress(Exception):  # it cannot be reached: its lease ends it
+            ray.kill(self._actor)
+
+
+class _RayAnswer:
+    """See `Answer`."""
+
+    def __init__(self, reference: Any) -> None:
+        self._reference = reference
+
+    def result(self, timeout_s: float) -> Any:
+        try:
+            return ray.get(self._reference, timeout=timeout_s)
+        except GetTimeoutError:
+            raise TimeoutError from None
+        except ActorUnavailableError as error:
+            raise Unavailable(say_short(error)) from error
+        except (ActorDiedError, ActorUnschedulableError) as error:
+            raise Gone(say_short(error)) from error
+        except RayTaskError as error:
+            raise error.cause from error
+        except RayActorError as error:
+            raise Gone(say_short(error)) from error
+
+
+def _numbers(address: str) -> list[tuple[int, str]]:
+    """So that 10.0.0.9 comes before 10.0.0.10, and IPv6 as it is written."""
+    return [(int(part) if part.isdigit() else 0, part) for part in re.split(r"[.:]", address)]
+
+
+def _said(wanted: Mapping[str, Mapping[str, float]]) -> str:
+    return ", ".join(
+        f"{amount:g} {resource} on {address}"
+        for address, resources in wanted.items()
+        for resource, amount in resources.items()
+    )
+
+
+def join(address: str | None = None) -> Cluster:
+    """Connect to the cluster at `address` (that of its head, HOST:PORT), or to the one that this
+    machine belongs to, or to one of this machine alone that ends with this process.
+
+    Raises `ValueError` with one message for what the user can mend.
+    """
+    connect(address or find_head() or LOCAL, log_to_driver=True)
+    return Cluster()

@@ -1,0 +1,165 @@
+"""This process's connection to a ray cluster, by token only (`token.py`). It has one at most, which
+its run, its seat and its mailbox share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rollpacker.workers.hosts.token import PATH, is_demanded
+
+LOWEST = (2, 54)
+"""Ray's first version with token authentication that needs no dashboard."""
+REACH_S = 5.0
+CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+"""Where `ray start` says which cluster this machine belongs to."""
+_LONGEST = 1000
+"""Bytes of that file that are read; an address has fewer."""
+LOCAL = "local"
+"""Instead of an address: a cluster of this machine alone, as ray itself takes it."""
+
+_lock = threading.Lock()
+_num_users = 0
+
+
+def connect(address: str, *, log_to_driver: bool = False) -> None:
+    """Connect to the cluster whose head is at `address` (HOST:PORT), or start one of this machine
+    alone that ends with this process (`LOCAL`). A process that is connected stays where it is.
+    `disconnect` is to be called as often. Raises `ValueError` with one message for what the user
+    can mend."""
+    global _num_users
+    assert is_demanded(), "ray looks for its token when it is imported: `demand_token` comes first"
+    with _lock:
+        if not ray.is_initialized():
+            _init(address, log_to_driver)
+        _num_users += 1
+
+
+def disconnect() -> None:
+    """Let go of the connection; the last who does ends it."""
+    global _num_users
+    with _lock:
+        _num_users = max(_num_users - 1, 0)
+        if _num_users == 0:
+            ray.shutdown()
+
+
+def _init(address: str, log_to_driver: bool) -> None:
+    check_version()
+    options: dict[str, Any] = {"address": address}
+    if address == LOCAL:
+        options["include_dashboard"] = False
+    else:
+        check_answers(address)
+    with _own_signals():
+        try:
+            ray.init(configure_logging=False, log_to_driver=log_to_driver, **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            ray.shutdown()
+            raise ValueError(
+                f"ray at {address} refused this process: {' '.join(str(error).split())[:300]}. Is "
+                f"the token in {os.environ[PATH]} the cluster's?"
+            ) from error
+
+
+def find_head() -> str | None:
+    """The head of the cluster that RAY_ADDRESS names, or that this machine belongs to. Raises
+    `ValueError` if another user of this machine may have written which one that is."""
+    return os.environ.get("RAY_ADDRESS") or _running()
+
+
+def head_address() -> str:
+    """Of the head that this process is connected to, as all hosts reach it."""
+    address: str = ray.get_runtime_context().gcs_address
+    return address
+
+
+def check_version() -> None:
+    """Raises `ValueError` for a ray without token authentication."""
+    found = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if found < LOWEST:
+        raise ValueError(
+            f"ray {ray.__version__} is installed, and runtime=ray needs "
+            f"{'.'.join(map(str, LOWEST))} or newer, which asks everybody for a token: "
+            "make cluster installs one"
+        )
+
+
+def _running() -> str | None:
+    """The cluster that this machine belongs to, or None. Raises `ValueError`; see `find_head`."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        found = _read_own(CURRENT_CLUSTER)
+        with contextlib.suppress(ValueError):
+            check_answers(found)
+            return found
+    return None
+
+
+def _read_own(path: Path) -> str:
+    """The text of a short file that this user or root has written.
+
+    Where ray does not run, anybody may make the folder in which it lies, and whoever is named in
+    the file is sent the token. Raises `ValueError` for a file of somebody else, or no file at all,
+    and `FileNotFoundError` or `NotADirectoryError` if there is none.
+    """
+    refusal = ValueError(
+        f"{path} says where ray's head is, and is not a file that this user or root has written "
+        "(the head would be sent the cluster's token): set RAY_ADDRESS to HOST:PORT of the head"
+    )
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:  # a link, or one that this user may not read
+        raise refusal from error
+    try:
+        facts = os.fstat(descriptor)
+        if facts.st_uid not in (os.geteuid(), 0) or not stat.S_ISREG(facts.st_mode):
+            raise refusal
+        return os.read(descriptor, _LONGEST).decode(errors="replace").strip()
+    finally:
+        os.close(descriptor)
+
+
+def check_answers(address: str) -> None:
+    """Ray itself would wait for twenty seconds, and say the same of a wrong token."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"{address} is no address of a ray cluster: it is HOST:PORT of its head")
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except OSError as error:
+        raise ValueError(
+            f"nobody answers at {address}, where ray's head should be ({error}): start it there "
+            "with ray start --head, or set RAY_ADDRESS to where it is"
+        ) from error
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep this process's handlers: ray's own would end it in the middle of a step."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # not in the main thread, where ray sets none
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+
+
+def say_short(error: Exception) -> str:
+    """The one sentence of ray's many lines that says what happened."""
+    text = " ".join(str(error).split())
+    found = re.search(r"The actor (?:is dead|died)[^.]*\.", text)
+    return found.group() if found else text[:200]
