@@ -47,6 +47,8 @@ COMMON = (
     "checkpoint.every_steps=1000000",
     "save_samples=false",
 )
+PUBLISHED = ("tail_batching.selection=published", "tail_batching.carry=none")
+"""Responses may be left out, as the sample factor asks for."""
 SIMULATED_STEPS = 4
 """Simulated for each real one."""
 MANY_TURNS = 10_000
@@ -65,11 +67,12 @@ class Workload:
 WORKLOADS = (
     Workload(
         name="same-limit",
-        race=("tail_batching.prompt_factor=1.25", "tail_batching.sample_factor=1.25"),
+        race=(*PUBLISHED, "tail_batching.prompt_factor=1.25", "tail_batching.sample_factor=1.25"),
     ),
     Workload(
         name="other-limit",
         race=(
+            *PUBLISHED,
             "tail_batching.prompt_factor=1.5",
             "tail_batching.sample_factor=1.0",
             "rollout.max_response_tokens=128",
@@ -82,7 +85,7 @@ WORKLOADS = (
             "rollout.prompts_per_step=24",
             "rollout.engine.max_slots=96",
         ),
-        race=("tail_batching.prompt_factor=1.25", "tail_batching.sample_factor=1.125"),
+        race=(*PUBLISHED, "tail_batching.prompt_factor=1.25", "tail_batching.sample_factor=1.125"),
     ),
 )
 
