@@ -1,7 +1,7 @@
 """A sender made slow on purpose, for tests and emulated runs.
 
-The delays follow the model of `pipeline/plan/virtual_time.py`: a link is latency plus bytes over rate, and
-serial in each direction, so that messages queue behind each other's bytes.
+The delays follow the model of `pipeline/plan/virtual_time.py`: a link is latency plus bytes over
+rate, and serial in each direction, so that messages queue behind each other's bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""TRL's `GRPOTrainer` with `rollpacker.integrations.trl` and without: the same model, prompts, reward and steps.
+"""TRL's `GRPOTrainer` with `rollpacker.integrations.trl` and without: the same model, prompts,
+reward and steps.
 
 TRL's fastest setting is found first; then TRL alone, TRL with RollPacker's engine and TRL with
 tail batching take turns, each from the same start weights on the same rows. What is left out at

@@ -16,8 +16,15 @@ from machine import ROOT, write_result
 from rollpacker.cluster.sim.profiles import on_pools
 from rollpacker.cluster.sim.spec import load_cluster
 from rollpacker.sim.plan import compare
-from rollpacker.sim.plan_ideas import OFF, Candidate, ScenarioEvaluate, order_idea, plan_base
-from rollpacker.sim.plan_shared import on_shared_pools, pool_prices
+from rollpacker.sim.plan_ideas import (
+    OFF,
+    Candidate,
+    ScenarioEvaluate,
+    on_shared_pools,
+    order_idea,
+    plan_base,
+)
+from rollpacker.sim.plan_shared import pool_prices
 from rollpacker.sim.scenario import load_scenario
 
 SCENARIO, CLUSTER = "configs/scenarios/7b-8k.yaml", "configs/clusters/mixed.yaml"

@@ -1,8 +1,9 @@
 """Adaptive deadlines of checks in the simulator, against Fig. 13c of the RollPacker paper.
 
-7B, 8k tokens, code alone, the set-up and constants as shipped; the same `core/checks/reward_schedule.py`
-that real runs use. Seconds of rollout and rewards per round, with a fixed 30 s limit and with the
-adaptive one. Programs that were cut off at the token limit are not run: they have no end.
+7B, 8k tokens, code alone, the set-up and constants as shipped; the same
+`core/checks/reward_schedule.py` that real runs use. Seconds of rollout and rewards per round, with
+a fixed 30 s limit and with the adaptive one. Programs that were cut off at the token limit are not
+run: they have no end.
 
     python benchmarks/sim_deadlines.py
 """

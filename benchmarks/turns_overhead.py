@@ -91,7 +91,7 @@ PARTS = {
         *("/json/", "/asyncio/", "/selectors.py", "/socket.py"),
     ),
     "player and episodes": ("run/player.py", "run/episodes.py"),
-    "other ports": ("rollpacker/controller/",),
+    "other ports": ("rollpacker/run/",),
 }
 """By parts of a file's path; the last that fits."""
 

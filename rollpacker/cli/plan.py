@@ -173,7 +173,8 @@ def _priced(base: Base, config: Scenario | RunConfig, shared: ClusterSpec | None
     from rollpacker.cluster.decide.job import Phase
     from rollpacker.cluster.profile.job_profile import devices_of
     from rollpacker.config.schema import RunConfig
-    from rollpacker.sim.plan_shared import on_shared_pools, pool_prices
+    from rollpacker.sim.plan_ideas import on_shared_pools
+    from rollpacker.sim.plan_shared import pool_prices
 
     if shared is None:
         return base

@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         import importlib
 
-        place = f"rollpacker.cluster.{_PLACES.get(name, 'phases')}"
+        place = f"rollpacker.cluster.seats.{_PLACES.get(name, 'phases')}"
         return getattr(importlib.import_module(place), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -200,7 +200,7 @@ class Trained(BaseEvent, frozen=True, kw_only=True):
 
     step: int
     version: int
-    metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
+    metrics: Mapping[str, int | float] = msgspec.field(default_factory=dict)
 
 
 class WeightsSynced(BaseEvent, frozen=True, kw_only=True):

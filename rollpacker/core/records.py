@@ -72,7 +72,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: str
     seconds: float
     step: int
-    metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
+    metrics: Mapping[str, int | float] = msgspec.field(default_factory=dict)
 
 
 Entry = Session | Record | Note

@@ -180,7 +180,9 @@ def _report_other_answer(config: DatasetConfig, split: str, rows: Sequence[RawRo
         logger.warning(
             "data.%s: rewards get the column %s as `answer`; the rows' own column answer, which"
             " says something else (%s), does not reach them",
-            *(split, name, first.where),
+            split,
+            name,
+            first.where,
         )
 
 

@@ -204,8 +204,8 @@ class Engine(Protocol):
         ...
 
     def weight_probe(self) -> str:
-        """The hash of a fixed sample of the weights (`rollpacker.weights.probe`). Not while anything
-        runs."""
+        """The hash of a fixed sample of the weights (`rollpacker.weights.probe`). Not while
+        anything runs."""
         ...
 
     def status(self) -> EngineStatus:

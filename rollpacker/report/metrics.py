@@ -204,7 +204,10 @@ class MetricsWriter:
             first, last = lacking[0]["step"], lacking[-1]["step"]
             logger.warning(
                 "%s lacked %d of its rows (steps %d to %d): made again from the event log",
-                *(self.path, len(lacking), first, last),
+                self.path,
+                len(lacking),
+                first,
+                last,
             )
         self._evaluated = {row["step"] for row in rows if is_evaluation(row)}
         with (

@@ -4,9 +4,9 @@
                  <-Judged--
 
 The loop of all lines (`workers/loop.py`) carries the checks to the hosts and what these say back.
-Who is asked, and when one is given up, `core/checks/reward_hosts.py` decides. What was under way on a host
-that is lost gets no verdict with the cause `infrastructure`: the core asks again, once, and another
-one is there to judge it.
+Who is asked, and when one is given up, `core/checks/reward_hosts.py` decides. What was under way on
+a host that is lost gets no verdict with the cause `infrastructure`: the core asks again, once, and
+another one is there to judge it.
 """
 
 from __future__ import annotations

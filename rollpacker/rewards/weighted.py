@@ -118,7 +118,9 @@ class WeightedReward:
                 if close:
                     logger.warning(
                         "reward %s names the task %s, which no row has; did you mean %s?",
-                        *(one.part.name, named, close[0]),
+                        one.part.name,
+                        named,
+                        close[0],
                     )
 
     def _tell_idle(self, one: Weighted, num_rows: int, tasks: set[str | None]) -> None:
@@ -127,8 +129,11 @@ class WeightedReward:
         more = f" and {len(there) - 5} more" if len(there) > 5 else ""
         logger.warning(
             "reward %s judges none of these %d rows: it names the tasks %s, the rows have %s%s",
-            *(one.part.name, num_rows, ", ".join(map(repr, one.config.tasks or ()))),
-            *(", ".join(there[:5]), more),
+            one.part.name,
+            num_rows,
+            ", ".join(map(repr, one.config.tasks or ())),
+            ", ".join(there[:5]),
+            more,
         )
 
     def try_out(self, rows: Sequence[RewardInput]) -> list[str]:

@@ -10,25 +10,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollpacker.bus import Bus, Routes
+from rollpacker.bus import Routes
 from rollpacker.core.commands import Commit
 from rollpacker.core.events import Committed
 from rollpacker.data.dataset import Cursor
 from rollpacker.run.audience import Audience
 from rollpacker.run.carried import CarriedTokens, Waiting, write_carried
 from rollpacker.run.checkpoint import write_checkpoint
-from rollpacker.run.desk import Desk
 from rollpacker.run.evaluation import Evaluator
 from rollpacker.run.event_log import LogWriter
-from rollpacker.run.main_task import MainTask
 from rollpacker.run.pools import Pools
 from rollpacker.run.recovery import Recovery
 from rollpacker.run.salvage import Salvage
 from rollpacker.run.samples import SampleWriter
 from rollpacker.run.scoring import Scoring
+from rollpacker.run.shared import Shared
 from rollpacker.run.shared_devices import SharedDevices
 from rollpacker.run.waiting import in_daemon_thread
-from rollpacker.run.watch import Watch
 
 CLOSE_S = 10.0
 """What the writing of a checkpoint may still take when the run is ended at once."""
@@ -40,11 +38,8 @@ class Commits:
     """Commits on the main task. The job's state is taken at once, and what is carried with it, in
     whatever thread the command comes: later they may have gone on."""
 
-    bus: Bus
-    main: MainTask
-    desk: Desk
+    shared: Shared
     scoring: Scoring
-    watch: Watch
     evaluator: Evaluator
     _: KW_ONLY
     recovery: Recovery
@@ -66,14 +61,14 @@ class Commits:
         return {Commit: self._on_commit}
 
     def _on_commit(self, command: Commit) -> None:
-        state, waiting = self.bus.job.state(), self.carried.settle()
-        self.main.later(partial(self._commit, command, state, waiting))
+        state, waiting = self.shared.bus.job.state(), self.carried.settle()
+        self.shared.main.later(partial(self._commit, command, state, waiting))
 
     async def _commit(
         self, command: Commit, job_state: Mapping[str, Any], waiting: Waiting
     ) -> None:
-        with self.bus.lock:
-            self.desk.forget(self.scoring.waiting())
+        with self.shared.bus.lock:
+            self.shared.desk.forget(self.scoring.waiting())
         if command.evaluate:
             await self.evaluator.evaluate(command.step)
         await self.audience.trained(command.step)
@@ -83,14 +78,16 @@ class Commits:
             if not await self.recovery.through(save):
                 return
             await self.devices.to_engines()
-        self.bus.take(Committed(time_s=0.0, step=command.step, checkpointed=command.checkpoint))
+        self.shared.bus.take(
+            Committed(time_s=0.0, step=command.step, checkpointed=command.checkpoint)
+        )
 
     async def _checkpoint(self, step: int, job_state: Mapping[str, Any], waiting: Waiting) -> None:
         """Done again where the trainer was lost meanwhile; evaluation and callbacks are not."""
         await self.pools.parked()
         write = in_daemon_thread(self._write, step, self._state(job_state), waiting)
         try:
-            await self.watch.by("checkpoint_s", write)
+            await self.shared.watch.by("checkpoint_s", write)
         except asyncio.CancelledError:
             # The run is ended at once. Who resumes it must not meet a checkpoint in the making.
             await asyncio.wait({write}, timeout=CLOSE_S)
@@ -100,8 +97,8 @@ class Commits:
         save = partial(self._save, waiting)
         folder = self.recovery.checkpoints
         written = write_checkpoint(folder, step, state, save, self.keep_last, run=folder.parent)
-        with self.bus.lock:
-            self.salvage.begin(written, self.bus.job.version)
+        with self.shared.bus.lock:
+            self.salvage.begin(written, self.shared.bus.job.version)
 
     def _save(self, waiting: Waiting, folder: Path) -> None:
         self.devices.trainer.save(folder)
@@ -112,10 +109,10 @@ class Commits:
         here."""
         if self.samples is not None:
             self.samples.write()
-        with self.bus.lock:
+        with self.shared.bus.lock:
             return {
                 "job": job_state,
                 "cursor": self.cursor.state(),
                 **self.log.mark(),
-                "time_s": self.bus.clock.now(),
+                "time_s": self.shared.bus.clock.now(),
             }

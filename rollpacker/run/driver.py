@@ -65,6 +65,7 @@ from rollpacker.run.salvage import Salvage
 from rollpacker.run.sample_rows import EvaluationRows, PromptColumns, SampleRows
 from rollpacker.run.samples import SampleWriter
 from rollpacker.run.scoring import Scoring
+from rollpacker.run.shared import Shared
 from rollpacker.run.shared_devices import SharedDevices
 from rollpacker.run.training import Training
 from rollpacker.run.watch import Watch
@@ -127,30 +128,26 @@ class Controller:
         self._reasons = Reasons(bus)
         self._main = main = MainTask()
         self._watch = watch = Watch(bus, config.deadlines, parts.engines, parts.reward)
-        self._devices = SharedDevices(
-            *(bus, watch, seat is not None),
-            config=config,
-            trainer=parts.trainer,
-            engines=parts.engines,
-        )
-        of_seat = (seat, publish, self._observing.feed)
+        self._devices = devices = self._make_devices(on_pools=seat is not None)
+        tell = self._observing.feed
         self._pools = pools = open_pools(
-            *of_seat, *(bus, main, watch), devices=self._devices, engines=parts.engines
+            seat, publish, tell, bus, main, watch, devices=devices, engines=parts.engines
         )
-        self._desk = desk = Desk()
+        self._shared = shared = Shared(bus, main, Desk(), watch)
         self._carried = parts.carried or CarriedTokens(config.tail)
         self._salvage = salvage or Salvage(
             checkpoints.parent, in_order=config.rollout.is_repeatable
         )
         self._scoring = Scoring(
-            *(bus, main, desk, watch),
+            shared,
             num_steps=config.num_steps(len(parts.prompts.rows)),
             reward=parts.reward,
             rows=parts.prompts.rows,
             decode=parts.decode,
         )
         self._generation = Generation(
-            *(bus, main, desk, self._scoring, watch),
+            shared,
+            self._scoring,
             engines=parts.engines,
             devices=self._devices,
             carried=self._carried,
@@ -161,11 +158,23 @@ class Controller:
             episodes=self._make_episodes(),
         )
         self._evaluator = self._make_evaluator()
-        self._recovery = Recovery(*(bus, desk, watch, pools), parts.trainer, checkpoints)
+        self._recovery = Recovery(bus, shared.desk, watch, pools, parts.trainer, checkpoints)
         parts.audience.join(
             bus, parts.samples, stop=self.request_stop, observe=self._observing.feed
         )
         bus.connect(*self._ports())
+
+    def _make_devices(self, *, on_pools: bool) -> SharedDevices:
+        """What engines and trainer take turns on; `on_pools`: with other jobs, too."""
+        parts = self.parts
+        return SharedDevices(
+            self.bus,
+            self._watch,
+            on_pools,
+            config=self.config,
+            trainer=parts.trainer,
+            engines=parts.engines,
+        )
 
     def open(self, *, started_at: str, began_s: float, marks: tuple[str, ...] = ()) -> None:
         """Write the session's first entries: who takes up the run, and how long loading took.
@@ -237,13 +246,14 @@ class Controller:
 
     def _ports(self) -> list[Port]:
         """One for every kind of command; the bus checks that."""
-        parts, bus, main, desk, watch = self.parts, self.bus, self._main, self._desk, self._watch
+        parts, shared = self.parts, self._shared
+        bus, main = shared.bus, shared.main
         rows = None
         if parts.samples is not None:
             prompts = PromptColumns(parts.prompts.rows, parts.render)
-            rows = SampleRows(desk, parts.samples, prompts, parts.reward.names)
+            rows = SampleRows(shared.desk, parts.samples, prompts, parts.reward.names)
         training = Training(
-            *(bus, main, desk, watch),
+            shared,
             config=self.config,
             devices=self._devices,
             engines=parts.engines,
@@ -253,7 +263,9 @@ class Controller:
             rows=rows,
         )
         commits = Commits(
-            *(bus, main, desk, self._scoring, watch, self._evaluator),
+            shared,
+            self._scoring,
+            self._evaluator,
             recovery=self._recovery,
             pools=self._pools,
             keep_last=self.config.checkpoint.keep_last,
@@ -272,7 +284,9 @@ class Controller:
             Fetching(bus, main, parts.cursor),
             training,
             HandingOver(
-                *(bus, main, watch),
+                bus,
+                main,
+                shared.watch,
                 trainer=parts.trainer,
                 engines=parts.engines,
                 devices=self._devices,
@@ -290,7 +304,8 @@ class Controller:
     def _make_evaluator(self) -> Evaluator:
         parts = self.parts
         return Evaluator(
-            *(self.bus, self._watch),
+            self.bus,
+            self._watch,
             config=self.config,
             num_steps=self.config.num_steps(len(parts.prompts.rows)),
             prompts=parts.eval_prompts,
@@ -308,8 +323,8 @@ class Controller:
         player = self.parts.player
         if player is None:
             return None
-        common = (self.bus, self._main, self._desk, self._scoring, self._watch, player)
-        return Episodes(*common, rows=self.parts.prompts.rows, carried=self._carried)
+        rows = self.parts.prompts.rows
+        return Episodes(self._shared, self._scoring, player, rows=rows, carried=self._carried)
 
     def _of_turns(self) -> list[Port]:
         """Who obeys what is said only where samples take turns with environments."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 
-from rollpacker.bus import Bus, Routes
+from rollpacker.bus import Routes
 from rollpacker.core.commands import Act, CancelAct, Conclude
 from rollpacker.core.events import Acted, SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
@@ -21,11 +21,9 @@ from rollpacker.engines.engine import GenerationRequest, Response, SamplingParam
 from rollpacker.environments.environment import Answered, Begun, Episode, Lost
 from rollpacker.run.carried import CarriedTokens
 from rollpacker.run.carried_turns import CarriedTurns
-from rollpacker.run.desk import Desk
-from rollpacker.run.main_task import MainTask
 from rollpacker.run.player import Play, Player, ends_of
 from rollpacker.run.scoring import Scoring
-from rollpacker.run.watch import Watch
+from rollpacker.run.shared import Shared
 
 _CANCELLED = Lost(reason="not needed any more", cause="cancelled")
 
@@ -34,11 +32,8 @@ _CANCELLED = Lost(reason="not needed any more", cause="cancelled")
 class Episodes:
     """The episodes of a step."""
 
-    bus: Bus
-    main: MainTask
-    desk: Desk
+    shared: Shared
     scoring: Scoring
-    watch: Watch
     player: Player
     _: KW_ONLY
     rows: Sequence[PromptRow]
@@ -117,21 +112,21 @@ class Episodes:
         play = self._plays.pop(command.sample)
         response = play.response(command.reason)
         self._turns.concluded(response)
-        self.desk.lay_down(response)
-        known = self.desk[command.sample]
+        self.shared.desk.lay_down(response)
+        known = self.shared.desk[command.sample]
         known.episode = self.player.episode(play)
         self._concluded.append(play)
         if not self.player.must_finish(play, command.reason):
-            self.main.post_together(self.player.end, play)
+            self.shared.main.post_together(self.player.end, play)
             return
         known.finish = Future()
         known.finish.set_running_or_notify_cancel()  # who waits for it cannot cancel it
-        self.main.post_together(self._finish, play, known.finish)
+        self.shared.main.post_together(self._finish, play, known.finish)
 
     def _finish(self, play: Play, future: Future[Episode | Lost]) -> None:
         task = asyncio.ensure_future(self._finished(play, future))
         self._tasks[play.sample] = task
-        self.watch.num_worth += 1
+        self.shared.watch.num_worth += 1
         task.add_done_callback(lambda done: self._finish_ended(play.sample, done))
 
     async def _finished(self, play: Play, future: Future[Episode | Lost]) -> None:
@@ -145,19 +140,19 @@ class Episodes:
         if self._tasks.get(sample) is task:
             del self._tasks[sample]
         error = None if task.cancelled() else task.exception()
-        self.watch.num_worth -= 1
-        self.watch.sign()
+        self.shared.watch.num_worth -= 1
+        self.shared.watch.sign()
         if error is not None:
-            self.main.fail(error)
+            self.shared.main.fail(error)
 
     def _on_act(self, command: Act) -> None:
         self.carried.begun(command.sample.prompt)
-        self.main.post_together(self._start, command)
+        self.shared.main.post_together(self._start, command)
 
     def _on_cancel(self, command: CancelAct) -> None:
         plays = [self._plays.get(sample) for sample in command.samples]
         self._turns.cancelled([play for play in plays if play is not None])
-        self.main.post_together(self._cancel, command.samples)
+        self.shared.main.post_together(self._cancel, command.samples)
 
     def _start(self, command: Act) -> None:
         task = asyncio.ensure_future(self._act(command))
@@ -165,13 +160,13 @@ class Episodes:
         task.add_done_callback(lambda done: self._done(command, done))
 
     def _cancel(self, samples: Sequence[SampleId]) -> None:
-        with self.bus.lock:
+        with self.shared.bus.lock:
             self.let_go_of(samples)
         for sample in samples:
             task = self._tasks.get(sample)
             if task is not None:
                 task.cancel()
-            with self.bus.lock:
+            with self.shared.bus.lock:
                 play = self._plays.pop(sample, None)
             if play is not None:
                 self.player.end(play)
@@ -179,7 +174,7 @@ class Episodes:
     async def _act(self, command: Act) -> None:
         play = self._plays.get(command.sample)  # which needs no lock, that an engine may have
         if play is None:
-            with self.bus.lock:
+            with self.shared.bus.lock:
                 play = self._play_of(command.sample)
         answer: Begun | Answered | Lost
         if command.turn == 0:
@@ -221,7 +216,7 @@ class Episodes:
                     reason="truncated" if answer.truncated else "",
                     calls=answer.calls,
                 )
-        self.bus.take(event)
+        self.shared.bus.take(event)
         if self.scoring.waits:  # no engine is there to hand over what was asked for
             self.scoring.start()
 
@@ -231,9 +226,9 @@ class Episodes:
         error = None if task.cancelled() else task.exception()
         if task.cancelled():
             self._answer(command, None, _CANCELLED)
-        self.watch.sign()
+        self.shared.watch.sign()
         if error is not None:
-            self.main.fail(error)
+            self.shared.main.fail(error)
 
     # -- a step's end ------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TypeGuard
 
-from rollpacker.bus import Bus, Routes
+from rollpacker.bus import Routes
 from rollpacker.core.commands import Abort, Continue, Launch, LetGo, Move, Place, Release
 from rollpacker.core.events import (
     SampleAborted,
@@ -32,17 +32,15 @@ from rollpacker.engines.engine import (
     SamplingParams,
 )
 from rollpacker.run.carried import CarriedTokens
-from rollpacker.run.desk import Desk
 from rollpacker.run.engines import Engines, Heard, Told
 from rollpacker.run.episodes import Episodes
 from rollpacker.run.errors import EnginesLost
 from rollpacker.run.held import Handle
-from rollpacker.run.main_task import MainTask
 from rollpacker.run.salvage import Salvage
 from rollpacker.run.scoring import Scoring
+from rollpacker.run.shared import Shared
 from rollpacker.run.shared_devices import SharedDevices
 from rollpacker.run.waiting import Collecting
-from rollpacker.run.watch import Watch
 from rollpacker.trainer.trainer import NonFiniteError
 
 SALVAGED = ("perf/salvaged_samples", "perf/salvaged_tokens")
@@ -53,11 +51,8 @@ SALVAGED = ("perf/salvaged_samples", "perf/salvaged_tokens")
 class Generation:
     """Obeys in whatever thread the command comes; hears each engine in the engine's own."""
 
-    bus: Bus
-    main: MainTask
-    desk: Desk
+    shared: Shared
     scoring: Scoring
-    watch: Watch
     _: KW_ONLY
     engines: Engines
     devices: SharedDevices
@@ -91,7 +86,7 @@ class Generation:
         """Listen to the engines from now on."""
         if self.episodes is not None:
             self.episodes.let_go_of = self.engines.let_go
-        self.salvage.wake = lambda: self.main.post(self._tell_salvaged)
+        self.salvage.wake = lambda: self.shared.main.post(self._tell_salvaged)
         self._let_salvage_answer()
         self.engines.start(self._on_outputs, self._on_error, self._tell)
 
@@ -103,28 +98,28 @@ class Generation:
         """
         await self.devices.to_engines()
         collecting = Collecting(len(requests), asyncio.get_running_loop())
-        self.main.awaited = collecting.done
-        watching = asyncio.ensure_future(self.watch.check_engines_always())
+        self.shared.main.awaited = collecting.done
+        watching = asyncio.ensure_future(self.shared.watch.check_engines_always())
         try:
-            with self.bus.lock:
+            with self.shared.bus.lock:
                 self._collecting = collecting
                 self.engines.forget()
                 self.engines.submit_anywhere(requests)
             what = "the responses of an evaluation"
-            return await self.watch.by(
-                "generation_s", collecting.done, what, self.watch.engine_works
+            return await self.shared.watch.by(
+                "generation_s", collecting.done, what, self.shared.watch.engine_works
             )
         finally:
             watching.cancel()
-            self._collecting = self.main.awaited = None
+            self._collecting = self.shared.main.awaited = None
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
         """Engines need not keep anything of these. For what the core does not know of."""
-        with self.bus.lock:
+        with self.shared.bus.lock:
             self.engines.let_go(samples)
 
     def _launch(self, command: Launch) -> None:
-        self.desk.round_kind = self.desk.round_kind or command.kind
+        self.shared.desk.round_kind = self.shared.desk.round_kind or command.kind
         requests = self.carried.requests(command, self.rows, self.sampling)
         if self.episodes is None:
             self.salvage.launched(command.version, requests)
@@ -146,11 +141,11 @@ class Generation:
     def _fetch_engines(self) -> None:
         """Those that were told something while replicas have their devices."""
         if self.devices.are_awaited:
-            self.main.later(self.devices.to_engines)
+            self.shared.main.later(self.devices.to_engines)
 
     def _on_outputs(self, handle: Handle, outputs: Sequence[EngineOutput]) -> None:
         """Called in a thread of the engine's; by one in this process between two decode steps."""
-        with self.bus.lock:
+        with self.shared.bus.lock:
             for output in outputs:
                 is_its_own = self.engines.has(handle, output.event.sample)
                 if self._collecting is not None:
@@ -168,7 +163,7 @@ class Generation:
                         self.salvage.ended(event, response)
             waits = self._collecting is None and self.scoring.waits
         if waits:  # outside of the lock, which the event loop would at once wait for
-            self.main.post(self.scoring.start)
+            self.shared.main.post(self.scoring.start)
 
     def _take(self, event: Heard | None, response: Response | None) -> None:
         """To the core; the tokens stay here."""
@@ -182,8 +177,8 @@ class Generation:
         elif isinstance(event, SampleGenerated | SampleAborted) and response is not None:
             self.carried.ended(event, response)
             if isinstance(event, SampleGenerated):
-                self.desk.lay_down(response)
-        self.bus.take(event)
+                self.shared.desk.lay_down(response)
+        self.shared.bus.take(event)
 
     def _let_salvage_answer(self) -> None:
         for handle in self.engines.living:
@@ -192,7 +187,7 @@ class Generation:
     def _tell_salvaged(self) -> None:
         """What was launched, and had ended before the run was killed. On the event loop."""
         told: list[int] = []
-        with self.bus.lock:
+        with self.shared.bus.lock:
             for handle, output in self.salvage.outputs():
                 self._on_outputs(handle, [output])
                 if isinstance(output.event, SampleGenerated):
@@ -201,13 +196,13 @@ class Generation:
                 self.engines.submit([request], [handle.number])
             if told:
                 counts = {SALVAGED[0]: len(told), SALVAGED[1]: sum(told)}
-                self.bus.note("salvaged", 0.0, self.bus.job.step, counts)
+                self.shared.bus.note("salvaged", 0.0, self.shared.bus.job.step, counts)
 
     def _blame(self, handle: Handle, event: SampleFailed) -> None:
         """Logits that are no numbers: the engine is lost, or the policy is broken."""
         if self.engines.blame(handle):
             self._policy_is_broken = True
-            self.main.post(self.main.fail, self._broken_policy(event))
+            self.shared.main.post(self.shared.main.fail, self._broken_policy(event))
         else:
             self.engines.lose(handle, event.reason)
 
@@ -215,18 +210,18 @@ class Generation:
         """Engines come and go. What the core does not route finds its place without it, and ends
         with a run that the core gives up."""
         self._let_salvage_answer()
-        self.bus.take(event)
-        fleet = self.bus.job.fleet
+        self.shared.bus.take(event)
+        fleet = self.shared.bus.job.fleet
         if self._collecting is None or fleet is None:
             return
         if fleet.given_up:
-            self.main.post(self.main.fail, EnginesLost(fleet.given_up))
+            self.shared.main.post(self.shared.main.fail, EnginesLost(fleet.given_up))
         else:
             self.engines.place_anywhere()
 
     def _broken_policy(self, event: SampleFailed) -> NonFiniteError:
         """An update that was finite may still have spoilt the weights."""
-        step = self.bus.job.step
+        step = self.shared.bus.job.step
         newest = self.checkpoints / f"step_{step:06d}"
         spoilt = f"; remove {newest} first, its weights are spoilt" if newest.exists() else ""
         return NonFiniteError(
@@ -237,9 +232,9 @@ class Generation:
     def _on_error(self, handle: Handle, error: BaseException) -> None:
         """Called in any thread. What is not the engine's own fault is a bug of ours."""
         if self.engines.make is None or not isinstance(error, EngineError):
-            self.main.post(self.main.fail, error)
+            self.shared.main.post(self.shared.main.fail, error)
             return
-        with self.bus.lock:
+        with self.shared.bus.lock:
             self.engines.lose(handle, str(error))
 
 

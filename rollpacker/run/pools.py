@@ -303,7 +303,9 @@ def open_pools(
     if seat is None:
         return Pools(bus)
     return SharedPools(
-        *(bus, main, watch),
+        bus,
+        main,
+        watch,
         devices=devices,
         engines=engines,
         seat=seat,

@@ -13,18 +13,16 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field, replace
 
-from rollpacker.bus import Bus, Routes
+from rollpacker.bus import Routes
 from rollpacker.core.commands import CancelScore, Score
 from rollpacker.core.events import SampleScored
 from rollpacker.core.ids import SampleId
 from rollpacker.data.dataset import PromptRow
 from rollpacker.environments.environment import Episode, Lost
 from rollpacker.rewards.reward import Cause, Failed, Progress, Reward, RewardInput, Scored
-from rollpacker.run.desk import Desk
 from rollpacker.run.errors import Decode
 from rollpacker.run.evaluation import reward_input
-from rollpacker.run.main_task import MainTask
-from rollpacker.run.watch import Watch
+from rollpacker.run.shared import Shared
 
 MAX_BATCHES = 8
 """Batches under way at once."""
@@ -37,10 +35,7 @@ class Scoring:
     """Belongs to the event loop, but for what it is asked for, which comes in any thread and under
     the bus's lock."""
 
-    bus: Bus
-    main: MainTask
-    desk: Desk
-    watch: Watch
+    shared: Shared
     _: KW_ONLY
     reward: Reward
     rows: Sequence[PromptRow]
@@ -60,7 +55,7 @@ class Scoring:
     def routes(self) -> Routes:
         return {
             Score: self._ask,  # handed over when the engine's call ends
-            CancelScore: lambda command: self.main.post(self._cancel, command.samples),
+            CancelScore: lambda command: self.shared.main.post(self._cancel, command.samples),
         }
 
     @property
@@ -74,7 +69,7 @@ class Scoring:
 
     def start(self) -> None:
         """Hand over what was asked for. On the event loop only."""
-        with self.bus.lock:
+        with self.shared.bus.lock:
             single = [[command] for command in self._single]
             self._single.clear()
             batch: list[Score] = []
@@ -98,16 +93,16 @@ class Scoring:
 
     def _is_alone(self, command: Score) -> bool:
         """It is a task of its own."""
-        known = self.desk.get(command.sample)
+        known = self.shared.desk.get(command.sample)
         if known is not None and known.finish is not None:
             return True  # nobody else waits for its environment
-        kind = self.bus.job.config.rewards.kinds.get(command.sample.prompt.source)
+        kind = self.shared.bus.job.config.rewards.kinds.get(command.sample.prompt.source)
         return kind is not None and (kind.workers is not None or kind.deadline is not None)
 
     def _cancel(self, samples: Sequence[SampleId]) -> None:
         """These verdicts are not needed any more. Work that serves nobody else is ended."""
         unneeded = set(samples)
-        with self.bus.lock:
+        with self.shared.bus.lock:
             for queue in (self._single, self._batched):
                 for command in [c for c in queue if c.sample in unneeded]:
                     queue.remove(command)
@@ -122,7 +117,7 @@ class Scoring:
     def _start(self, commands: list[Score], *, is_batch: bool = False) -> None:
         # Read before anything else can happen: a step's commit forgets what is not waiting.
         inputs = [self._read(command.sample) for command in commands]
-        finish = self.desk[commands[0].sample].finish
+        finish = self.shared.desk[commands[0].sample].finish
         task = asyncio.ensure_future(
             self._score(commands, inputs)
             if finish is None
@@ -133,8 +128,8 @@ class Scoring:
 
     def _read(self, sample: SampleId) -> RewardInput:
         """What the rewards see of a sample."""
-        known = self.desk[sample]
-        progress = Progress(self.bus.job.step, self.num_steps)
+        known = self.shared.desk[sample]
+        progress = Progress(self.shared.bus.job.step, self.num_steps)
         judged = reward_input(
             self.rows[sample.prompt.row], known.response, self.decode, progress, known.episode
         )
@@ -154,28 +149,28 @@ class Scoring:
             lost = Failed(reason=f"its environment: {episode.reason}", cause=cause)
             self._answer(_event(commands[0].sample, lost, episode.seconds), lost)
             return
-        known = self.desk.get(commands[0].sample)
+        known = self.shared.desk.get(commands[0].sample)
         if known is not None:
             known.episode = episode
         await self._score(commands, [replace(judged, episode=episode)])
 
     async def _score(self, commands: list[Score], inputs: list[RewardInput]) -> None:
-        began = self.bus.clock.now()
+        began = self.shared.bus.clock.now()
         verdicts = await self.reward.score(inputs, timeout_s=commands[0].timeout_s)
-        seconds = self.bus.clock.now() - began
-        self.watch.check_rewards()
+        seconds = self.shared.bus.clock.now() - began
+        self.shared.watch.check_rewards()
         for command, verdict in zip(commands, verdicts, strict=True):
             self._answer(_event(command.sample, verdict, seconds), verdict)
 
     def _answer(self, event: SampleScored, verdict: Verdict | None) -> None:
         """`verdict` is None for a check that was cancelled."""
-        known = self.desk.get(event.sample)
+        known = self.shared.desk.get(event.sample)
         if known is not None:
             if isinstance(verdict, Scored):
                 known.verdict = verdict
             if event.seconds is not None:
                 known.check_s = event.seconds
-        self.bus.take(event)
+        self.shared.bus.take(event)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         commands, _, is_batch = self._tasks.pop(task)
@@ -187,9 +182,9 @@ class Scoring:
         if task.cancelled():
             for command in commands:
                 self._answer(_cancelled(command.sample), None)
-        self.watch.sign()
+        self.shared.watch.sign()
         if error is not None:
-            self.main.fail(error)
+            self.shared.main.fail(error)
         self.start()
 
 

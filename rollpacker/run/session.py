@@ -174,7 +174,8 @@ class Session:
 
         seconds = time.perf_counter() - watch - self.seat.waited_s  # other jobs' time
         self._controller = Controller(
-            *(self.config, parts),
+            self.config,
+            parts,
             checkpoints=self.folder.checkpoints,
             time_s=time_s + seconds,
             salvage=salvage,
@@ -388,5 +389,6 @@ def _warn_of_few_rows(config: RunConfig, num_rows: int) -> None:
         logger.warning(
             "rollout.prompts_per_step=%d is more than the %d prompts of data.train: no step has"
             " more than these. Lower it, or bring more rows",
-            *(asked, num_rows),
+            asked,
+            num_rows,
         )

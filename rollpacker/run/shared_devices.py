@@ -5,10 +5,10 @@
     Replace                                  a new engine loads on a device of the engines' alone
     pools shared with other jobs             all engines let go of all devices, and take them back
 
-Nothing is decided here: who is to have a device is what `core/fleet/devices.py` reads from the commands.
-Engine k has the devices from k times its degree on, process k of the trainer device k. What an
-engine is told while it is away waits (`Handle.told`), and is why it comes back. On a CPU there is
-nothing to move, and the same calls are made.
+Nothing is decided here: who is to have a device is what `core/fleet/devices.py` reads from the
+commands. Engine k has the devices from k times its degree on, process k of the trainer device k.
+What an engine is told while it is away waits (`Handle.told`), and is why it comes back. On a CPU
+there is nothing to move, and the same calls are made.
 """
 
 from __future__ import annotations

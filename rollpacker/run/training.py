@@ -10,21 +10,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
-from rollpacker.bus import Bus, Routes
+from rollpacker.bus import Routes
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.commands import StartGradients, TrainOn
 from rollpacker.core.events import Trained
 from rollpacker.core.ids import SampleId
 from rollpacker.core.rounds.dynamic_sampling import updates_of
 from rollpacker.rewards.reward import Reward
-from rollpacker.run.desk import Desk
 from rollpacker.run.engines import Engines
 from rollpacker.run.errors import BuildSamples
-from rollpacker.run.main_task import MainTask
 from rollpacker.run.sample_rows import SampleRows
+from rollpacker.run.shared import Shared
 from rollpacker.run.shared_devices import SharedDevices
 from rollpacker.run.update_metrics import metrics_of_updates
-from rollpacker.run.watch import Watch
 from rollpacker.trainer.trainer import (
     NonFiniteError,
     ScoreRequest,
@@ -42,10 +40,7 @@ class Training:
     """Trains on the main task. Groups whose gradients may begin early are remembered at once, in
     whatever thread the command comes, and under the bus's lock."""
 
-    bus: Bus
-    main: MainTask
-    desk: Desk
-    watch: Watch
+    shared: Shared
     _: KW_ONLY
     config: RunConfig
     devices: SharedDevices
@@ -76,11 +71,11 @@ class Training:
     def _on_start_gradients(self, command: StartGradients) -> None:
         self._to_stream += command.groups
         self._devices = command.devices
-        self.main.later(partial(self._start_gradients, command.step))
+        self.shared.main.later(partial(self._start_gradients, command.step))
 
     def _on_train_on(self, command: TrainOn) -> None:
         self._to_stream.clear()  # the whole step is due: large batches are quicker
-        self.main.later(partial(self._train, command))
+        self.shared.main.later(partial(self._train, command))
 
     async def _start_gradients(self, step: int) -> None:
         """Gradients of groups that the step will certainly train on, while verdicts on others are
@@ -91,7 +86,7 @@ class Training:
                 await self.devices.to_replicas(devices)
             else:
                 self._check_idle()
-            with self.bus.lock:
+            with self.shared.bus.lock:
                 groups = self._next_groups(devices)
             if groups:
                 await self._begin_gradients(step, groups, self.devices.replicas_of(devices))
@@ -103,7 +98,7 @@ class Training:
         if devices:
             budget, size = self.config.train.most_micro_batch_tokens() * len(devices), 0
             while size < len(chosen) and budget > 0:
-                responses = [self.desk[sample].response for sample in chosen[size]]
+                responses = [self.shared.desk[sample].response for sample in chosen[size]]
                 budget -= sum(response.num_in_rows for response in responses)
                 size += 1
             chosen, self._to_stream = chosen[:size], chosen[size:]
@@ -118,26 +113,26 @@ class Training:
     async def _begin_gradients(
         self, step: int, groups: Sequence[tuple[SampleId, ...]], replicas: Sequence[int] | None
     ) -> None:
-        began = self.bus.clock.now()
+        began = self.shared.bus.clock.now()
         with _diverging(step):
             scores = await self._ask_scores(groups, replicas)
-            scored = self.desk.scored_groups(groups)
+            scored = self.shared.desk.scored_groups(groups)
             samples, _ = self.build_samples(
                 scored,
                 scores=scores,
                 partial=True,
-                reward_parts=self.desk.reward_parts(groups),
-                turn_rewards=self.desk.turn_rewards(groups),
+                reward_parts=self.shared.desk.reward_parts(groups),
+                turn_rewards=self.shared.desk.turn_rewards(groups),
             )
-            await self.watch.by(
+            await self.shared.watch.by(
                 "train_s",
                 self.trainer.accumulate(samples, replicas),
                 f"the first gradients of step {step}",
             )
         for sample in samples:
-            self.desk[sample.sample].streamed = sample
-        seconds = self.bus.clock.now() - began
-        self.bus.note("gradients", seconds, step, {"groups": len(groups)})
+            self.shared.desk[sample.sample].streamed = sample
+        seconds = self.shared.bus.clock.now() - began
+        self.shared.bus.note("gradients", seconds, step, {"groups": len(groups)})
 
     async def _train(self, command: TrainOn) -> None:
         if command.num_missing:
@@ -148,12 +143,12 @@ class Training:
         with _diverging(command.step):
             scores = await self._ask_scores(command.groups)
             samples, metrics = self.build_samples(
-                self.desk.scored_groups(command.groups),
+                self.shared.desk.scored_groups(command.groups),
                 weights=command.weights,
                 scores=scores | await self._ask_old(command.groups, updates),
                 updates=updates,
-                reward_parts=self.desk.reward_parts(command.groups),
-                turn_rewards=self.desk.turn_rewards(command.groups),
+                reward_parts=self.shared.desk.reward_parts(command.groups),
+                turn_rewards=self.shared.desk.turn_rewards(command.groups),
             )
             parts = _parts_of(samples, command.groups, updates)
             training = asyncio.ensure_future(self._accumulate(parts[0]))
@@ -161,7 +156,7 @@ class Training:
             if self.rows is not None and self._rows_of != command.step:
                 self.rows.add(command, samples)
                 self._rows_of = command.step
-            await self.watch.by("train_s", training)
+            await self.shared.watch.by("train_s", training)
             metrics.update(metrics_of_updates(await self._update(parts)))
         if metrics.get("critic/zero_advantages") == 1.0:
             self._warn_once(
@@ -173,11 +168,11 @@ class Training:
         counts = self.reward.metrics()
         metrics.update({f"perf/rewards/{name}": value for name, value in counts.items()})
         metrics.update(self.devices.take_seconds())
-        with self.bus.lock:
+        with self.shared.bus.lock:
             for numbers in self.asked:
                 metrics.update(numbers())
-            metrics = {**self.desk.logged(command.groups), **metrics}
-        self.bus.take(
+            metrics = {**self.shared.desk.logged(command.groups), **metrics}
+        self.shared.bus.take(
             Trained(time_s=0.0, step=command.step, version=trainer.version, metrics=metrics)
         )
 
@@ -187,9 +182,9 @@ class Training:
         metrics = []
         try:
             for part in parts[1:]:
-                metrics.append(await self.watch.by("train_s", self.trainer.update()))
-                await self.watch.by("train_s", self.trainer.accumulate(part))
-            metrics.append(await self.watch.by("train_s", self.trainer.apply()))
+                metrics.append(await self.shared.watch.by("train_s", self.trainer.update()))
+                await self.shared.watch.by("train_s", self.trainer.accumulate(part))
+            metrics.append(await self.shared.watch.by("train_s", self.trainer.apply()))
         except NonFiniteError as error:
             if not metrics:
                 raise
@@ -199,7 +194,7 @@ class Training:
 
     async def _accumulate(self, samples: Sequence[TrainSample]) -> None:
         """The gradient of the whole step; that of streamed samples is there but for a factor."""
-        streamed = self.desk.streamed()
+        streamed = self.shared.desk.streamed()
         if not streamed:
             await self.trainer.accumulate(samples)
             return
@@ -230,7 +225,7 @@ class Training:
     async def _ask(
         self, groups: Sequence[Sequence[SampleId]], replicas: Sequence[int] | None = None
     ) -> dict[SampleId, TokenScores]:
-        known = [self.desk[sample] for group in groups for sample in group]
+        known = [self.shared.desk[sample] for group in groups for sample in group]
         unasked = [one for one in known if one.scores is None]
         requests = [
             ScoreRequest(
@@ -243,7 +238,7 @@ class Training:
             for one in unasked
         ]
         if requests:
-            found = await self.watch.by("train_s", self.trainer.score(requests, replicas))
+            found = await self.shared.watch.by("train_s", self.trainer.score(requests, replicas))
             for one, scores in zip(unasked, found, strict=True):
                 one.scores = scores
         return {one.response.sample: one.scores for one in known if one.scores is not None}

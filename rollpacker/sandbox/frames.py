@@ -17,8 +17,16 @@ _PAGE = 4096
 def header(kind: bytes, run_id: int, limits: Limits, size: int) -> bytes:
     """The fixed part of a request, before a payload of so many bytes."""
     return zygote.REQUEST.pack(
-        *(zygote.MAGIC, kind, run_id, limits.wall_s, cpu_limit_s(limits), limits.memory_bytes),
-        *(limits.output_bytes, limits.disk_bytes, limits.max_files, size),
+        zygote.MAGIC,
+        kind,
+        run_id,
+        limits.wall_s,
+        cpu_limit_s(limits),
+        limits.memory_bytes,
+        limits.output_bytes,
+        limits.disk_bytes,
+        limits.max_files,
+        size,
     )
 
 

@@ -111,7 +111,13 @@ class Unsandboxed:
         """Until it exits or must end."""
         numbers = (math.ceil(cpu_limit_s(limits)), limits.memory_bytes, limits.disk_bytes)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-s", "-X", "utf8", "-c", _LAUNCH, *map(str, numbers)),
+            sys.executable,
+            "-s",
+            "-X",
+            "utf8",
+            "-c",
+            _LAUNCH,
+            *map(str, numbers),
             stdin=standard[0],
             stdout=standard[1],
             stderr=standard[2],

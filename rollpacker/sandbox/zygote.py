@@ -215,8 +215,15 @@ class PreparedRun:
     def reply(self, control: int, how: bytes, run_id: int, cap: int) -> None:
         sizes = [min(len(kept), cap + 1) for kept in self.output.values()]
         header = REPLY.pack(
-            *(MAGIC, how, run_id, self.exit_code, self.signal),
-            *(self.wall_s, self.cpu_s, self.peak_bytes, *sizes),
+            MAGIC,
+            how,
+            run_id,
+            self.exit_code,
+            self.signal,
+            self.wall_s,
+            self.cpu_s,
+            self.peak_bytes,
+            *sizes,
         )
         send_all(control, header)
         for kept, size in zip(self.output.values(), sizes, strict=True):

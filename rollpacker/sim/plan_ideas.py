@@ -447,3 +447,15 @@ def _order_neighbours(tail: TailBatchingConfig) -> list[Idea]:
         )
         if moved > 1 and deferrals >= 1
     ]
+
+
+STREAMING = "stream_trainer."
+
+
+def on_shared_pools(base: Base, prices: PoolPrices) -> Base:
+    """Compared by what the pools cost, and without ideas that train while a round goes on: nobody
+    holds both pools."""
+    ideas = tuple(
+        idea for idea in base.ideas if not any(key.startswith(STREAMING) for key in idea.changes)
+    )
+    return dataclasses.replace(base, ideas=ideas, prices=prices)

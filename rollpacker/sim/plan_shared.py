@@ -11,16 +11,12 @@ nothing: others work there.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollpacker.cluster.decide.job import Phase
 from rollpacker.cluster.decide.nodes import Pool
-from rollpacker.sim.plan_ideas import Base
 from rollpacker.sim.result import StepResult
-
-STREAMING = "stream_trainer."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +56,3 @@ def pool_prices(
         train_per_h=per_h["train"],
         prompts_per_step=prompts_per_step,
     )
-
-
-def on_shared_pools(base: Base, prices: PoolPrices) -> Base:
-    """Compared by what the pools cost, and without ideas that train while a round goes on: nobody
-    holds both pools."""
-    ideas = tuple(
-        idea for idea in base.ideas if not any(key.startswith(STREAMING) for key in idea.changes)
-    )
-    return dataclasses.replace(base, ideas=ideas, prices=prices)

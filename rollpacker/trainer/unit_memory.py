@@ -1,8 +1,8 @@
 """What one engine and one process of the trainer take on each device, from the config alone.
 
-For `core/placement/placement.py`: what stays while another role has its turn, and what is held besides while
-it works. The same formulas as the whole run's estimate (`trainer/estimate.py`); like there torch
-itself, a CUDA context and what an allocator keeps are not counted.
+For `core/placement/placement.py`: what stays while another role has its turn, and what is held
+besides while it works. The same formulas as the whole run's estimate (`trainer/estimate.py`); like
+there torch itself, a CUDA context and what an allocator keeps are not counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a run's processes are started: on this machine, or on others (`remote/`)."""
+"""Where a run's processes are started: on this machine, or on others (`workers/hosts/`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What happens in a cluster, and what is to be done about it; `cluster/decide/cluster.py` is between them."""
+"""What happens in a cluster, and what is to be done about it; `cluster/decide/cluster.py` is
+between them."""
 
 from __future__ import annotations
 

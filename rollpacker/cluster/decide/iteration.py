@@ -1,8 +1,8 @@
 """What a job tells of a step that it has committed: how long it was in each of its phases.
 
-A run tells it of its log (`cluster/profile/phase_times.py`), a program of another framework by the clock
-(`cluster/seats/phases.py`), and profiles are made of it. Every commit ends one, also of a step that had
-nothing to train on, so that there are as many as a job has steps.
+A run tells it of its log (`cluster/profile/phase_times.py`), a program of another framework by the
+clock (`cluster/seats/phases.py`), and profiles are made of it. Every commit ends one, also of a
+step that had nothing to train on, so that there are as many as a job has steps.
 """
 
 from __future__ import annotations

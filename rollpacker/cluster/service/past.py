@@ -23,6 +23,7 @@ from typing import NamedTuple
 from rollpacker.cluster.decide import cluster as core
 from rollpacker.cluster.service import book
 from rollpacker.cluster.service.store import Entry, Position, Store, checksum, happened
+from rollpacker.core import ids
 
 EVERY = 10_000
 """Events, which take a second or two to replay: benchmarks/cluster_replay.py."""
@@ -115,7 +116,8 @@ class Past:
 def _digest_of_code() -> bytes:
     """Of what decides what comes of an event, and in which form it is kept."""
     found = hashlib.sha256(sys.version.encode())
-    decides = sorted(Path(core.__file__).parent.rglob("*.py"))
+    rooms = (Path(ids.__file__).parent, Path(core.__file__).parent)
+    decides = [path for room in rooms for path in sorted(room.rglob("*.py"))]
     for path in (*decides, Path(book.__file__), Path(__file__)):
         found.update(hashlib.sha256(path.read_bytes()).digest())
     return found.digest()

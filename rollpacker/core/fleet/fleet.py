@@ -55,7 +55,7 @@ from rollpacker.core.events import (
     SampleMoved,
 )
 from rollpacker.core.fleet.devices import MOVERS, Devices
-from rollpacker.core.fleet.lost_engines import EngineLosses
+from rollpacker.core.fleet.lost_processes import EngineLosses
 from rollpacker.core.fleet.routing import Engine, Known, Router, Routing
 from rollpacker.core.fleet.sample_places import Seats
 from rollpacker.core.ids import SampleId

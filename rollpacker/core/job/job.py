@@ -56,7 +56,7 @@ from rollpacker.core.events import (
     WeightsSynced,
 )
 from rollpacker.core.fleet.fleet import HEEDED, Fleet
-from rollpacker.core.fleet.lost_engines import TrainerLosses
+from rollpacker.core.fleet.lost_processes import TrainerLosses
 from rollpacker.core.fleet.parallelism import ParallelismPlanner
 from rollpacker.core.fleet.stream_plan import StreamPlan
 from rollpacker.core.job.config import JobConfig

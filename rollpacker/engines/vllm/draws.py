@@ -1,10 +1,10 @@
 """Tokens of vLLM drawn with our own noise, in a logits processor.
 
 The processor draws every row's token from its logits with the noise of its sample and position
-(`engines/embedded/sampling.py`), as the embedded engine does, and leaves vLLM's greedy sampler nothing but
-that token. So a token depends on who shares the batch no more than there, a preempted request goes
-on with the tokens that it had, and the log-probability that is kept here is that of the
-distribution drawn from.
+(`engines/embedded/sampling.py`), as the embedded engine does, and leaves vLLM's greedy sampler
+nothing but that token. So a token depends on who shares the batch no more than there, a preempted
+request goes on with the tokens that it had, and the log-probability that is kept here is that of
+the distribution drawn from.
 
 vLLM's own `processed_logprobs` would say the same of an undisturbed sampler, but of one that is
 handed noise, or a chosen token, they are not the policy's.

@@ -4,8 +4,9 @@
     scheduling, cache   vLLM's: continuous batching, preemption, prefix cache
     tokens              engines/vllm/draws.py: keyed noise, in a logits processor
     carried tokens      engines/vllm/live.py, drawn anew in engines/vllm/verify.py
-    endings             end tokens and limits by vLLM, stop strings here (engines/embedded/endings.py)
-    weights             engines/vllm/weights.py: of the transformers module that it was given
+    endings             end tokens and limits by vLLM, stop strings here
+    (engines/embedded/endings.py) weights             engines/vllm/weights.py: of the transformers
+    module that it was given
 
 It was tried on a CPU; that a GPU's vLLM obeys the same calls follows from its source.
 """

@@ -193,7 +193,10 @@ class HostSender:
         with self._changed:
             greeting = GREETING.pack(place, next(self._greetings))
         line = connect(
-            *(route.host, route.port, route.token, greeting),
+            route.host,
+            route.port,
+            route.token,
+            greeting,
             source=route.source,
             within_s=patience.connect_s,
         )
@@ -217,7 +220,9 @@ class HostSender:
                 header = packed_header(message.number, tensor, message.posted_s, checksum)
                 message.started_s = time.monotonic()
                 connection.carry(
-                    *(message.number, header, data),
+                    message.number,
+                    header,
+                    data,
                     delivered=self._acknowledge,
                     silence_s=self._patience.silence_s,
                 )

@@ -201,7 +201,9 @@ class StagedPasses:
             self._warn_once(
                 "%d micro-batch%s for %d pipeline stages: each idles for at least %.0f %% of such "
                 "a sweep; lower train.micro_batch_tokens or train.pipeline.stages",
-                *(count, "" if count == 1 else "es", stages),
+                count,
+                "" if count == 1 else "es",
+                stages,
                 100 * (stages - 1) / (stages - 1 + count),
             )
 

@@ -94,7 +94,11 @@ class Relayout:
             what = "stop the run, and let torchrun start its processes in that order"
         logger.warning(
             "after step %d: %s. That saves some %.2f s of a step and takes some %.0f s: %s",
-            *(version, found.why, found.saved_s * self._updates, switch_s, what),
+            version,
+            found.why,
+            found.saved_s * self._updates,
+            switch_s,
+            what,
         )
 
 

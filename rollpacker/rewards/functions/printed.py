@@ -34,7 +34,8 @@ class Printed:
         if self._num_lines == MAX_LINES:
             logger.warning(
                 "%s %s: what it prints from here on is counted, not shown (--verbose shows it)",
-                *(self._kind, name),
+                self._kind,
+                name,
             )
 
     def close(self, name: str) -> None:

@@ -276,7 +276,11 @@ class JudgeReward:
                 "reward %s: the judge gave %.2f to an answer without content (%s); so far %d of %d"
                 " such answers passed. Its verdicts can be had for nothing: use a stronger judge or"
                 " a stricter rubric.",
-                *(self.name, value, canary, passed, self._counts["canaries"]),
+                self.name,
+                value,
+                canary,
+                passed,
+                self._counts["canaries"],
             )
 
     # -- the endpoint ------------------------------------------------------------------

@@ -48,7 +48,10 @@ def check_config(config: RunConfig, folder: RunFolder, step: int) -> None:
             "train.steps was %s when the run stopped after step %d and is %d now, so it ends here."
             " Was it given on the command line? It counts for that command alone: give"
             " train.steps=%s again to go on",
-            *(old, step, new, old),
+            old,
+            step,
+            new,
+            old,
         )
 
 

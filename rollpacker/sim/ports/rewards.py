@@ -1,6 +1,7 @@
 """Checks of answers: each keeps a worker for the seconds that the workload says.
 
-How many run at once is the core's business (`core/checks/reward_schedule.py`); a `Score` begins at once.
+How many run at once is the core's business (`core/checks/reward_schedule.py`); a `Score` begins at
+once.
 """
 
 from __future__ import annotations
