@@ -110,8 +110,10 @@ def draw(item: pytest.Item, *, at_least: int = 0, at_most: int | None = None) ->
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    """Watches from here on, so that fixtures of a module are watched, too."""
-    guard.watch(item.nodeid if tier_of(item) == "quick" else None)
+    """Watches from here on, so that fixtures of a module are watched, too: in a quick run alone,
+    since in a full one it would only find again what `make check` has found."""
+    is_quick = item.config.getoption("tier") == "quick" and tier_of(item) == "quick"
+    guard.watch(item.nodeid if is_quick else None)
     return (yield)
 
 

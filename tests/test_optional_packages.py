@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from rollpacker.trackers.by_name import TRACKERS
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
@@ -64,6 +66,8 @@ def test_every_extra_that_a_message_names_has_the_package() -> None:
             extra = next((k.value for k in node.keywords if k.arg == "extra"), None)
             if isinstance(extra, ast.Constant) and isinstance(node.args[0], ast.Constant):
                 used.add((extra.value, node.args[0].value))
+    # A tracker's name is its package and its extra (`Tracker.missing`), so no literal stands there.
+    used |= {(name, name) for name in TRACKERS}
     assert {extra for extra, _ in used} == {*EXTRAS} - {"all", "dev", "test"}
     providers = packages_distributions()
     for extra, package in used:

@@ -35,7 +35,8 @@ FOLDERS: dict[str, Tier] = {
     "tests/cluster_phase/": "nightly",
     "tests/package/": "nightly",
 }
-"""Beginning of the ids of a folder's tests -> their tier. Where a row below begins longer, it holds."""
+"""Beginning of the ids of a folder's tests -> their tier. Where a row below begins longer, it
+holds."""
 
 FIXTURES: dict[str, Tier] = {"built": "nightly", "command": "nightly"}
 """Fixture -> the earliest tier of a test that uses it."""
@@ -64,6 +65,25 @@ MOVED: dict[str, tuple[Tier, str]] = {
         "tests/run/test_weighted_carrying.py",
         "tests/run/test_worth_at_the_end.py",
     ),
+    **_rows(
+        "full",
+        "starts a process",
+        "tests/algo/test_config.py::test_the_package_loads_no_torch",
+        "tests/drills/test_engine_drill.py::test_a_run_with_an_engine_of_one_row",
+        "tests/golden/test_golden.py::test_seeded_loss_curves",
+        "tests/golden/test_processors.py",
+        "tests/run/test_driver.py::test_the_controller_does_not_import_torch",
+        "tests/run/test_salvage.py::test_a_real_round_is_taken_up",
+        "tests/sim/test_plan.py::test_processes_change_nothing",
+        "tests/sim/test_purity.py::test_the_log_is_the_same_under_every_hash_seed_and_replays[",
+        "tests/sim/test_workload.py::test_two_processes_agree",
+        "tests/test_layering.py::test_light_modules_load_nothing_heavy",
+        "tests/test_layering.py::test_cli_module_loads_no_config_libraries",
+        "tests/test_layering.py::test_help_answers_at_once",
+        "tests/test_optional_packages.py::test_a_run_needs_none_of_them",
+        "tests/test_quickstart_files.py::test_the_script_writes_the_same_bytes_again",
+        "tests/test_weight_buffer.py",
+    ),
     # -- into quick
     **_rows(
         "quick",
@@ -81,7 +101,7 @@ MOVED: dict[str, tuple[Tier, str]] = {
         "tests/environments/adapters/test_gymnasium.py",
         "tests/environments/adapters/test_load.py",
         "tests/environments/adapters/test_reasoning_gym.py",
-        "tests/processes/test_codec.py",
+        "tests/workers/test_codec.py",
         "tests/report/page/test_settings.py",
         "tests/rewards/test_held_loop.py",
         "tests/rewards/test_verdicts.py",

@@ -241,7 +241,8 @@ def test_signals_are_heeded_by_the_command_alone() -> None:
     code = (
         "import signal, sys\n"
         "from rollpacker.cli.main import entry, main\n"
-        "from rollpacker.cli import interrupts, doctor\n"
+        "from rollpacker.cli import doctor\n"
+        "from rollpacker.run import interrupts\n"
         "both = [signal.SIGTERM, signal.SIGHUP]\n"
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
         "assert all(signal.getsignal(n) == signal.SIG_DFL for n in both)\n"

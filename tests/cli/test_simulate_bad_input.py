@@ -169,15 +169,15 @@ TOKENS = r'("event":"SampleGenerated".*?"num_tokens":)\d+'
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (first(TOKENS, r"\1null"), "num_tokens is None"),
+        (first(TOKENS, r"\1null"), "Expected `int`, got `null` - at `$.num_tokens`"),
         (first(TOKENS, r"\1-5"), "num_tokens is -5"),
-        (first(TOKENS, r"\g<1>2.5"), "num_tokens is 2.5"),
+        (first(TOKENS, r"\g<1>2.5"), "Expected `int`, got `float` - at `$.num_tokens`"),
         (first(TOKENS, r"\g<1>99999999999999999999999"), "num_tokens is 99999999999999999999999"),
         (first(r'"t":[\d.]+', '"t":NaN'), "t is nan"),
         (first(r'"t":[\d.]+', '"t":1e999'), "t is inf"),
-        (first(r'"t":[\d.]+', '"t":"x"'), "t is 'x'"),
+        (first(r'"t":[\d.]+', '"t":"x"'), "Expected `float`, got `str` - at `$.time_s`"),
         (first(r'"t":[\d.]+', '"t":1e300'), "t is 1e+300"),
-        (lambda text: re.sub(r'"slots":[^,}]+', '"slots":"a"', text), "slots is 'a'"),
+        (lambda text: re.sub(r'"slots":[^,}]+', '"slots":"a"', text), "got `str` - at `$.slots`"),
         (lambda text: re.sub(r'"slots":[^,}]+', '"slots":0', text), "slots is 0"),
     ],
 )

@@ -16,7 +16,8 @@ from tests.cluster_service.lab import Desk, job, make_service
 
 STEPS = 12
 PATIENT = (
-    "import runpy, sys; from rollpacker.cluster import mailbox_seat; mailbox_seat.LEASE_S = 120.0; "
+    "import runpy, sys; from rollpacker.cluster.seats import mailbox_seat; "
+    "mailbox_seat.LEASE_S = 120.0; "
     "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 """Begins the script as a job whose lease a machine that stands still does not end."""

@@ -67,7 +67,8 @@ def test_who_waits_is_told_soon_by_another_process(
     sleep = time.sleep
     monkeypatch.setattr(mail_file.time, "sleep", nap)
     code = (
-        "import sys, time; from pathlib import Path; from rollpacker.cluster import mail_file\n"
+        "import sys, time; from pathlib import Path\n"
+        "from rollpacker.cluster.seats import mail_file\n"
         "box = mail_file.open_mailbox(sys.argv[1])\n"
         "while not Path(sys.argv[2]).exists(): time.sleep(0.01)\n"
         "time.sleep(0.3); box.post('a', 'other', '1', 'ask', {})"
@@ -83,7 +84,7 @@ def test_who_waits_is_told_soon_by_another_process(
 def test_who_is_stopped_while_it_writes_holds_up_nobody(mailbox: FileMailbox) -> None:
     """Writers are stopped for good at whatever moment; what others write comes through at once."""
     code = (
-        "import sys; from rollpacker.cluster import mail_file\n"
+        "import sys; from rollpacker.cluster.seats import mail_file\n"
         "box = mail_file.open_mailbox(sys.argv[1]); number = 0\n"
         "while True: number += 1; box.post('a', sys.argv[2], str(number), 'ask', {'x': 'y' * 9000})"
     )
@@ -110,7 +111,7 @@ def test_who_is_stopped_while_it_writes_holds_up_nobody(mailbox: FileMailbox) ->
 
 def test_letters_of_many_writers_come_whole_and_in_their_order(mailbox: FileMailbox) -> None:
     code = (
-        "import sys; from rollpacker.cluster import mail_file\n"
+        "import sys; from rollpacker.cluster.seats import mail_file\n"
         "box = mail_file.open_mailbox(sys.argv[1])\n"
         "for n in range(300): box.post('a', sys.argv[2], str(n), 'ask', {'x': 'y' * (n * 37)})"
     )

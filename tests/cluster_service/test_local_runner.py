@@ -125,7 +125,8 @@ def test_one_start_is_made_once_whoever_makes_it(runner: LocalRunner, tmp_path: 
 
 def test_it_outlives_who_started_it(runner: LocalRunner, tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from rollpacker.cluster.service.local_runner import *\n"
+        "import sys; from pathlib import Path\n"
+        "from rollpacker.cluster.service.local_runner import *\n"
         "runner = LocalRunner(Path(sys.argv[1]))\n"
         "runner.start(Order(job='job', incarnation=1, command=['sleep', '1000'], environ={}, "
         "folder=sys.argv[1], rollout_nodes=[], train_nodes=[]))\n"

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rollpacker.core.commands import (
     NOWHERE,
@@ -366,8 +367,7 @@ def test_where_none_starts_the_first_replacement_takes_all() -> None:
     assert job.fleet is not None
     for sample in SAMPLES:
         event = ended(sample, job.fleet._seats.engine[sample])
-        event.preemptions = 1  # type: ignore[misc]
-        job.handle(event)
+        job.handle(replace(event, preemptions=1))
     finish(job, {})
     resize, _ = begin(job)
     assert resize == Resize(tensor_parallel=2, incarnations=(1,), version=1)

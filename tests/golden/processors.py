@@ -8,7 +8,6 @@ library (`KERNELS`), and expects the digests that `golden.json` has.
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import hashlib
 import json
@@ -17,6 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 HERE = Path(__file__).parent
@@ -79,7 +79,7 @@ def answers(log: Path) -> str:
         elif isinstance(entry, Record):
             assert job is not None
             commands = tuple(job.handle(entry.event))
-            lines.append(encode(dataclasses.replace(entry, commands=commands)))
+            lines.append(encode(msgspec.structs.replace(entry, commands=commands)))
     assert job is not None
     return "\n".join([*lines, json.dumps(job.lengths.state(), sort_keys=True)])
 

@@ -6,7 +6,8 @@ The worlds are those of `tests/core`; their logs hold every event and the comman
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from rollpacker.core.fleet.fleet import FleetConfig
 from rollpacker.core.job.config import ActingConfig, JobConfig

@@ -1,4 +1,5 @@
-"""The parts of `rollpacker.integrations.trl` without a model: deadlines, failures, order, versions."""
+"""The parts of `rollpacker.integrations.trl` without a model: deadlines, failures, order,
+versions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""TRL's `GRPOTrainer` with `rollpacker.integrations.trl`, on a tiny random model: the installed TRL, no fakes of
-it."""
+"""TRL's `GRPOTrainer` with `rollpacker.integrations.trl`, on a tiny random model: the installed
+TRL, no fakes of it."""
 
 from __future__ import annotations
 

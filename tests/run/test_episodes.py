@@ -14,6 +14,7 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.environments.environment import Begun
 from rollpacker.run.episodes import Episodes
 from rollpacker.run.main_task import MainTask
+from rollpacker.run.shared import Shared
 
 
 def sample(number: int) -> SampleId:
@@ -56,7 +57,9 @@ def port(told: Told, main: MainTask) -> Episodes:
     )
     anything: Any = told
     return Episodes(
-        *(anything, main, rest, rest, rest, anything),
+        Shared(anything, main, rest, rest),
+        rest,
+        anything,
         rows=[anything] * 8,
         carried=rest,
     )

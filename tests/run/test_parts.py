@@ -61,7 +61,7 @@ def test_a_check_reads_its_sample_when_it_is_handed_over(tmp_path: Path) -> None
     """A commit may come before the check's own first turn, and forgets the sample."""
     controller, recorder = make(tmp_path, run_config())
     controller.parts.job.handle = lambda event: []  # type: ignore[method-assign]
-    desk, scoring = controller._desk, controller._scoring
+    desk, scoring = controller._shared.desk, controller._scoring
 
     async def go() -> None:
         controller._main.open()

@@ -28,11 +28,12 @@ from rollpacker.sim.plan_ideas import (
     changed,
     factors_idea,
     neighbours,
+    on_shared_pools,
     order_idea,
     plan_base,
 )
 from rollpacker.sim.plan_result import Plan, measure, round_shares
-from rollpacker.sim.plan_shared import PoolPrices, on_shared_pools, pool_prices
+from rollpacker.sim.plan_shared import PoolPrices, pool_prices
 from rollpacker.sim.result import BUBBLE_CAUSES, StepResult, SystemResult
 from rollpacker.sim.scenario import CarrySpec, Cluster, RolloutSpec, Scenario
 from rollpacker.sim.simulate import simulate

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from tests.structure.source import Module, Package
 
 CONTRACTS = (
-    *("algo.config", "data.dataset", "rewards.reward", "rollout.engine", "sandbox.sandbox"),
-    *("trackers.tracker", "trainer.trainer", "callbacks", "cluster.seat"),
+    *("algo.config", "data.dataset", "rewards.reward", "engines.engine", "sandbox.sandbox"),
+    *("trackers.tracker", "trainer.trainer", "callbacks", "cluster.seats.seat"),
     *("dialogue.trajectory", "environments.environment"),
 )
 """A part's protocol, the records that cross it and its config class, in one light file."""
@@ -19,11 +19,14 @@ NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycl
 FOR_ALL = ("chat_template", "codec", "did_you_mean", "imports", "spans", "warn_once")
 """Free to all parts but the pure ones."""
 
-_CONTROLLER = ("bus", "core", "config", *CONTRACTS)
-_TRAINER = (
-    *(*NOUNS, "core.packs", "core.pipeline", "core.pipeline_layout", "core.pipeline_links"),
-    *("core.pipeline_order", "core.pipeline_plan", "core.pipeline_split", "core.pipeline_watch"),
-    *("core.pipeline_work", "algo", "host_store", "workers", "weight_buffer", "weight_probe"),
+_TRAINER = (*NOUNS, "core.packs", "algo", "pipeline", "workers", "weights")
+_CHECKS = ("core.checks.deadlines", "core.checks.reward_hosts")
+
+_RUN = ("bus", "core", "config", "weights.buffer", *CONTRACTS)
+_ALL_BUT_CLI = (
+    *("algo", "bus", "callbacks", "cluster", "config", "core", "data", "dialogue", "endpoints"),
+    *("engines", "environments", "integrations", "pipeline", "report", "rewards", "run", "sandbox"),
+    *("serving", "sim", "trackers", "trainer", "weights", "workers"),
 )
 
 ANYTHING = ("",)
@@ -37,39 +40,55 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "callbacks": (),
     "chat_template": (),
     "cli": ANYTHING,
-    "cluster": ("core", "host_store", "workers"),
-    "config": ("core", *CONTRACTS),
-    "controller": _CONTROLLER,
-    "controller.hand_over": ("controller", *_CONTROLLER, "weight_buffer"),
+    "cluster": ("cluster.seats",),
+    "cluster.commands": ANYTHING,
+    "cluster.decide": ("codec", "core"),
+    "cluster.on_ray": ("cluster", "workers"),
+    "cluster.profile": ("cluster.decide", "core", "config", "report"),
+    "cluster.seats": ("cluster.decide", "core", "weights", "workers"),
+    "cluster.service": ("cluster.decide", "cluster.seats", "core", "workers"),
+    "cluster.sim": ("cluster.decide", "cluster.profile", "config", "core", "report.table", "sim"),
     "codec": (),
+    "config": ("core", *CONTRACTS),
     "core": ("codec",),
     "data": NOUNS,
     "dialogue": ("data",),
     "did_you_mean": (),
     "endpoints": (),
-    "environments": (
-        *(*NOUNS, "data", "workers", "rewards", "sandbox", "serving.chat", "serving.http"),
-    ),
-    "host_store": (),
+    "engines": (*NOUNS, "workers", "weights"),
+    "environments": (*NOUNS, "data", "integrations.environments", "workers", "rewards", "sandbox"),
     "imports": (),
-    "workers": ("weight_buffer",),
-    "remote": ("cluster", "core.coexecution.nodes", "workers", "weight_buffer"),
-    "report": ("callbacks", "core", "config"),
-    "rewards": (
-        *(*NOUNS, "core.deadlines", "core.reward_hosts", "endpoints", "environments.environment"),
-        *("workers", "sandbox"),
+    "integrations": (),
+    "integrations.environments": ("data", "environments", "rewards", "serving", "workers"),
+    "integrations.trl": (
+        *("bus", "core", "data.dataset", "report.history", "report.time_book", "engines"),
+        *("config.load", "run.carried", "run.clock", "run.errors"),
     ),
-    "rollout": (*NOUNS, "host_store", "workers", "weight_buffer", "weight_probe"),
+    "pipeline": ("report",),
+    "pipeline.links": ("pipeline.plan", "trainer.trainer", "workers"),
+    "pipeline.plan": ("codec", "core"),
+    "pipeline.sim": ("pipeline.plan", "core", "sim"),
+    "pipeline.stages": ("pipeline", *_TRAINER, "trainer"),
+    "pipeline.stages.check": ("pipeline", *_TRAINER, "trainer", "config"),
+    "report": ("callbacks", "core", "config", "pipeline.report"),
+    "rewards": (*NOUNS, *_CHECKS, "endpoints", "environments.environment", "workers", "sandbox"),
+    "run": _RUN,
+    # The ports above know contracts alone; these build and drive a run, and know every room below.
+    **dict.fromkeys(
+        ("run.parts", "run.session", "run.driving", "run.view", "run.hub"), _ALL_BUT_CLI
+    ),
+    # Two ties to commands that are still to be cut.
+    "run.parts.placement": (*_ALL_BUT_CLI, "cli.findings"),
+    "run.train": (*_ALL_BUT_CLI, "cli.warmup"),
     "sandbox": ("endpoints", "workers"),
-    "serving": (*NOUNS, "dialogue", "rollout"),
-    "sim": ("bus", "core", "config", "report"),
+    "serving": (*NOUNS, "dialogue", "engines"),
+    "sim": ("bus", "core", "config", "report", "pipeline.sim", "pipeline.plan", "cluster.decide"),
     "spans": (),
     "trackers": ("callbacks",),
     "trainer": _TRAINER,
     # What these read is spread over the whole config.
     "trainer.batch_arithmetic": ("trainer", *_TRAINER, "config"),
     "trainer.estimate": ("trainer", *_TRAINER, "config"),
-    "trainer.pipeline.check": ("trainer", *_TRAINER, "config"),
     "trainer.stage_memory": ("trainer", *_TRAINER, "config"),
     "trainer.training_memory": ("trainer", *_TRAINER, "config"),
     "trainer.unit_memory": ("trainer", *_TRAINER, "config"),
@@ -77,33 +96,37 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "trainer.warmup_output": ("trainer", *_TRAINER, "config.warmup"),
     "trainer.warmup_rows": ("trainer", *_TRAINER, "config.warmup"),
     # These take records of rewards and of engines as they come.
-    "trainer.samples": ("trainer", *_TRAINER, "rewards.reward", "rollout.engine"),
-    "trl": (
-        *("bus", "core", "data.dataset", "report.history", "report.time_book", "rollout"),
-        *("config.load", "controller.carried", "controller.clock", "controller.errors"),
-    ),
+    "trainer.samples": ("trainer", *_TRAINER, "rewards.reward", "engines.engine"),
+    "trl": ("integrations.trl",),
     "warn_once": (),
-    "weight_buffer": (),
-    "weight_probe": (),
+    "weights": ("workers",),
+    "workers": ("weights",),
+    "workers.hosts": ("weights", "workers", "cluster.decide.nodes"),
 }
 """What of rollpacker the modules below each dotted prefix may import, besides what is below that
 prefix; the longest prefix of a module counts. Imports inside functions and those for type checking
 count as all others."""
 
-LIGHT_AT_MODULE_LEVEL = ("", "__main__", "cli")
+LIGHT_AT_MODULE_LEVEL = ("", "__main__", "cli", "cluster.commands")
 """Rows that may import anything, but outside of functions only light parts: a command is quick."""
-LIGHT = ("cli", "config", "core", "report", "sim", *FOR_ALL, *CONTRACTS)
+LIGHT = (
+    *("cli", "config", "core", "report", "sim", "cluster", "pipeline.plan", "pipeline.sim"),
+    *("pipeline.report", "run", *FOR_ALL, *CONTRACTS),
+)
 
-NOTHING_HEAVY = ("", "cli", "config", "core", "report", "sim", *CONTRACTS)
+NOTHING_HEAVY = (
+    *("", "cli", "config", "core", "report", "sim", "pipeline.plan", "pipeline.sim"),
+    *("cluster.commands", "cluster.decide", "cluster.profile", "cluster.sim", *CONTRACTS),
+)
 """Modules below these prefixes load none of the heavy libraries when they are imported."""
 HEAVY = {"torch", "transformers", "ray", "vllm", "datasets", "reasoning_gym", "pyarrow"}
 
-PURE = ("core",)
+PURE = ("core", "cluster.decide", "pipeline.plan")
 """Modules below these prefixes decide: no clocks, no I/O, no threads, few libraries."""
 IMPURE = {"asyncio", "logging", "os", "socket", "subprocess", "threading", "time", "random"}
 LIBRARIES_OF_PURE = {"numpy", "msgspec"}
 
-RAY = ("remote",)
+RAY = ("workers.hosts", "cluster.on_ray")
 """Only modules below these prefixes import ray."""
 
 

@@ -112,7 +112,8 @@ class Package:
 
     @classmethod
     def of_texts(cls, texts: Mapping[str, str]) -> Package:
-        """A made-up package from `{path: source}`, such as `{"rollpacker/core/job/job.py": "..."}`."""
+        """A made-up package from `{path: source}`, such as `{"rollpacker/core/job/job.py":
+        "..."}`."""
         return cls({name_of(path): Module(name_of(path), path, texts[path]) for path in texts})
 
     @cached_property

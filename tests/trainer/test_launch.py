@@ -24,7 +24,7 @@ from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.trainer import launch
 from rollpacker.trainer.calls import codec, error_bytes, error_of
-from rollpacker.trainer.launch import Rank, RankPlace, Ranks, Torchrun
+from rollpacker.trainer.launch import RankPlace, Ranks, Torchrun
 from rollpacker.trainer.model import ModelError
 from rollpacker.trainer.outcome import StepOutcome
 from rollpacker.trainer.setup import LearnerSetup
@@ -42,7 +42,9 @@ from rollpacker.trainer.trainer import (
 )
 from rollpacker.weights.buffer import BufferLayout, Place
 from rollpacker.workers import group
+from rollpacker.workers.group import Member
 from rollpacker.workers.host import ThisHost
+from rollpacker.workers.kinds import SETUP
 from rollpacker.workers.line import Line
 from rollpacker.workers.loopback import INTERFACE, gloo_at
 
@@ -195,11 +197,14 @@ def test_gloo_of_ranks_under_torchrun_on_one_machine_listens_on_the_loopback(
 
     class Heard(Line):
         def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-            if kind == launch.WELCOME:
+            if kind == SETUP:
                 sent.append(json.loads(payload))
 
     ranks = Ranks(2)
-    heard = [Rank(number=n, pid=0, line=Heard(Line.pair()[1]), child=None) for n in range(2)]
+    heard = [
+        Member(name=f"rank {n}", number=n, pid=0, line=Heard(Line.pair()[1]), child=None)
+        for n in range(2)
+    ]
     monkeypatch.setattr(ranks, "_greeted", lambda: heard)
     try:
         ranks.connect()

@@ -54,8 +54,6 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("run/hub.py", "Thread"): (1, "a question to a server that may never answer"),
     ("cluster/seats/mailbox_seat.py", "Thread"): (1, "reads letters beside a job"),
     # between hosts: to be served in the room's loop one day
-    ("workers/hosts/remote_host.py", "Thread"): (2, "calls of another host's agent block"),
-    ("workers/hosts/agent.py", "Thread"): (1, "the lease of an agent"),
     ("cluster/on_ray/warden.py", "Thread"): (1, "the contact of a warden with its run"),
     ("weights/between_hosts/port.py", "Thread"): (2, "weights between hosts"),
     ("weights/between_hosts/arriving.py", "Thread"): (2, "weights between hosts"),
