@@ -16,8 +16,7 @@ from make_simulation import figure, filled, result, save, table
 from matplotlib.patches import Patch
 
 from rollpacker.pipeline.sim.picture import OP_COLOURS, OP_WORDS, draw_sweep, longest_s
-from rollpacker.pipeline.sim.spec import with_pipeline
-from rollpacker.sim.scenario import load_scenario
+from rollpacker.sim.scenario import load_scenario, with_pipeline
 from rollpacker.sim.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[1]
