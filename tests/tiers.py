@@ -17,8 +17,6 @@ QUICK_EXAMPLES = 15
 """Most examples of a property in a quick run; elsewhere as many as the property says, or 100."""
 NIGHTLY_EXAMPLES = 1000
 """Examples of a property in a nightly run, if it is so cheap that it is in no list of durations."""
-LONGEST_S = 3.0
-"""A test that takes longer is nightly, or `SLOW` says why it is not."""
 
 FOLDERS: dict[str, Tier] = {
     "tests/": "full",
@@ -217,9 +215,6 @@ MOVED: dict[str, tuple[Tier, str]] = {
     ),
 }
 """Beginning of the ids of tests -> their tier, and why it is not that of their folder."""
-
-SLOW: dict[str, str] = {}
-"""Beginning of the ids of tests over `LONGEST_S` -> why they are not nightly."""
 
 
 def row(test: str) -> str:

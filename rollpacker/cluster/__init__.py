@@ -1,15 +1,15 @@
 """Jobs that share pools of devices, really: what `cluster/decide/cluster.py` decides is done here.
 
     a job                                                  the service
-    controller or `phase` -> Seat --- letters: Mailbox --- Service -> cluster/decide/cluster.py
+    a run, or `phase`     -> Seat --- letters: Mailbox --- Service -> cluster/decide/cluster.py
       enter, leave, committed                                 |  its events: Store (SQLite)
                                                               v
                                                             Runner: starts jobs, stops them
 
 The service may die at any moment, and so may a job: letters and events outlive both. What they talk
 through (a file on one host, an actor behind ray) and who starts a job (this host, ray) are one
-protocol each. What a program of another framework calls is in `phases.py` and `parked.py`, and here
-by name.
+protocol each. What a program of another framework calls is in `seats/phases.py` and
+`seats/parked.py`, and here by name.
 """
 
 from __future__ import annotations

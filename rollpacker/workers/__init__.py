@@ -1,10 +1,10 @@
 """Processes that this one starts, talks to, watches and ends. Standard library only.
 
-    Host.start(module, name)         host.py      here, or on another host (remote/)
+    Host.start(module, name)         host.py      here, or on another host (hosts/)
       Child, its guardian            child.py     stopped? how ended? kill, gone, close
     Line, Listener                   line.py      messages over an inherited socket or a port
       their kinds                    kinds.py     HELLO, SETUP, READY ... one numbering
-      what they hold                 codec.py     values as bytes that cannot execute
+      what they hold                 ../codec.py  values as bytes that cannot execute
     LoopUse                          loop.py      one thread with a loop for all lines
 
     the owner has                    the program has

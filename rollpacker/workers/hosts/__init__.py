@@ -5,8 +5,8 @@
     Spread     --read, write --------- ray --> Copies             map the weights
                --take -- ray --> HostWeights <-- WeightPort of the trainer's host, and of others
 
-Only `ray_*.py` import ray: agents of a run; the mailbox and the jobs of a cluster of many runs
-(`docs/many-jobs.md`); a process's one connection. What ray does: it knows the hosts, reserves their
-devices, starts one agent on each and carries its calls. What it does not: nothing is restarted or
-repeated by it, since what follows a loss is the core's decision.
+Only `ray_*.py` import ray, for the agents of a run and for a process's one connection; the mailbox
+and the jobs of a cluster of many runs are in `cluster/on_ray/`. What ray does: it knows the hosts,
+reserves their devices, starts one agent on each and carries its calls. What it does not: nothing is
+restarted or repeated by it, since what follows a loss is the core's decision.
 """
