@@ -251,7 +251,7 @@ def make(folder: Path, steps: int, tokens_per_s: float) -> tuple[Controller, Pac
         decode=partial(text, skip_special_tokens=True),
         render=partial(text, skip_special_tokens=False),
         log=LogWriter(folder / "events.jsonl"),
-        samples=SampleWriter(folder / "samples", folder / "evaluations"),
+        samples=SampleWriter(folder),
         player=turns.player(0),
     )
     controller = Controller(config, parts, checkpoints=folder / "checkpoints", time_s=0.0)

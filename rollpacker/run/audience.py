@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,64 +36,54 @@ SLOW_TRACKER_S = 5.0
 Call = Callable[[Callable[[], None]], Awaitable[None]]
 
 
-class ToldRun:
-    """Meets `RunningRun`."""
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """A row of metrics while callbacks or trackers are told of it."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        folder: Path,
-        config: Mapping[str, Any],
-        total_steps: int | None,
-        resumed_step: int | None,
-    ) -> None:
-        self.name, self.folder, self.config = name, folder, config
-        self.total_steps, self.resumed_step = total_steps, resumed_step
-        self._told: Metrics | None = None
-        """The row that is being told; None: none is."""
-        self._logged: dict[str, float] | None = None
-        """None: nothing may be logged now."""
-        self._rows: Sequence[Mapping[str, Any]] = ()
-        self._stop: Callable[[str], None] | None = None
+    metrics: Metrics
+    rows: Sequence[Mapping[str, Any]] = ()
+    """The samples that belong to the row."""
+    logged: dict[str, float] | None = None
+    """Takes the values that callbacks log. None if nothing may be logged."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class ToldRun:
+    """The run as callbacks and trackers see it; meets `RunningRun`."""
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+    total_steps: int | None
+    resumed_step: int | None
+    telling: Telling | None = None
+    """The row that is being told. None between rows."""
+    on_stop: Callable[[str], None] = lambda reason: None
+    """Is called with the reason when a callback asks the run to stop."""
 
     def log(self, name: str, value: float) -> None:
         """See `RunningRun`."""
-        if self._logged is None or self._told is None:
+        told = self.telling
+        if told is None or told.logged is None:
             raise RuntimeError("log is for on_step and on_evaluation of a program's own callbacks")
         if not isinstance(name, str) or not name:
             raise TypeError(f"the name of a value is a text, not {name!r}")
-        if name == "step" or name in self._told or name.startswith(("timing_s/", "perf/")):
+        if name == "step" or name in told.metrics or name.startswith(("timing_s/", "perf/")):
             raise ValueError(f"{name} is a metric of the run itself; log it under another name")
-        self._logged[name] = float(value)
+        told.logged[name] = float(value)
 
     def samples(self, *, untrained: bool = False) -> list[dict[str, Any]]:
         """See `RunningRun`."""
-        return [dict(row) for row in self._rows if untrained or row.get("trained", True)]
+        rows = () if self.telling is None else self.telling.rows
+        return [dict(row) for row in rows if untrained or row.get("trained", True)]
 
     def stop(self, reason: str = "a callback asked for it") -> None:
         """See `RunningRun`."""
-        if self._stop is not None:
-            self._stop(reason)
-
-    def open(self, stop: Callable[[str], None]) -> None:
-        self._stop = stop
-
-    def tell(
-        self,
-        metrics: Metrics,
-        rows: Sequence[Mapping[str, Any]],
-        logged: dict[str, float] | None,
-    ) -> None:
-        """What is told from now on; `logged` takes what is logged meanwhile."""
-        self._told, self._rows, self._logged = metrics, rows, logged
-
-    def end_telling(self) -> None:
-        self._told, self._rows, self._logged = None, (), None
+        self.on_stop(reason)
 
 
 class Audience:
-    """Tells callbacks and trackers. On the event loop, but for `end`."""
+    """Tells callbacks and trackers of a run. Used on the event loop, but for `end`."""
 
     def __init__(
         self,
@@ -128,7 +119,7 @@ class Audience:
     ) -> None:
         """Belong to this run from now on. `observe` lets its observers see what there is."""
         self._bus, self._samples, self._observe = bus, samples, observe
-        self._run.open(stop)
+        self._run.on_stop = stop
 
     async def begin(self, step: int) -> None:
         """`on_start`. Raises `CallbackError`, as the other two do."""
@@ -146,7 +137,7 @@ class Audience:
             return {}
         rows = () if self._samples is None else self._samples.evaluation_rows
         logged: dict[str, float] = {}
-        self._run.tell(metrics, rows, logged)
+        self._run.telling = Telling(metrics, rows, logged)
         seconds = await self._tell_all("on_evaluation", step, metrics, logged)
         return {**logged, CALLBACK_SECONDS: seconds}
 
@@ -157,7 +148,7 @@ class Audience:
         self._told_step = step
         self._observe()
         row, logged = self._row_so_far(step), dict[str, float]()
-        self._run.tell(row, self._rows_of(step), logged)
+        self._run.telling = Telling(row, self._rows_of(step), logged)
         seconds = await self._tell_all("on_step", step, row, logged)
         self._noted().note(NOTE, seconds, step, logged)
 
@@ -168,10 +159,10 @@ class Audience:
         rows = self._rows_of(step)
         if is_evaluation:
             rows = () if self._samples is None else self._samples.evaluation_rows
-        self._run.tell(row, rows, None)
+        self._run.telling = Telling(row, rows)
         for tracker in self._trackers:
             self._track(tracker, "on_evaluation" if is_evaluation else "on_step", step, row)
-        self._run.end_telling()
+        self._run.telling = None
 
     def end(self, reason: str | None) -> None:
         """`on_end`, once, if the run has begun. Raises `CallbackError` when all have been told."""
@@ -213,7 +204,7 @@ class Audience:
             if step is not None and metrics is not None:
                 arguments = (step, {**metrics, **(logged or {})})
             await self._call(partial(self._tell, callback, method, *arguments))
-        self._run.end_telling()
+        self._run.telling = None
         return clock.now() - began
 
     def _tell(self, callback: Callback, method: str, *arguments: Any) -> None:

@@ -28,18 +28,20 @@ made here: what to do is the core's business. What is known of a sample lies on 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from rollpacker.bus import Bus, Port, Recorded, Unsaid
+from rollpacker.bus import Bus, Port, Recorded, Routes, Unsaid
 from rollpacker.cluster.seats.seat import Seat
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.commands import OF_TURNS, Drop, Finish
-from rollpacker.core.events import Committed, RunStarted, StopRequested
+from rollpacker.core.commands import OF_TURNS, Drop, FetchPrompts, Finish
+from rollpacker.core.events import Committed, PromptsFetched, RunStarted, StopRequested
 from rollpacker.core.job.job import Job
 from rollpacker.core.job.phases import Phase
-from rollpacker.core.records import Observer, Session
+from rollpacker.core.records import Entry, Observer, Session
 from rollpacker.data.dataset import Cursor, PromptSet
 from rollpacker.rewards.reward import Reward
 from rollpacker.run.audience import Audience, nobody
@@ -52,11 +54,9 @@ from rollpacker.run.episodes import Episodes
 from rollpacker.run.errors import BuildSamples, Decode
 from rollpacker.run.evaluation import Evaluator
 from rollpacker.run.event_log import LogWriter
-from rollpacker.run.fetching import Fetching
 from rollpacker.run.generation import Generation
 from rollpacker.run.hand_over import HandingOver, Publish
 from rollpacker.run.main_task import Deed, MainTask
-from rollpacker.run.observing import Observing
 from rollpacker.run.player import Player
 from rollpacker.run.pools import open_pools
 from rollpacker.run.reasons import Reasons
@@ -359,3 +359,40 @@ class Controller:
             self._observing.feed()
             self._watch.check_rollout()
             await self._recovery.look()
+
+
+class Observing:
+    """The observers' share of the log. Entries are gathered in whatever thread they are logged, and
+    shown to the observers in their order on the event loop, off the engine's path."""
+
+    def __init__(self, bus: Bus, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+        self._unobserved: deque[Entry] = deque()
+        bus.add_sink(self._unobserved.append)
+
+    def feed(self) -> None:
+        """Show the observers what they have not seen yet."""
+        while self._unobserved:
+            entry = self._unobserved.popleft()
+            for observer in self._observers:
+                observer.feed(entry)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """The dataset's port: takes prompts from the cursor, on the main task."""
+
+    bus: Bus
+    main: MainTask
+    cursor: Cursor
+
+    def routes(self) -> Routes:
+        return {FetchPrompts: lambda command: self.main.later(partial(self._fetch, command))}
+
+    async def _fetch(self, command: FetchPrompts) -> None:
+        prompts, epoch_ended, data_ended = self.cursor.take(command.count)
+        self.bus.take(
+            PromptsFetched(
+                time_s=0.0, prompts=prompts, epoch_ended=epoch_ended, data_ended=data_ended
+            )
+        )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,7 +47,6 @@ from rollpacker.run.held import (
     taken_along,
     with_earlier,
 )
-from rollpacker.run.keepers import Keepers
 from rollpacker.trainer.trainer import HandOver
 
 MakeEngine = Callable[[int, int, int], Engine]
@@ -57,6 +56,40 @@ while yet."""
 Heard = SampleGenerated | SampleAborted | SampleFailed | SampleMoved
 
 Told = EngineLost | EngineReady | SampleMoved
+
+
+class Keepers:
+    """Which engine keeps what it computed of a sample whose environment has the turn. Used
+    under the bus's lock alone."""
+
+    def __init__(self) -> None:
+        self._handles: dict[SampleId, Handle] = {}
+
+    def keeps(self, handle: Handle, request: GenerationRequest) -> None:
+        """Note that a turn of this request's sample has ended in that engine."""
+        if request.keep:
+            self._handles[request.sample] = handle
+
+    def forget(self) -> None:
+        """Note that no engine keeps anything, since engines have other weights."""
+        self._handles.clear()
+
+    def of(self, sample: SampleId) -> int | None:
+        """Number of the engine that keeps something of this sample. None if no living one does."""
+        handle = self._handles.get(sample)
+        return handle.number if handle is not None and handle.lives else None
+
+    def leave(
+        self, samples: Iterable[SampleId], to: Handle | None = None
+    ) -> dict[Handle, list[SampleId]]:
+        """Note that no engine but `to`, where they go on, keeps anything of these samples. Returns
+        the living engines that have to be told so, each with its samples."""
+        told: dict[Handle, list[SampleId]] = {}
+        for sample in samples:
+            handle = self._handles.pop(sample, None)
+            if handle is not None and handle is not to and handle.lives:
+                told.setdefault(handle, []).append(sample)
+        return told
 
 
 @dataclass(frozen=True, slots=True)

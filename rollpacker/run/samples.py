@@ -34,15 +34,15 @@ guessed: a column of which a file has no value must not get another type than in
 
 
 class SampleWriter:
-    """`samples/steps_000001-000010.parquet` and `evaluations/step_000010.parquet`."""
+    """Writes `samples/steps_000001-000010.parquet` and `evaluations/step_000010.parquet` into a
+    run's folder."""
 
-    def __init__(self, samples: Path, evaluations: Path) -> None:
-        self.samples = samples
-        self.evaluations = evaluations
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.step_rows: Sequence[Row] = ()
-        """Of the newest step that was trained."""
+        """Rows of the newest step that was trained."""
         self.evaluation_rows: Sequence[Row] = ()
-        """Of the newest evaluation."""
+        """Rows of the newest evaluation."""
         self._waiting: list[Row] = []
 
     def add(self, rows: Sequence[Row]) -> None:
@@ -55,14 +55,16 @@ class SampleWriter:
         """Make durable what was added since the last call."""
         if self._waiting:
             first, last = self._waiting[0]["step"], self._waiting[-1]["step"]
-            _write(self.samples / f"steps_{first:06d}-{last:06d}.parquet", self._waiting)
+            _write(
+                self._folder / "samples" / f"steps_{first:06d}-{last:06d}.parquet", self._waiting
+            )
             self._waiting = []
 
     def write_evaluation(self, step: int, rows: Sequence[Row]) -> None:
         """Write the rows of the evaluation after `step` steps, in place of an earlier one's."""
         self.evaluation_rows = rows
         if rows:
-            _write(self.evaluations / f"step_{step:06d}.parquet", rows)
+            _write(self._folder / "evaluations" / f"step_{step:06d}.parquet", rows)
 
 
 def _write(path: Path, rows: Sequence[Row]) -> None:

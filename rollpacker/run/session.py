@@ -99,7 +99,7 @@ class Session:
         watching = [live, *self.observers, *self.seat.observers()]
         for observer in watching:
             self.stack.callback(observer.close)
-        samples = SampleWriter(folder.samples, folder.evaluations)
+        samples = SampleWriter(folder.path)
         parts = Parts(
             job=job,
             engines=engines,

@@ -203,8 +203,8 @@ def run_to_end(
 
 def _find_model(config: RunConfig) -> None:
     """Warm one up where the config says how, and look for what is on the hub."""
-    from rollpacker.cli.warmup import make_missing
     from rollpacker.run.hub import look_for_hub
+    from rollpacker.run.warm_up import make_missing
 
     make_missing(config)
     look_for_hub(config)

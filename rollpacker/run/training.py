@@ -22,7 +22,6 @@ from rollpacker.run.errors import BuildSamples
 from rollpacker.run.sample_rows import SampleRows
 from rollpacker.run.shared import Shared
 from rollpacker.run.shared_devices import SharedDevices
-from rollpacker.run.update_metrics import metrics_of_updates
 from rollpacker.trainer.trainer import (
     NonFiniteError,
     ScoreRequest,
@@ -313,3 +312,51 @@ def common_factor(
     factor = factors[0] if factors else 1.0
     assert all(math.isclose(factor, other, rel_tol=1e-9) for other in factors)
     return factor
+
+
+_SUMS = (
+    *("train/response_tokens", "train/tokens", "train/padded_tokens", "train/micro_batches"),
+    "train/recomputed_micro_batches",
+)
+"""Metrics that are counts: a step's is the sum over its updates."""
+_OF_EACH = ("actor/ppo_kl", "actor/ratio/mean", "actor/clip_ratio_low", "actor/clip_ratio_high")
+"""Metrics that grow from update to update: each update's is shown besides, as NAME/update_1 and so
+on."""
+_LAST = ("train/lora_merge_loss", "perf/pipeline/host_links")
+_LAST_ENDINGS = ("/layers", "/slow")
+"""Metrics, and endings of metrics of pipeline stages and links, that say how things are at the end
+of the step: the last update's counts."""
+
+_FIRST = ("sampling/sampling_logp_difference/", "sampling/importance_sampling_ratio/")
+"""Beginnings of the names of metrics that compare engine and trainer: the first update's counts,
+since only then have both the same weights."""
+
+
+def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a step from those of its updates. A single update's are returned as they are.
+    Of several, counts are added up, what compares engine and trainer is the first update's,
+    extremes stay extremes, and all else is the mean over the updates."""
+    if len(updates) == 1:
+        return dict(updates[0])
+    names = dict.fromkeys(name for update in updates for name in update)
+    found = {name: _over_updates(name, [u[name] for u in updates if name in u]) for name in names}
+    for name in _OF_EACH:
+        for number, update in enumerate(updates, start=1):
+            if name in update:
+                found[f"{name}/update_{number}"] = update[name]
+    found["train/updates"] = float(len(updates))
+    return found
+
+
+def _over_updates(name: str, values: Sequence[float]) -> float:
+    if name in _SUMS or name.endswith("/busy_s"):
+        return sum(values)
+    if name.startswith(_FIRST):
+        return values[0]
+    if name in _LAST or name.endswith(_LAST_ENDINGS):
+        return values[-1]
+    if name.endswith("/max") or "peak" in name:
+        return max(values)
+    if name.endswith("/min"):
+        return min(values)
+    return sum(values) / len(values)

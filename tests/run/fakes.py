@@ -449,7 +449,7 @@ def make(
         decode=lambda tokens: "x" * len(tokens),
         render=lambda tokens: "<s>" + "y" * (len(tokens) - 1),
         log=LogWriter(folder / "events.jsonl"),
-        samples=SampleWriter(folder / "samples", folder / "evaluations"),
+        samples=SampleWriter(folder),
         carried=carried,
         observers=[recorder],
     )

@@ -207,17 +207,21 @@ def test_pruning_keeps_what_was_just_written(tmp_path: Path) -> None:
 
 def test_samples_are_cut_back_and_other_files_left_alone(tmp_path: Path) -> None:
     for first in (1, 3):
-        writer = SampleWriter(tmp_path, tmp_path)
+        writer = SampleWriter(tmp_path)
         writer.add([{"step": first}])
         writer.add([{"step": first + 1}])
         writer.write()
         writer.write_evaluation(first + 1, [{"step": first + 1, "passed": True}])
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / ".ipynb_checkpoints").mkdir()
-    cut_back_samples(tmp_path, 2)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    kept = ["notes.txt", "step_000002.parquet", "steps_000001-000002.parquet"]
-    assert names == [".ipynb_checkpoints", *kept]
+    for name, kept in (
+        ("samples", "steps_000001-000002.parquet"),
+        ("evaluations", "step_000002.parquet"),
+    ):
+        folder = tmp_path / name
+        (folder / "notes.txt").write_text("mine")
+        (folder / ".ipynb_checkpoints").mkdir()
+        cut_back_samples(folder, 2)
+        names = sorted(path.name for path in folder.iterdir())
+        assert names == [".ipynb_checkpoints", "notes.txt", kept]
 
 
 def test_a_log_shorter_than_its_checkpoint_says_is_refused(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_a_long_value_is_cut_off_and_says_so() -> None:
 
 
 def test_half_surrogates_and_columns_without_a_value_are_written(tmp_path: Path) -> None:
-    writer = SampleWriter(tmp_path / "samples", tmp_path / "evaluations")
+    writer = SampleWriter(tmp_path)
     writer.add([{"step": 1, "completion": "a\ud800b", "reward/x": None, "trained": True}])
     writer.write()
     writer.add([{"step": 2, "completion": None, "reward/x": 1.0, "trained": False}])

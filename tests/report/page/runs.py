@@ -51,7 +51,7 @@ def write_run(
 
 
 def write_samples(folder: Path, entries: list[Entry], text: str, complete: Complete) -> None:
-    writer = SampleWriter(folder / "samples", folder / "evaluations")
+    writer = SampleWriter(folder)
     tokens: dict[Any, SampleGenerated] = {}
     values: dict[Any, float | None] = {}
     for entry in entries:

@@ -45,7 +45,7 @@ def write(folder: Path, dialogue: str) -> None:
         "reward": 99.0,
         "trained": True,
     }
-    writer = SampleWriter(folder / "samples", folder / "evaluations")
+    writer = SampleWriter(folder)
     writer.add([row])
     writer.write()
     write_reports(folder)
