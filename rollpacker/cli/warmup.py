@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Fine-tune, and return the exit code. Raises `ValueError` with a message for the user."""
     from rollpacker.config.load import load_config
     from rollpacker.config.warmup import WarmupConfig
-    from rollpacker.run.warm_up import warm_up
+    from rollpacker.run.parts.warm_up import warm_up
 
     warm_up(load_config(args.config, args.overrides, WarmupConfig), overwrite=args.overwrite)
     return 0

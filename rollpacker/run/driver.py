@@ -44,31 +44,31 @@ from rollpacker.core.job.phases import Phase
 from rollpacker.core.records import Entry, Observer, Session
 from rollpacker.data.dataset import Cursor, PromptSet
 from rollpacker.rewards.reward import Reward
-from rollpacker.run.audience import Audience, nobody
-from rollpacker.run.carried import CarriedTokens
-from rollpacker.run.clock import RealClock
-from rollpacker.run.commits import Commits
-from rollpacker.run.desk import Desk
-from rollpacker.run.engines import Engines
-from rollpacker.run.episodes import Episodes
 from rollpacker.run.errors import BuildSamples, Decode
-from rollpacker.run.evaluation import Evaluator
-from rollpacker.run.event_log import LogWriter
-from rollpacker.run.generation import Generation
-from rollpacker.run.hand_over import HandingOver, Publish
-from rollpacker.run.main_task import Deed, MainTask
-from rollpacker.run.player import Player
-from rollpacker.run.pools import open_pools
-from rollpacker.run.reasons import Reasons
-from rollpacker.run.recovery import Recovery
-from rollpacker.run.salvage import Salvage
-from rollpacker.run.sample_rows import EvaluationRows, PromptColumns, SampleRows
-from rollpacker.run.samples import SampleWriter
-from rollpacker.run.scoring import Scoring
-from rollpacker.run.shared import Shared
-from rollpacker.run.shared_devices import SharedDevices
-from rollpacker.run.training import Training
-from rollpacker.run.watch import Watch
+from rollpacker.run.folder.event_log import LogWriter
+from rollpacker.run.folder.sample_rows import EvaluationRows, PromptColumns, SampleRows
+from rollpacker.run.folder.samples import SampleWriter
+from rollpacker.run.ports.audience import Audience, nobody
+from rollpacker.run.ports.carried import CarriedTokens
+from rollpacker.run.ports.clock import RealClock
+from rollpacker.run.ports.commits import Commits
+from rollpacker.run.ports.desk import Desk
+from rollpacker.run.ports.engines import Engines
+from rollpacker.run.ports.episodes import Episodes
+from rollpacker.run.ports.evaluation import Evaluator
+from rollpacker.run.ports.generation import Generation
+from rollpacker.run.ports.hand_over import HandingOver, Publish
+from rollpacker.run.ports.main_task import Deed, MainTask
+from rollpacker.run.ports.player import Player
+from rollpacker.run.ports.pools import open_pools
+from rollpacker.run.ports.reasons import Reasons
+from rollpacker.run.ports.recovery import Recovery
+from rollpacker.run.ports.salvage import Salvage
+from rollpacker.run.ports.scoring import Scoring
+from rollpacker.run.ports.shared import Shared
+from rollpacker.run.ports.shared_devices import SharedDevices
+from rollpacker.run.ports.training import Training
+from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import Trainer
 
 TICK_S = 0.25

@@ -19,8 +19,8 @@ from rollpacker.config.document import ConfigError
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.rewards.reward import RewardError
-from rollpacker.run.audience import Telling, ToldRun
-from rollpacker.run.samples import SampleWriter
+from rollpacker.run.folder.samples import SampleWriter
+from rollpacker.run.ports.audience import Telling, ToldRun
 
 ROWS = [{"prompt": f"{n}+{n % 7}=", "answer": n + n % 7} for n in range(20)]
 

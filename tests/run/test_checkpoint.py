@@ -17,19 +17,19 @@ import pytest
 
 from rollpacker.core.events import Committed
 from rollpacker.core.records import Note, Record
-from rollpacker.run import checkpoint
-from rollpacker.run.checkpoint import (
+from rollpacker.run.errors import RunError
+from rollpacker.run.folder import checkpoint
+from rollpacker.run.folder.checkpoint import (
     CheckpointError,
     has_checkpoint,
     newest_checkpoint,
     write_checkpoint,
 )
-from rollpacker.run.errors import RunError
-from rollpacker.run.evaluation import pass_at_k
-from rollpacker.run.event_log import LogWriter, cut_back
-from rollpacker.run.run_folder import RunFolder, check_resume
-from rollpacker.run.samples import SampleWriter
-from rollpacker.run.samples import cut_back as cut_back_samples
+from rollpacker.run.folder.event_log import LogWriter, cut_back
+from rollpacker.run.folder.run_folder import RunFolder, check_resume
+from rollpacker.run.folder.samples import SampleWriter
+from rollpacker.run.folder.samples import cut_back as cut_back_samples
+from rollpacker.run.ports.evaluation import pass_at_k
 
 
 def save(folder: Path) -> None:

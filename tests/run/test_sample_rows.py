@@ -17,8 +17,8 @@ import yaml
 import rollpacker
 from benchmarks.resume import write_config, write_model
 from rollpacker.report.metrics import read_metrics
-from rollpacker.run.sample_rows import MAX_VALUE_CHARS, row_text
-from rollpacker.run.samples import SampleWriter
+from rollpacker.run.folder.sample_rows import MAX_VALUE_CHARS, row_text
+from rollpacker.run.folder.samples import SampleWriter
 
 DOCS = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()
 

@@ -10,7 +10,7 @@ from typing import Any
 from rollpacker.core.commands import TrainOn
 from rollpacker.core.events import SampleGenerated, SampleScored
 from rollpacker.core.records import Entry, Note, Record
-from rollpacker.run.samples import SampleWriter
+from rollpacker.run.folder.samples import SampleWriter
 from tests.report.fake_run import FakeRun, write
 
 HOSTILE = (

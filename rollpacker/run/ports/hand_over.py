@@ -23,12 +23,12 @@ from rollpacker.bus import Bus, Routes
 from rollpacker.core.commands import Replace, Resize, SyncWeights
 from rollpacker.core.events import WeightsSynced
 from rollpacker.engines.engine import Engine, EngineError
-from rollpacker.run.engines import Engines, Weights
-from rollpacker.run.held import Handle, Layout
-from rollpacker.run.main_task import MainTask
-from rollpacker.run.shared_devices import SharedDevices, take_all_back
-from rollpacker.run.waiting import failures, in_daemon_thread
-from rollpacker.run.watch import Watch
+from rollpacker.run.ports.engines import Engines, Weights
+from rollpacker.run.ports.held import Handle, Layout
+from rollpacker.run.ports.main_task import MainTask
+from rollpacker.run.ports.shared_devices import SharedDevices, take_all_back
+from rollpacker.run.ports.waiting import failures, in_daemon_thread
+from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import Trainer, TrainerError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from rollpacker.core.ids import SampleId
 from rollpacker.data.dataset import PromptRow
 from rollpacker.engines.engine import GenerationRequest, Response, SamplingParams
 from rollpacker.environments.environment import Episode, Lost
-from rollpacker.run.player import Play, Player
+from rollpacker.run.ports.player import Play, Player
 
 Generate = Callable[[Sequence[GenerationRequest]], Awaitable[Sequence[Response]]]
 LetGo = Callable[[Sequence[SampleId]], None]

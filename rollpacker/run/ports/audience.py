@@ -23,7 +23,7 @@ from typing import Any
 from rollpacker.bus import Bus
 from rollpacker.callbacks import Callback, CallbackError, Metrics
 from rollpacker.core.records import CALLBACK_SECONDS
-from rollpacker.run.samples import SampleWriter
+from rollpacker.run.folder.samples import SampleWriter
 
 logger = logging.getLogger(__name__)
 

@@ -27,14 +27,14 @@ from rollpacker.core.ids import PoolName
 from rollpacker.core.job.phases import Phase
 from rollpacker.core.job.pooled_job import waits_for_pool
 from rollpacker.core.records import POOL_SWITCH
-from rollpacker.run.engines import Engines, Weights
 from rollpacker.run.errors import EnginesLost, reaching_the_cluster
-from rollpacker.run.hand_over import Publish, bring_up_to_date
-from rollpacker.run.held import Handle
-from rollpacker.run.main_task import MainTask
-from rollpacker.run.shared_devices import SharedDevices, on_engines
-from rollpacker.run.waiting import failures, in_daemon_thread
-from rollpacker.run.watch import Watch
+from rollpacker.run.ports.engines import Engines, Weights
+from rollpacker.run.ports.hand_over import Publish, bring_up_to_date
+from rollpacker.run.ports.held import Handle
+from rollpacker.run.ports.main_task import MainTask
+from rollpacker.run.ports.shared_devices import SharedDevices, on_engines
+from rollpacker.run.ports.waiting import failures, in_daemon_thread
+from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import RanksLost
 
 

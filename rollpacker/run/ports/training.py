@@ -17,11 +17,11 @@ from rollpacker.core.events import Trained
 from rollpacker.core.ids import SampleId
 from rollpacker.core.rounds.dynamic_sampling import updates_of
 from rollpacker.rewards.reward import Reward
-from rollpacker.run.engines import Engines
 from rollpacker.run.errors import BuildSamples
-from rollpacker.run.sample_rows import SampleRows
-from rollpacker.run.shared import Shared
-from rollpacker.run.shared_devices import SharedDevices
+from rollpacker.run.folder.sample_rows import SampleRows
+from rollpacker.run.ports.engines import Engines
+from rollpacker.run.ports.shared import Shared
+from rollpacker.run.ports.shared_devices import SharedDevices
 from rollpacker.trainer.trainer import (
     NonFiniteError,
     ScoreRequest,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollpacker.bus import Bus
-from rollpacker.run.desk import Desk
-from rollpacker.run.main_task import MainTask
-from rollpacker.run.watch import Watch
+from rollpacker.run.ports.desk import Desk
+from rollpacker.run.ports.main_task import MainTask
+from rollpacker.run.ports.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from pathlib import Path
 from rollpacker.bus import Bus, Routes
 from rollpacker.core.commands import RestoreTrainer
 from rollpacker.core.events import TrainerLost, TrainerReady
-from rollpacker.run.checkpoint import has_checkpoint, newest_checkpoint
-from rollpacker.run.desk import Desk
-from rollpacker.run.main_task import Deed
-from rollpacker.run.pools import Pools
-from rollpacker.run.waiting import in_daemon_thread
-from rollpacker.run.watch import Watch
+from rollpacker.run.folder.checkpoint import has_checkpoint, newest_checkpoint
+from rollpacker.run.ports.desk import Desk
+from rollpacker.run.ports.main_task import Deed
+from rollpacker.run.ports.pools import Pools
+from rollpacker.run.ports.waiting import in_daemon_thread
+from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import RanksLost, Trainer
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from rollpacker.engines.engine import (
     GenerationRequest,
     Response,
 )
-from rollpacker.run.held import (
+from rollpacker.run.ports.held import (
     Ended,
     Ending,
     Handle,

@@ -14,19 +14,19 @@ from rollpacker.bus import Routes
 from rollpacker.core.commands import Commit
 from rollpacker.core.events import Committed
 from rollpacker.data.dataset import Cursor
-from rollpacker.run.audience import Audience
-from rollpacker.run.carried import CarriedTokens, Waiting, write_carried
-from rollpacker.run.checkpoint import write_checkpoint
-from rollpacker.run.evaluation import Evaluator
-from rollpacker.run.event_log import LogWriter
-from rollpacker.run.pools import Pools
-from rollpacker.run.recovery import Recovery
-from rollpacker.run.salvage import Salvage
-from rollpacker.run.samples import SampleWriter
-from rollpacker.run.scoring import Scoring
-from rollpacker.run.shared import Shared
-from rollpacker.run.shared_devices import SharedDevices
-from rollpacker.run.waiting import in_daemon_thread
+from rollpacker.run.folder.checkpoint import write_checkpoint
+from rollpacker.run.folder.event_log import LogWriter
+from rollpacker.run.folder.samples import SampleWriter
+from rollpacker.run.ports.audience import Audience
+from rollpacker.run.ports.carried import CarriedTokens, Waiting, write_carried
+from rollpacker.run.ports.evaluation import Evaluator
+from rollpacker.run.ports.pools import Pools
+from rollpacker.run.ports.recovery import Recovery
+from rollpacker.run.ports.salvage import Salvage
+from rollpacker.run.ports.scoring import Scoring
+from rollpacker.run.ports.shared import Shared
+from rollpacker.run.ports.shared_devices import SharedDevices
+from rollpacker.run.ports.waiting import in_daemon_thread
 
 CLOSE_S = 10.0
 """What the writing of a checkpoint may still take when the run is ended at once."""

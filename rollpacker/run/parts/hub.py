@@ -77,10 +77,8 @@ def look_for_names(models: Mapping[str, str], sets: Mapping[str, str] | None = N
             " that has it."
         )
     names = ", ".join((*models.values(), *sets.values()))
-    logger.warning(
-        "the Hugging Face hub (%s) cannot be reached (%s): %s from the copies on this machine",
-        *(_endpoint(), why, names),
-    )
+    told = f"the Hugging Face hub ({_endpoint()}) cannot be reached ({why})"
+    logger.warning("%s: %s from the copies on this machine", told, names)
 
 
 def _refuse_what_is_not_here(models: Mapping[str, str], sets: Mapping[str, str]) -> None:

@@ -42,8 +42,8 @@ from rollpacker.core.events import Event, SampleAborted, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.core.messages import EVENTS
 from rollpacker.engines.engine import EngineOutput, GenerationRequest, Response
-from rollpacker.run.checkpoint import MANIFEST
-from rollpacker.run.held import Handle
+from rollpacker.run.folder.checkpoint import MANIFEST
+from rollpacker.run.ports.held import Handle
 
 logger = logging.getLogger(__name__)
 

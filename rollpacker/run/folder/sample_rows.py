@@ -15,11 +15,11 @@ from rollpacker.data.dataset import PromptRow
 from rollpacker.engines.engine import Response
 from rollpacker.environments.environment import Episode
 from rollpacker.rewards.reward import Failed, Scored
-from rollpacker.run.desk import Desk
-from rollpacker.run.dialogue_text import dialogue_text
 from rollpacker.run.errors import Decode
-from rollpacker.run.plain_json import plain_text, shortened
-from rollpacker.run.samples import SampleWriter
+from rollpacker.run.folder.plain_json import plain_text, shortened
+from rollpacker.run.folder.samples import SampleWriter
+from rollpacker.run.ports.desk import Desk
+from rollpacker.run.ports.dialogue_text import dialogue_text
 from rollpacker.trainer.trainer import TrainSample
 
 NUM_SLOWEST = 10

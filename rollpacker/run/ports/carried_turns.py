@@ -21,8 +21,8 @@ from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.dialogue.trajectory import Segment
 from rollpacker.engines.engine import Carried, GenerationRequest, Response
-from rollpacker.run.carried import CarriedTokens, Kept
-from rollpacker.run.player import Play
+from rollpacker.run.ports.carried import CarriedTokens, Kept
+from rollpacker.run.ports.player import Play
 
 
 @dataclass(frozen=True, slots=True)

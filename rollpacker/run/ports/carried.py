@@ -34,8 +34,8 @@ from rollpacker.engines.engine import (
     Response,
     SamplingParams,
 )
-from rollpacker.run.checkpoint import CARRIED
 from rollpacker.run.errors import RunError
+from rollpacker.run.folder.checkpoint import CARRIED
 from rollpacker.spans import Spans, check_spans
 
 _INDEX, _TOKENS, _LOG_PROBS = "carried.json", "tokens.npy", "log_probs.npy"

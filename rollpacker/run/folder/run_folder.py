@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollpacker.run.checkpoint import (
+from rollpacker.run.errors import FolderInUse, RunError
+from rollpacker.run.folder.checkpoint import (
     CARRIED,
     FORMAT,
     MODEL_LINK,
@@ -32,7 +33,6 @@ from rollpacker.run.checkpoint import (
     newest_checkpoint,
     tidy,
 )
-from rollpacker.run.errors import FolderInUse, RunError
 
 _OWN_FILES = (
     *("config.yaml", ".config.yaml.*", "identity.json", "identity.json.tmp", "identity.tmp-*"),

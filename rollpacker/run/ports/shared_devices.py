@@ -22,10 +22,10 @@ from typing import Any
 from rollpacker.bus import Bus
 from rollpacker.config.schema import RunConfig
 from rollpacker.engines.engine import Engine, EngineError
-from rollpacker.run.engines import Engines
-from rollpacker.run.held import Handle
-from rollpacker.run.waiting import failures
-from rollpacker.run.watch import Watch
+from rollpacker.run.ports.engines import Engines
+from rollpacker.run.ports.held import Handle
+from rollpacker.run.ports.waiting import failures
+from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import Trainer
 
 LOOK_S = 0.005

@@ -21,8 +21,8 @@ from rollpacker.data.dataset import PromptRow
 from rollpacker.environments.environment import Episode, Lost
 from rollpacker.rewards.reward import Cause, Failed, Progress, Reward, RewardInput, Scored
 from rollpacker.run.errors import Decode
-from rollpacker.run.evaluation import reward_input
-from rollpacker.run.shared import Shared
+from rollpacker.run.ports.evaluation import reward_input
+from rollpacker.run.ports.shared import Shared
 
 MAX_BATCHES = 8
 """Batches under way at once."""

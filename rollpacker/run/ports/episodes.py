@@ -19,11 +19,11 @@ from rollpacker.core.ids import SampleId
 from rollpacker.data.dataset import PromptRow
 from rollpacker.engines.engine import GenerationRequest, Response, SamplingParams
 from rollpacker.environments.environment import Answered, Begun, Episode, Lost
-from rollpacker.run.carried import CarriedTokens
-from rollpacker.run.carried_turns import CarriedTurns
-from rollpacker.run.player import Play, Player, ends_of
-from rollpacker.run.scoring import Scoring
-from rollpacker.run.shared import Shared
+from rollpacker.run.ports.carried import CarriedTokens
+from rollpacker.run.ports.carried_turns import CarriedTurns
+from rollpacker.run.ports.player import Play, Player, ends_of
+from rollpacker.run.ports.scoring import Scoring
+from rollpacker.run.ports.shared import Shared
 
 _CANCELLED = Lost(reason="not needed any more", cause="cancelled")
 

@@ -19,13 +19,13 @@ from rollpacker.data.dataset import TRAIN, PromptRow, PromptSet
 from rollpacker.engines.engine import GenerationRequest, Response, SamplingParams
 from rollpacker.environments.environment import Episode
 from rollpacker.rewards.reward import Cause, Failed, Progress, Reward, RewardInput, Scored
-from rollpacker.run.audience import Audience
 from rollpacker.run.errors import Decode
-from rollpacker.run.player import Player
-from rollpacker.run.playing import Generate, LetGo, play_all
-from rollpacker.run.pools import Pools
-from rollpacker.run.sample_rows import EvaluationRows
-from rollpacker.run.watch import Watch
+from rollpacker.run.folder.sample_rows import EvaluationRows
+from rollpacker.run.ports.audience import Audience
+from rollpacker.run.ports.player import Player
+from rollpacker.run.ports.playing import Generate, LetGo, play_all
+from rollpacker.run.ports.pools import Pools
+from rollpacker.run.ports.watch import Watch
 from rollpacker.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)

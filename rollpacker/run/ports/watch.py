@@ -12,8 +12,8 @@ from rollpacker.config.running import DeadlineConfig
 from rollpacker.core.job.pooled_job import waits_for_pool
 from rollpacker.core.records import Entry, Record
 from rollpacker.rewards.reward import Reward
-from rollpacker.run.engines import Engines
 from rollpacker.run.errors import DeadlineExceeded, RewardsFailed
+from rollpacker.run.ports.engines import Engines
 
 T = TypeVar("T")
 

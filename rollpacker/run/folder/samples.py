@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollpacker.run.checkpoint import fsync
+from rollpacker.run.folder.checkpoint import fsync
 
 _NAME = re.compile(r"steps?_(?:\d+-)?(\d+)\.parquet")
 """The group is the last step that a file tells of."""

@@ -31,16 +31,16 @@ from rollpacker.engines.engine import (
     Response,
     SamplingParams,
 )
-from rollpacker.run.carried import CarriedTokens
-from rollpacker.run.engines import Engines, Heard, Told
-from rollpacker.run.episodes import Episodes
 from rollpacker.run.errors import EnginesLost
-from rollpacker.run.held import Handle
-from rollpacker.run.salvage import Salvage
-from rollpacker.run.scoring import Scoring
-from rollpacker.run.shared import Shared
-from rollpacker.run.shared_devices import SharedDevices
-from rollpacker.run.waiting import Collecting
+from rollpacker.run.ports.carried import CarriedTokens
+from rollpacker.run.ports.engines import Engines, Heard, Told
+from rollpacker.run.ports.episodes import Episodes
+from rollpacker.run.ports.held import Handle
+from rollpacker.run.ports.salvage import Salvage
+from rollpacker.run.ports.scoring import Scoring
+from rollpacker.run.ports.shared import Shared
+from rollpacker.run.ports.shared_devices import SharedDevices
+from rollpacker.run.ports.waiting import Collecting
 from rollpacker.trainer.trainer import NonFiniteError
 
 SALVAGED = ("perf/salvaged_samples", "perf/salvaged_tokens")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from rollpacker.engines.engine import Response
 from rollpacker.environments.environment import Episode
 from rollpacker.run.errors import Decode
-from rollpacker.run.plain_json import plain_text, shortened
+from rollpacker.run.folder.plain_json import plain_text, shortened
 
 MAX_TEXT_CHARS = 4096
 """Longer texts, as of a message, are cut off."""

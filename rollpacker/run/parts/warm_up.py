@@ -30,7 +30,7 @@ def warm_up(config: WarmupConfig, *, overwrite: bool = False) -> None:
     """Fine-tune, show how far it is, and write the folder `config.output`. Raises `ValueError` with
     a message for the user."""
     from rollpacker.run import output
-    from rollpacker.run.hub import look_for_names
+    from rollpacker.run.parts.hub import look_for_names
     from rollpacker.trainer.warmup_output import check_output
 
     check_output(Path(config.output).expanduser(), config, overwrite)
