@@ -29,11 +29,11 @@ from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import Trainer
 
 LOOK_S = 0.005
-"""How often it is looked whether an engine has let go of its samples, or a device is free."""
+"""Seconds between two looks whether an engine has let go of its samples, or a device is free."""
 
 
 Move = Callable[[Engine], Coroutine[Any, Any, None]]
-"""What an engine does with its device's memory."""
+"""Makes an engine take or give up its device's memory."""
 
 
 class SharedDevices:
