@@ -52,7 +52,7 @@ class Commits:
     carried: CarriedTokens
     salvage: Salvage
     tokenizer: str
-    """Its fingerprint."""
+    """Fingerprint of the tokenizer."""
     log: LogWriter
     samples: SampleWriter | None
     audience: Audience

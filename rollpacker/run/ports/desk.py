@@ -52,7 +52,7 @@ class Desk:
         return self._known[sample]
 
     def get(self, sample: SampleId) -> Known | None:
-        """What is known of the sample. None if it was forgotten, so that whoever asks is late."""
+        """The record of the sample. None if it was forgotten, so that whoever asks is late."""
         return self._known.get(sample)
 
     def scored_groups(

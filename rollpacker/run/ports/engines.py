@@ -59,7 +59,7 @@ Told = EngineLost | EngineReady | SampleMoved
 
 
 class Keepers:
-    """Which engine keeps what it computed of a sample whose environment has the turn. Used
+    """Knows which engine keeps what it computed of a sample whose environment has the turn. Used
     under the bus's lock alone."""
 
     def __init__(self) -> None:
@@ -111,11 +111,11 @@ class Engines:
         `tensor_parallel`: devices of each of these engines."""
         self.make = make
         self.handles = {number: Handle(number, 0, engine) for number, engine in enumerate(engines)}
-        """By slot, the engine that filled it last."""
+        """The engine that filled each slot last."""
         self.layout = Layout(0, tensor_parallel)
         self.ending = Ending()
         self._coming: dict[int, Engine] = {}
-        """By slot, the engine that is being made for it, or was made last."""
+        """The engine that is being made for each slot, or was made last."""
         self.weights = Weights(0, None)
         self.is_closed = False
         self._held: dict[SampleId, Held] = {}
@@ -351,8 +351,8 @@ class Engines:
         return sum(handle is not None and handle.number in numbers for handle in where)
 
     def blame(self, handle: Handle) -> bool:
-        """Its logits were no numbers. Whether that is the policy's fault: it is, if another one
-        says so too, or there is no other."""
+        """Note that this engine's logits held a NaN. Returns whether that is the policy's fault: it
+        is if another engine says so too, or there is no other."""
         self._not_numbers.add(handle)
         return self.make is None or len(self._not_numbers) > 1
 
@@ -423,7 +423,8 @@ class Engines:
             )
 
     def expect(self, weights: Weights) -> list[Handle]:
-        """These are the weights at hand from now on. Returns those to bring them to."""
+        """Make these the weights at hand. Returns the living engines, which have to be brought to
+        them."""
         if weights.version != self.weights.version:
             self._not_numbers.clear()
             self._keepers.forget()

@@ -100,7 +100,8 @@ class Scoring:
         return kind is not None and (kind.workers is not None or kind.deadline is not None)
 
     def _cancel(self, samples: Sequence[SampleId]) -> None:
-        """These verdicts are not needed any more. Work that serves nobody else is ended."""
+        """Note that these verdicts are not needed any more. Work that serves nobody else is
+        ended."""
         unneeded = set(samples)
         with self.shared.bus.lock:
             for queue in (self._single, self._batched):

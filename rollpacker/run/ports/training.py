@@ -44,7 +44,7 @@ class Training:
     config: RunConfig
     devices: SharedDevices
     engines: Engines
-    """These and `reward` are only asked how they are."""
+    """The engines, which are only asked for their status, as `reward` is."""
     reward: Reward
     asked: Sequence[Callable[[], Mapping[str, float]]]
     """Functions that give further metrics of the step, called under the bus's lock."""
