@@ -19,8 +19,9 @@ Proofs = str | list[str]
 _HEAD = """\
 # What is promised, and what proves it
 
-For each section of the README and of these pages: the tests and benchmarks that fail if it is no longer so. Tests run by `make test` or
-`make nightly`; benchmarks run by themselves and keep what they measured in `benchmarks/results`. (Made by `python docs/make_proofs.py`.)
+For each section of the README and of these pages: the tests and benchmarks that fail if it is no
+longer so. Tests run by `make test` or `make nightly`; benchmarks run by themselves and keep what
+they measured in `benchmarks/results`. (Made by `python docs/make_proofs.py`.)
 """
 
 
