@@ -95,7 +95,7 @@ def _target(args: argparse.Namespace) -> _Target:
     from rollpacker.config.earlier import as_it_was
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
-    from rollpacker.run.checkpoint import newest_checkpoint
+    from rollpacker.run.folder.checkpoint import newest_checkpoint
     from rollpacker.trainer.trainer import ModelConfig
 
     path = Path(args.target)
@@ -130,8 +130,7 @@ async def _serve(args: argparse.Namespace, target: _Target) -> None:
     from rollpacker.engines.embedded.attention import install_attention
     from rollpacker.engines.engine import EngineConfig
     from rollpacker.engines.table import BRING_THEIR_OWN_MODEL
-    from rollpacker.run.parts.parts import make_engine
-    from rollpacker.run.parts.threads import set_threads
+    from rollpacker.run.parts.policy import engine_in_process, set_threads
     from rollpacker.serving.policy import EnginePolicy
     from rollpacker.serving.sessions import Sessions
     from rollpacker.trainer.model import load_model
@@ -144,7 +143,7 @@ async def _serve(args: argparse.Namespace, target: _Target) -> None:
         install_attention(loaded.model)
     if target.config is not None:
         set_threads(target.config, loaded, None)
-    engine = make_engine(loaded, engine_config)
+    engine = engine_in_process(loaded, engine_config)
     died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     token = args.token or secrets.token_urlsafe(24)
 
