@@ -149,21 +149,11 @@ def floats(values: tuple[float, ...]) -> NDArray[np.floating]:
 @functools.cache
 def codec() -> Codec:
     """The codec of these messages, for both sides."""
-    return Codec(
-        by_field(EngineSetup),
-        EngineConfig,
-        Call,
-        Answer,
-        Report,
-        PackedResponse,
-        SampleGenerated,
-        SampleAborted,
-        SampleFailed,
-        SampleId,
-        Carried,
-        SamplingParams,
-        Kind(Work, _work_to_plain, _work_from_plain),
-    )
+    written_by_hand = [by_field(EngineSetup), Kind(Work, _work_to_plain, _work_from_plain)]
+    messages = [Call, Answer, Report]
+    inside = [EngineConfig, SamplingParams, Carried, SampleId, PackedResponse]
+    events = [SampleGenerated, SampleAborted, SampleFailed]
+    return Codec([*written_by_hand, *messages, *inside, *events])
 
 
 def _work_to_plain(work: Work) -> list[Any]:
