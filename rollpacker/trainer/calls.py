@@ -56,24 +56,17 @@ _ERRORS: dict[str, type[Exception]] = {
 
 @functools.cache
 def codec() -> Codec:
-    return Codec(
-        *(
-            LearnerSetup,
-            ModelConfig,
-            LoraConfig,
-            TrainConfig,
-            CriticConfig,
-            PipelineConfig,
-            AlgorithmConfig,
-        ),
-        *(PromptId, SampleId, ScoreRequest, TokenScores, TrainSample),
-        *(by_field(StepOutcome), by_field(StepSums)),
-        *(StageTimes, Load, Arrangement, Measured, StageCost, OpCost, Link),
-        *(BufferLayout, Place),
+    configs = [LearnerSetup, ModelConfig, LoraConfig, TrainConfig, CriticConfig, AlgorithmConfig]
+    samples = [PromptId, SampleId, ScoreRequest, TokenScores, TrainSample]
+    pipeline = [PipelineConfig, StageTimes, Load, Arrangement, Measured, StageCost, OpCost, Link]
+    others = [
+        by_field(StepOutcome),
+        by_field(StepSums),
         Kind(Counter, dict, Counter),
         Kind(defaultdict, dict, lambda values: defaultdict(float, values)),
         Kind(type(Path()), str, Path),
-    )
+    ]
+    return Codec([*configs, *samples, *pipeline, BufferLayout, Place, *others])
 
 
 def error_bytes(error: Exception) -> bytes:
