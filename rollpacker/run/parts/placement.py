@@ -329,9 +329,9 @@ def table_without(config: RunConfig, host: Host, kind: DeviceKind) -> list[str]:
         for device in range(number * degree, (number + 1) * degree):
             on.setdefault(device, []).append((f"engine {number}", each))
     for number in range(known.processes):
-        memory = known.rank(number)
-        name = f"trainer's process {number}{memory.name and f' ({memory.name})'}"
-        on.setdefault(number, []).append((name, memory.size_bytes))
+        rank = known.rank(number)
+        name = f"trainer's process {number}{rank.name and f' ({rank.name})'}"
+        on.setdefault(number, []).append((name, rank.size_bytes))
     names = {device: tuple(name for name, _ in units) for device, units in on.items()}
     used = {device: sum(size for _, size in units) for device, units in on.items()}
     if kind == "cpu":
