@@ -86,9 +86,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # What these read is spread over the whole config.
     "trainer.batch_arithmetic": ("trainer", *_TRAINER, "config"),
     "trainer.estimate": ("trainer", *_TRAINER, "config"),
-    "trainer.stage_memory": ("trainer", *_TRAINER, "config"),
     "trainer.training_memory": ("trainer", *_TRAINER, "config"),
-    "trainer.unit_memory": ("trainer", *_TRAINER, "config"),
     "trainer.warmup": ("trainer", *_TRAINER, "config.warmup"),
     "trainer.warmup_output": ("trainer", *_TRAINER, "config.warmup"),
     "trainer.warmup_rows": ("trainer", *_TRAINER, "config.warmup"),
