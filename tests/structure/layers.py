@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "pipeline.sim": ("pipeline.plan", "core", "sim"),
     "pipeline.stages": ("pipeline", *_TRAINER, "trainer"),
     "pipeline.stages.check": ("pipeline", *_TRAINER, "trainer", "config"),
-    "report": ("callbacks", "core", "config", "pipeline.report"),
+    "report": ("callbacks", "core", "config", "pipeline.report", "serving.http"),
     "rewards": (*NOUNS, *_CHECKS, "endpoints", "environments.environment", "workers", "sandbox"),
     "run": _RUN,
     # The ports above know contracts alone; these build and drive a run, and know every room below.
