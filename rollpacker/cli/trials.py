@@ -157,10 +157,10 @@ def fit(config: RunConfig) -> list[Finding]:
     there = torch.cuda.mem_get_info()[0] if on_gpu else findings.memory().details["free_bytes"]
     kind = "the GPU" if on_gpu else "memory"
     text = f"a step needs about {needed / GIB:.1f} GiB of {kind}, {there / GIB:.1f} are free"
-    largest = None if known.stages is None else known.stages.largest
-    if largest is not None and (needed > there or (on_gpu and largest.size_bytes > there)):
+    largest = max(known.ranks, key=lambda rank: rank.size_bytes, default=known.memory)
+    if known.sweep is not None and (needed > there or (on_gpu and largest.size_bytes > there)):
         text += (
-            f"; of the pipeline's, stage {largest.index} takes the most, about "
+            f"; of the pipeline's, {largest.name} takes the most, about "
             f"{largest.size_bytes / GIB:.1f} GiB in each process"
         )
         cure = "Lower train.pipeline.live_tokens or train.micro_batch_tokens, or add processes."

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 
 import pytest
-
 from rollpacker.engines.embedded.own_weights import OwnWeights
+
 from rollpacker.trainer.torch_trainer import TorchTrainer
 from rollpacker.weights import buffer
 from tests.trainer.tiny import samples, step, tiny_model, trainer

@@ -18,7 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks.file_seat import sit, turns
 from rollpacker.bus import Bus
 from rollpacker.cli.main import main
-from rollpacker.cluster.seats import open_seat as seats
+from rollpacker.cluster.seats import mailbox_seat as seats
 from rollpacker.core.commands import LIMITS
 from rollpacker.core.job.stay import Stay
 from rollpacker.environments.supervised import SupervisedEnvironments

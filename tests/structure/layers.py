@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "pipeline.sim": ("pipeline.plan", "core", "sim"),
     "pipeline.stages": ("pipeline", *_TRAINER, "trainer"),
     "pipeline.stages.check": ("pipeline", *_TRAINER, "trainer", "config"),
-    "report": ("callbacks", "core", "config", "pipeline.report"),
+    "report": ("callbacks", "core", "config", "pipeline.report", "serving.http"),
     "rewards": (*NOUNS, *_CHECKS, "endpoints", "environments.environment", "workers", "sandbox"),
     "run": _RUN,
     # The ports above know contracts alone; these build and drive a run, and know every room below.
@@ -86,9 +86,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # What these read is spread over the whole config.
     "trainer.batch_arithmetic": ("trainer", *_TRAINER, "config"),
     "trainer.estimate": ("trainer", *_TRAINER, "config"),
-    "trainer.stage_memory": ("trainer", *_TRAINER, "config"),
     "trainer.training_memory": ("trainer", *_TRAINER, "config"),
-    "trainer.unit_memory": ("trainer", *_TRAINER, "config"),
     "trainer.warmup": ("trainer", *_TRAINER, "config.warmup"),
     "trainer.warmup_output": ("trainer", *_TRAINER, "config.warmup"),
     "trainer.warmup_rows": ("trainer", *_TRAINER, "config.warmup"),

@@ -32,7 +32,10 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("engines/vllm/parallel.py", MULTIPROCESSING): (1, "waits for processes that vLLM starts"),
     # threads that compute or wait inside of one process, with no line to another
     ("engines/loop.py", "Thread"): (1, "the decode loop of an embedded engine"),
-    ("engines/engine_worker.py", "Thread"): (2, "in an engine's process: its reports, and a call"),
+    ("engines/engine_worker.py", "Thread"): (
+        2,
+        "in an engine's process: its reports and calls",
+    ),
     ("engines/vllm/parallel.py", "Thread"): (1, "waits for processes that vLLM starts"),
     ("pipeline/stages/executor.py", "Thread"): (1, "a sweep of a stage, beside the calls"),
     ("pipeline/links/host_receiver.py", "Thread"): (2, "tensors between stages"),

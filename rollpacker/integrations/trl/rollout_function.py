@@ -22,7 +22,7 @@ from rollpacker.data.dataset import PromptRow
 from rollpacker.engines.engine import EngineConfig, GenerationRequest, Response, SamplingParams
 from rollpacker.integrations.trl.cursor import SamplerCursor
 from rollpacker.integrations.trl.late_rows import LateDataset, Row
-from rollpacker.integrations.trl.policy import LentModel, prompt_tokens
+from rollpacker.integrations.trl.policy import LentModel, close, prompt_tokens
 from rollpacker.integrations.trl.rollouts import FOLDER, Groups, Rollouts, collect, restore
 from rollpacker.run.ports.carried import Waiting
 
@@ -227,7 +227,7 @@ class RolloutFunction(TrainerCallback):
 
     def _close(self) -> None:
         if self._lent is not None:
-            self._lent.close()
+            close(self._lent.engine)
         self._lent = None
 
     def _evaluate(self, prompts: list[Any], trainer: Any) -> list[Response]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         Placement,
         PlacementRequest,
     )
-    from rollpacker.trainer.unit_memory import UnitMemory
+    from rollpacker.trainer.training_memory import Memory
 
 
 def hosts_of(config: RunConfig) -> list[Host]:
@@ -113,7 +113,7 @@ def _given(memory_gib: float | None) -> Need | None:
 def _engine_need(
     config: RunConfig, lines: PlacementConfig, devices: int, kind: DeviceKind
 ) -> Need | None:
-    from rollpacker.trainer.unit_memory import engine_memory
+    from rollpacker.trainer.training_memory import engine_memory
 
     if lines.rollout.memory_gib is not None:
         return _given(lines.rollout.memory_gib)
@@ -126,7 +126,7 @@ def _rank_need(
     """Memory of a process in a replica of so many devices. There are taken to be several replicas
     unless the lines say that there is one."""
     from rollpacker.config.placement import num_devices
-    from rollpacker.trainer.unit_memory import rank_memory
+    from rollpacker.trainer.training_memory import rank_memory
 
     if lines.train.memory_gib is not None:
         return _given(lines.train.memory_gib)
@@ -135,17 +135,17 @@ def _rank_need(
     return _need(rank_memory(replace(config, train=train, placement=None), on_cuda=kind == "cuda"))
 
 
-def _need(memory: UnitMemory | None) -> Need | None:
+def _need(memory: Memory | None) -> Need | None:
     from rollpacker.core.placement.roles import Need
 
-    return None if memory is None else Need(memory.stays_bytes, memory.turn_bytes, memory.of)
+    return None if memory is None else Need(memory.stays_bytes, memory.turn_bytes, memory.name)
 
 
 def plan_of(config: RunConfig, hosts: Sequence[Host]) -> Placement:
     """The plan on these hosts, of which the run's own process is on the first. Raises
     `PlacementError`, a `ValueError`."""
     from rollpacker.core.placement.placement import plan_placement
-    from rollpacker.trainer.unit_memory import run_memory
+    from rollpacker.trainer.training_memory import run_memory
 
     kind = device_kind(config)
     first, *others = hosts
@@ -282,22 +282,21 @@ def table_without(config: RunConfig, host: Host, kind: DeviceKind) -> list[str]:
     """The table of a run on this machine that places nothing: on a CPU any process may use any
     core, and GPUs are taken from the first on."""
     from rollpacker.trainer.estimate import estimate
-    from rollpacker.trainer.unit_memory import engine_memory
+    from rollpacker.trainer.training_memory import engine_memory
 
     known = estimate(config)
     engines = config.rollout.engines if config.engines_are_apart else 0
     degree = config.parallelism_planner.initial
     one = engine_memory(config, degree, on_cuda=kind == "cuda")
     each = 0 if one is None else one.stays_bytes + one.turn_bytes
-    own_bytes = sum(part.size_bytes for part in known.memory)
-    on: dict[int, list[tuple[str, int]]] = {0: [("run", own_bytes)]}
+    on: dict[int, list[tuple[str, int]]] = {0: [("run", known.memory.size_bytes)]}
     for number in range(engines):
         for device in range(number * degree, (number + 1) * degree):
             on.setdefault(device, []).append((f"engine {number}", each))
     for number in range(known.processes):
-        stage = known.stages and f" (stage {known.stages.of_process(number).index})"
-        name = f"trainer's process {number}{stage or ''}"
-        on.setdefault(number, []).append((name, known.process_bytes(number)))
+        rank = known.rank(number)
+        name = f"trainer's process {number}{rank.name and f' ({rank.name})'}"
+        on.setdefault(number, []).append((name, rank.size_bytes))
     names = {device: tuple(name for name, _ in units) for device, units in on.items()}
     used = {device: sum(size for _, size in units) for device, units in on.items()}
     if kind == "cpu":
