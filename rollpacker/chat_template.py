@@ -1,4 +1,4 @@
-"""What a tokenizer makes of tokens, and its chat template puts behind an assistant's message."""
+"""Text of a tokenizer's tokens, and what its chat template puts behind an assistant's message."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Detokenizer:
             self._plain = TokenBytes(self._backend, skips_special=True)
 
     def __call__(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Their text."""
+        """Returns the text of these tokens."""
         known = self._plain if skip_special_tokens else self._all
         if known is not None:
             return b"".join(map(known.__getitem__, tokens)).decode(errors="replace")

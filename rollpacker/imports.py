@@ -1,4 +1,4 @@
-"""What is imported by name: functions of a config, and the packages of the optional parts.
+"""Imports by name: functions of a config, and the packages of the optional parts.
 
 A function is `module:function` or `path/to/file.py:function`; or `<python>:name`, an object that a
 program gave and no file holds. An optional part calls `require` before it imports its package, so
@@ -31,7 +31,7 @@ class MissingPackageError(ValueError):
 
 
 GIVEN = "<python>:"
-"""What a config names a program's own objects with."""
+"""Begins the name that a config has for an object that a program gave."""
 
 _given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyType({}))
 
@@ -64,7 +64,8 @@ def given(spec: str) -> Any:
 
 
 def missing(package: str, *, extra: str, what: str) -> str | None:
-    """None if `package` can be imported, else the one sentence that names the extra to install.
+    """The sentence that names the extra to install, or None if `package` can be imported. `what`
+    begins the sentence, such as "drawing the timeline" or "the reward math". Nothing is imported.
 
     `what` begins the sentence, such as "drawing the timeline" or "the reward math". Nothing is
     imported.
@@ -84,8 +85,8 @@ _NOISE = {
     "torch.utils._pytree": ("%s is an Enum subclass", "<enum "),
     "bitsandbytes.backends.cpu.ops": ("Failed to load CPU gemm_4bit_forward",),
 }
-"""What packages say of optional kernels of theirs while they are imported: logger -> how the lines
-begin. It comes in the middle of a run, and nobody can do anything about it."""
+"""Lines that packages print of optional kernels of theirs while they are imported: logger -> how
+the lines begin. They come in the middle of a run, and nobody can do anything about them."""
 
 
 def silence_noise() -> None:

@@ -161,7 +161,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _names(text: str | None) -> list[str]:
-    """The policies of --compare, each once."""
+    """The policies that --compare lists, each once."""
     from rollpacker.cluster.sim.policies import POLICIES, SHIPPED
     from rollpacker.config.document import nearest
 
@@ -178,7 +178,7 @@ def _names(text: str | None) -> list[str]:
 
 
 def _check(spec: ClusterSpec, jobs: Sequence[Arrival]) -> None:
-    """Before anything runs: whether each job fits somewhere."""
+    """Check, before anything runs, that each job fits somewhere."""
     from rollpacker.cluster.decide.nodes import check_job
 
     pools = spec.core_pools()
@@ -189,7 +189,8 @@ def _check(spec: ClusterSpec, jobs: Sequence[Arrival]) -> None:
 def _simulate_all(
     spec: ClusterSpec, jobs: Sequence[Arrival], names: Sequence[str], *, told: bool
 ) -> dict[str, PolicyResult]:
-    """By policy, in the order given."""
+    """Simulate the jobs under each of these policies. Returns results by policy, in the order
+    given."""
     from rollpacker.cluster.sim.simulation import Simulation
 
     results: dict[str, PolicyResult] = {}

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(metrics: Mapping[str, float]) -> Iterator[str]:
-    """One for each metric, its standard error beside it."""
+    """A line for each metric, with its standard error."""
     for name, value in metrics.items():
         name = name.removeprefix("eval/")
         if not name.startswith("stderr/"):

@@ -54,7 +54,7 @@ def write_schedule(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What can be refused before anything is read."""
+    """Refuse options that cannot be, before anything is read."""
     for option, given in (("--write", args.write), ("--max-shift", args.max_shift)):
         if given is not None:
             raise ValueError(f"--csv and {option} exclude each other: --csv searches nothing")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollpacker.sim.scenario import Scenario
 
 SIMULATED = "simulated"
-"""What a what-if calls the run at its own settings."""
+"""Name of the run at its own settings, in a what-if."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What can be refused before anything is read."""
+    """Refuse options that cannot be, before anything is read."""
     if args.scenario is not None and "=" in args.scenario and not Path(args.scenario).exists():
         raise ValueError(f"{args.scenario} is a setting: the scenario file comes before it")
     if args.scenario is None and args.from_run is None:
@@ -151,7 +151,7 @@ def _check_file(option: str, file: str) -> None:
 
 
 def _picture(args: argparse.Namespace) -> Path | None:
-    """Where the timeline goes."""
+    """The file of the timeline. None if none is drawn."""
     from rollpacker.imports import MissingPackageError, missing
     from rollpacker.sim.timeline import FORMATS
 
@@ -271,8 +271,8 @@ def _assumed(own: Scenario, results: Mapping[str, SystemResult]) -> str:
 
 
 def _outside(args: argparse.Namespace, own: Scenario, results: Mapping[str, SystemResult]) -> str:
-    """What lies outside of what was fitted, for the step of the scenario's own system in the table,
-    or of the first one there."""
+    """A sentence about what lies outside of what was fitted, for the step of the scenario's own
+    system, or of the first system in the table."""
     from rollpacker.sim.fitted_range import outside_of_scenario
     from rollpacker.sim.given_constants import given_constants
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 DRY_RUN_INTERRUPTED = "interrupted; nothing was written"
 MAX_COUNTED_BYTES = 64 << 20
-"""Rows of a larger file are not counted for the first line: that takes a tenth of a second."""
+"""Bytes of a file above which its rows are not counted for the first line: that takes a tenth of a
+second."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -94,7 +95,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _first_line(config: RunConfig) -> str:
-    """What is about to run, before anything is loaded."""
+    """A line on what is about to run, before anything is loaded."""
     data = config.data.train
     source = data.path or data.kind
     num_rows = _num_rows(data)
@@ -108,8 +109,8 @@ def _first_line(config: RunConfig) -> str:
 
 
 def _num_rows(data: DatasetConfig) -> int | None:
-    """How many rows a data set has; None where counting them would take long or cannot be done.
-    Lines of a JSONL file that are not empty; a parquet file says it itself."""
+    """Number of rows of a data set. None where counting them would take long or cannot be done.
+    Lines of a JSONL file count if they are not empty; a parquet file says its number itself."""
     if data.kind == "reasoning_gym":
         return data.size
     if data.path is None or data.kind not in ("jsonl", "parquet"):

@@ -56,8 +56,9 @@ class Kept:
     """`Response.given`; the log-probs of these are zero."""
 
     def under(self, cut_off_at: int | None) -> Kept:
-        """These tokens for a run in which responses may go on from this length. A response that was
-        cut off there is at least so long, and so is one that happened to end by itself there."""
+        """Returns the tokens for a run in which responses may go on from this length. A response
+        that was cut off there is at least so long, and so is one that happened to end by itself
+        there."""
         if cut_off_at is None or len(self.tokens) < cut_off_at:
             return self
         return replace(self, floor=max(self.floor, cut_off_at - 1))
