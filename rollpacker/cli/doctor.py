@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollpacker.cli import findings, trials
+from rollpacker.cli.arguments import add_overrides
 from rollpacker.cli.findings import Finding
 from rollpacker.imports import MissingPackageError
 from rollpacker.run import output
@@ -62,9 +63,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs="?", help="YAML file of a run")
-    parser.add_argument(
-        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
-    )
+    add_overrides(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
 
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.cli.arguments import add_overrides, check_file, check_jobs
 from rollpacker.cli.schedule import add_csv, write_schedule
 
 if TYPE_CHECKING:
@@ -42,13 +43,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", metavar="TARGET", help="a scenario's YAML file or a run's folder")
-    parser.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        default=(),
-        help="changes to the current settings",
-    )
+    add_overrides(parser, "changes to the current settings")
     parser.add_argument(
         "--max-shift",
         metavar="SHARE",
@@ -284,8 +279,7 @@ def _outside(
 
 def _check_numbers(args: argparse.Namespace) -> None:
     """Refuse numbers that cannot be, before anything is read."""
-    if args.jobs is not None and args.jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, not {args.jobs}")
+    check_jobs(args.jobs)
     if args.max_shift is not None and not 0 <= args.max_shift < 1:
         raise ValueError(f"--max-shift must be at least 0 and less than 1, not {args.max_shift}")
 
@@ -299,8 +293,7 @@ def _checked_out(name: str | None) -> Path | None:
         raise ValueError(f"--write {name}: a config's name ends in .yaml")
     if out.exists():
         raise ValueError(f"--write {name}: there is such a file already; choose another name")
-    if not out.parent.is_dir():
-        raise ValueError(f"--write {name}: there is no folder {out.parent}")
+    check_file("--write", name)
     return out
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.cli.arguments import add_overrides
+
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.engines.engine import SamplingParams
@@ -31,13 +33,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "target", metavar="RUN_OR_MODEL", help="a run's folder, a model's folder, or a config"
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=(),
-        metavar="key=value",
-        help="replace single settings of the config",
-    )
+    add_overrides(parser, "replace single settings of the config")
     parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; 0: a free one")
     parser.add_argument("--host", default=LOOPBACK, help=f"default {LOOPBACK}: this machine alone")
     parser.add_argument("--token", help="what clients must send; one is made if left out")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rollpacker.cli.arguments import add_overrides
 from rollpacker.run.driving import INTERRUPTED, ending_as_interrupt, not_begun
 from rollpacker.run.output import print_line
 
@@ -29,9 +30,7 @@ def add_parser(subparsers: Any) -> None:
         description="Train a model by reinforcement learning, as a config file says.",
     )
     parser.add_argument("config", help="YAML file")
-    parser.add_argument(
-        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
-    )
+    add_overrides(parser)
     parser.add_argument("--resume", action="store_true", help="go on exactly where the run stopped")
     parser.add_argument(
         "--resume=auto",
