@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.text import Text
 
-    from rollpacker.cli.stages import stages
+    from rollpacker.cli.log_progress import log_progress
     from rollpacker.report.log import EventLog, events_path
     from rollpacker.report.page.compare import MAX_RUNS, render_comparison
     from rollpacker.report.page.document import write_page
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     books = []
     for run in args.runs:
         log = EventLog(events_path(run))
-        with stages(log) as tell:
+        with log_progress(log) as tell:
             tell(f"reading {printable(log.path.parent.resolve().name)}")
             books.append(read_run(run, log))
     folders = [book.folder for book in books]

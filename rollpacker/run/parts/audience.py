@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rollpacker.callbacks import Callback
     from rollpacker.config.schema import RunConfig
     from rollpacker.report.live import LiveReport
-    from rollpacker.run.ports.audience import Audience, Call
+    from rollpacker.run.ports.audience import Audience, CallInThread
 
 
 def build_audience(
@@ -20,7 +20,7 @@ def build_audience(
     num_rows: int,
     resumed_step: int | None,
     callbacks: Sequence[Callback],
-    call: Call,
+    call: CallInThread,
     display: bool,
 ) -> tuple[LiveReport, Audience]:
     """The observer of the log that makes metrics and shows them, and who is told of what they hold.

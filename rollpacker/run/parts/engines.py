@@ -15,14 +15,18 @@ if TYPE_CHECKING:
     from rollpacker.engines.engine import Engine, EngineConfig
     from rollpacker.engines.messages import EngineSetup
     from rollpacker.run.parts.hosts import Hosts
-    from rollpacker.run.parts.policy import Policy
+    from rollpacker.run.parts.policy import LoadedPolicy
     from rollpacker.run.ports.engines import Engines
     from rollpacker.trainer.trainer import ModelConfig
     from rollpacker.workers.host import Host
 
 
 def build_engines(
-    config: RunConfig, policy: Policy, hosts: Hosts | None = None, *, shares_pools: bool = False
+    config: RunConfig,
+    policy: LoadedPolicy,
+    hosts: Hosts | None = None,
+    *,
+    shares_pools: bool = False,
 ) -> Engines:
     """The engines that the config asks for, on these hosts, or on this machine if `hosts` is None;
     those in processes begin to load. `shares_pools`: they will have to let go of their devices for
@@ -82,7 +86,7 @@ def build_engines(
 
 
 def open_engines(
-    config: RunConfig, policy: Policy, hosts: Hosts, stack: ExitStack, *, shares_pools: bool
+    config: RunConfig, policy: LoadedPolicy, hosts: Hosts, stack: ExitStack, *, shares_pools: bool
 ) -> Engines:
     """The engines, all loaded; `stack` closes them. Those that share their devices have let go of
     them: the trainer is to load there, before weights are handed over. Raises `EngineError` if one

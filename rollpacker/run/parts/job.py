@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from rollpacker.core.job.job import Job
     from rollpacker.data.cursor import PromptCursor
     from rollpacker.run.folder.checkpoint import Checkpoint
-    from rollpacker.run.parts.policy import Policy
+    from rollpacker.run.parts.policy import LoadedPolicy
     from rollpacker.run.ports.carried import CarriedTokens
 
 
 def build_job(
     config: RunConfig,
-    policy: Policy,
+    policy: LoadedPolicy,
     cursor: PromptCursor,
     checkpoint: Checkpoint | None,
     *,
@@ -43,7 +43,7 @@ def build_job(
 
 
 def build_cursor(
-    config: RunConfig, policy: Policy, checkpoint: Checkpoint | None = None
+    config: RunConfig, policy: LoadedPolicy, checkpoint: Checkpoint | None = None
 ) -> PromptCursor:
     """Draws prompts from `data.train`, from the beginning or from where the checkpoint stands."""
     from rollpacker.data.cursor import PromptCursor
