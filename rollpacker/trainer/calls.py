@@ -71,7 +71,7 @@ _KINDS = (
 @functools.cache
 def codec() -> Codec:
     """The codec of calls and results, which knows these types alone."""
-    return Codec(*_RECORDS, *_KINDS)
+    return Codec([*_RECORDS, *_KINDS])
 
 
 def error_bytes(error: Exception) -> bytes:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 CARRIED_TOKEN_BYTES = 12
 """What a token that waits for its prompt's next launch takes: itself and its log-prob, as
-`run/carried.py` keeps them."""
+`run/ports/carried.py` keeps them."""
 _PROC_NVIDIA = Path("/proc/driver/nvidia/version")
 
 

@@ -3,7 +3,6 @@ role takes, made into a plan; and the plan as a table."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -11,6 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from rollpacker.core.placement.roles import as_ranges, text_of_bytes
+from rollpacker.run.parts.this_host import this_host
 
 if TYPE_CHECKING:
     from rollpacker.config.placement import PlacementConfig
@@ -24,41 +24,6 @@ if TYPE_CHECKING:
         PlacementRequest,
     )
     from rollpacker.trainer.training_memory import Memory
-
-THIS_HOST = "this host"
-
-
-def this_host(kind: DeviceKind) -> Host:
-    """The machine as this process may use it: its cores, or the CUDA devices that torch sees."""
-    from rollpacker.cli import findings
-    from rollpacker.core.placement.roles import Host
-
-    usable = float(findings.cpus().details["usable"])
-    found = findings.memory().details
-    limits = [found["total_bytes"], found["cgroup_bytes"]]
-    gpus: tuple[int, ...] = ()
-    if kind == "cuda":
-        import torch
-
-        gpus = tuple(
-            torch.cuda.get_device_properties(number).total_memory
-            for number in range(torch.cuda.device_count())
-        )
-    return Host(
-        name=THIS_HOST,
-        cores=max(int(usable), 1),
-        memory_bytes=min(limit for limit in limits if limit is not None),
-        gpu_bytes=gpus,
-        shm_bytes=_shm_bytes(),
-    )
-
-
-def _shm_bytes() -> int | None:
-    try:
-        found = os.statvfs("/dev/shm")
-    except OSError:
-        return None
-    return found.f_frsize * found.f_blocks
 
 
 def hosts_of(config: RunConfig) -> list[Host]:
