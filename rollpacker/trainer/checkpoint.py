@@ -150,8 +150,8 @@ def load_trainer_tensors(
     *,
     part: bool = False,
 ) -> dict[str, Tensor]:
-    """What `save_trainer` wrote, in new tensors that are placed and sharded as those of `like`.
-    `part`: of a pipeline stage, no more than `like` has.
+    """Read the tensors that `save_trainer` wrote into new ones, placed and sharded as those of
+    `like`. With `part`, this is a pipeline stage, and no more is read than `like` has.
 
     Raises `TrainerStateError` if files cannot be read, or if names, shapes or dtypes are others.
     """

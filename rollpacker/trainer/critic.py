@@ -47,7 +47,7 @@ class Critic(nn.Module):
         return self.from_hidden_states(output.last_hidden_state, batch)
 
     def from_hidden_states(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        """The same from hidden states [B, W, D] after the last norm."""
+        """Values [N], as `forward` gives them, from hidden states [B, W, D] after the last norm."""
         hidden = hidden.flatten(0, 1).index_select(0, batch.positions)
         # A value in bfloat16 would have three digits; the head costs next to nothing.
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32

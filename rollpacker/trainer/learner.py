@@ -70,14 +70,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class OpenStep:
-    """What a learner has accumulated since its last update.
+    """Samples, sums and gradient scale that a learner has accumulated since its last update.
 
     It is dropped as a whole when the step ends, one way or the other.
     """
 
     sums: StepSums = field(default_factory=StepSums)
     gradient_scale: float = 1.0
-    """What the gradient so far must still be multiplied by."""
+    """Factor by which the gradient so far must still be multiplied."""
     parts: list[tuple[float, list[TrainSample]]] = field(default_factory=list)
     """The samples of each call, with what their weights were multiplied by since."""
     finite: bool = True

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ADAPTER = "default"
 """peft's own name for an only adapter."""
 _FILE_PREFIX = "base_model.model."
-"""What peft writes before a module's path, since its files are made by a wrapper."""
+"""Prefix that peft writes before a module's path, since its files are made by a wrapper."""
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 
@@ -138,9 +138,9 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def merge_squares(model: nn.Module) -> tuple[float, float]:
-    """What a merge would lose of the adapters' change by rounding to the weights' own precision,
-    and that change (0 before the first update): squares of their norms. Of a sharded model all
-    processes have to take part."""
+    """Two squared norms: of what a merge would lose of the adapters' change by rounding to the
+    weights' own precision, and of that change (0 before the first update). All processes of a
+    sharded model have to take part."""
     lost, changed = [torch.zeros(())], [torch.zeros(())]
     for module in _adapted_modules(model).values():
         weight = dequantized(module.get_base_layer().weight)

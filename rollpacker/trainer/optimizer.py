@@ -172,9 +172,9 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """What `state` gave, exactly and as copies; `DTensor`s where the parameters are. Gradients
-        are forgotten. Raises `TrainerStateError` if it belongs to other parameters or to another
-        `train.optimizer`."""
+        """Load a state that `state` gave, exactly and as copies; `DTensor`s where the parameters
+        are. Gradients are forgotten. Raises `TrainerStateError` if it belongs to other
+        parameters or to another `train.optimizer`."""
         self.reload()
         per_name: dict[str, dict[str, Tensor]] = {}
         for full_name, value in tensors.items():
@@ -305,7 +305,8 @@ class MirrorGradient:
     def __init__(self, weight: nn.Parameter) -> None:
         self._weight = weight
         self._sum: Tensor | None = None
-        """Of a weight in half precision."""
+        """The float32 sum of gradients of a weight in half precision. None: there is none yet,
+        or the weight is in full precision."""
         if weight.dtype not in _FULL_PRECISION:
             _after_gradient(weight, self._add)
 
@@ -424,7 +425,8 @@ class _ShardedMuon(torch.optim.Optimizer):
 
 
 def _orthogonal_update(gradient: Tensor, learning_rate: float) -> Tensor:
-    """What torch's Muon without momentum and decay adds to a matrix with this gradient."""
+    """The change that torch's Muon without momentum and decay makes to a matrix with this
+    gradient."""
     change = torch.zeros_like(gradient, requires_grad=True)
     change.grad = gradient
     torch.optim.Muon(

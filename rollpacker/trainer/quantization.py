@@ -65,8 +65,8 @@ def moments_like(master: Tensor) -> dict[str, Tensor]:
 
 
 def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What of the optimizer's state of one parameter must be kept; the code's table need not be.
-    Not copies, but for `step`."""
+    """The tensors of the optimizer's state of one parameter that a checkpoint needs, without the
+    code's table. They are no copies, but for `step`."""
     found = {name: state[name] for name in (*_MOMENTS, *_SCALES) if name in state}
     return found | {"step": torch.tensor(float(state["step"]))}
 
@@ -133,7 +133,7 @@ def _quantized(package: Any, module: nn.Linear, device: torch.device, dtype: tor
 
 
 def num_elements(parameter: Tensor) -> int:
-    """Of the matrix that these codes stand for; of any other tensor its own."""
+    """Elements of the matrix that these codes stand for; of a plain tensor its own elements."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
 

@@ -75,7 +75,8 @@ class Shards:
     device: torch.device
     """This process's own."""
     pipelines: DeviceMesh | None = None
-    """Of a model in stages: [stages, processes of each]. `mesh` is then the own stage's."""
+    """Mesh [stages, processes of each] of a model in pipeline stages; `mesh` is then the own
+    stage's. None: the model is not in stages."""
 
     @property
     def leads(self) -> bool:
@@ -153,7 +154,8 @@ class ShardedGradients:
         self._sum_at_backward()
 
     def _sum_at_backward(self) -> None:
-        """As during a step: over the processes of this replica at most."""
+        """Have each backward pass sum over the processes of this replica at most, as during a
+        step."""
         self._fsdp.set_requires_gradient_sync(self._at_every_backward)
         self._fsdp.set_requires_all_reduce(self._is_complete)
 
@@ -186,8 +188,8 @@ class ShardedGradients:
                     parameter._unsharded_param.grad = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """What this process has not summed yet. Whole parameters that a forward pass has left are
-        freed."""
+        """Gradients that this process has not summed yet. Whole parameters that a forward pass
+        has left are freed."""
         if self._fsdp._get_fsdp_state()._is_root is not None:  # there was a forward
             _free_after_forward(self._root)
         for group in _parameter_groups(self._root):

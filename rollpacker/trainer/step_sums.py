@@ -1,4 +1,4 @@
-"""What a step's micro-batches add up to, and the step's metrics made of it.
+"""Sums over a step's micro-batches, and the step's metrics made of them.
 
 Only sums, smallest and largest values are kept, so that several ranks' merge into the whole step's.
 """
@@ -37,7 +37,7 @@ class StepSums:
     micro_batches: int = 0
     recomputed_micro_batches: int = 0
     samples: int = 0
-    """Those whose weight was given."""
+    """Samples whose weight was given."""
     ranks: int = 1
     flops: float = 0.0
     seconds: float = 0.0
@@ -224,5 +224,5 @@ def _effective_size(total: float, squares: float, count: int) -> float:
 
 
 def _to_numbers(scalars: Sequence[Tensor]) -> list[float]:
-    """Their values, read in one transfer from the device."""
+    """Values of tensors as numbers, read in one transfer from the device."""
     return torch.stack([value.double() for value in scalars]).tolist()

@@ -17,7 +17,8 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Trained:
-    """Its gradients, its optimizer and what a checkpoint keeps of it; sharded or not."""
+    """A module that is trained: its gradients, its optimizer and its part of a checkpoint;
+    sharded or not."""
 
     def __init__(
         self,
@@ -67,7 +68,8 @@ class Trained:
             self._mirror.forget()
 
     def mirror_gradient(self) -> Tensor | None:
-        """Of the parameter that another stage owns, in full precision. None: it has none yet."""
+        """Gradient of the parameter that another stage owns, in full precision. None: it has
+        none yet."""
         assert self._mirror is not None
         return self._mirror.gradient
 
@@ -132,7 +134,7 @@ class Trained:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """What `state` gave. Raises `TrainerError` if masters are missing."""
+        """Load a state that `state` gave. Raises `TrainerError` if masters are missing."""
         rest = dict(tensors)
         for name, parameter in self._masters():
             if f"master.{name}" not in rest:
