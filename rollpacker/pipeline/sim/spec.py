@@ -1,5 +1,5 @@
-"""What a scenario says of a trainer in pipeline stages (`train.pipeline.*`), and the orders and
-links that `--compare` knows by name."""
+"""A scenario's trainer in pipeline stages (`train.pipeline.*`), and the orders and links that
+`--compare` knows by name."""
 
 from __future__ import annotations
 

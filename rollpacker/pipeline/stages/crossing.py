@@ -1,4 +1,4 @@
-"""What crosses the borders of a stage with one micro-batch.
+"""Messages that cross the borders of a stage with one micro-batch.
 
 A micro-batch may pass several models of a set (policy, reference, critic): their hidden states
 enter and leave a stage in the order in which the models are called, which is the same on all
@@ -25,9 +25,9 @@ class Passage:
     entered: list[Tensor] = field(default_factory=list)
     """Leaves of the stage's graph, of the models that are called with gradients."""
     left: list[Tensor] = field(default_factory=list)
-    """What all models gave, to be sent on."""
+    """Hidden states that the models gave, to be sent on."""
     differentiable: list[Tensor] = field(default_factory=list)
-    """Those of them that gradients will come back for."""
+    """Hidden states among them for which gradients will come back."""
     offset: int = 0
     """Bytes of the message that were read."""
 
@@ -101,7 +101,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(message: Tensor, kinds: Sequence[Kind]) -> list[Tensor]:
-    """What `pack` was given, of these shapes and dtypes."""
+    """Restore the tensors that `pack` was given, of these shapes and dtypes."""
     found, offset = [], 0
     for kind in kinds:
         tensor, offset = _read(message, offset, kind)
