@@ -130,11 +130,11 @@ class PipelineConfig:
     layers: Literal["auto"] | tuple[int, ...] = "auto"
     """Layers of each stage; auto: stages of about the same work."""
     order: str = "ready"
-    """What a stage does next. ready: what is ready, backwards for inputs first. 1f1b: one forward,
-    one backward by turns. zero-bubble: backwards for weights fill in, planned as if every op took
-    as long and links nothing. adapted: planned before each sweep for what the last steps measured.
-    Else a CSV of torch's format, such as `rollpacker plan --csv` writes, for as many micro-batches
-    as each sweep has."""
+    """The order of a stage's ops. ready: the first ready op, backwards for inputs first. 1f1b:
+    one forward, one backward by turns. zero-bubble: backwards for weights fill in, planned as if
+    every op took as long and links nothing. adapted: planned before each sweep for what the last
+    steps measured. Else a CSV of torch's format, such as `rollpacker plan --csv` writes, for as
+    many micro-batches as each sweep has."""
     live_tokens: int | Literal["auto"] = "auto"
     """Tokens whose activations a stage keeps at most; more of them bridge slower links. auto: two
     micro-batches for each stage from this one to the last."""

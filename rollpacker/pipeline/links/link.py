@@ -62,7 +62,8 @@ class SendTimes:
     posted_s: float
     """`send` was called."""
     started_s: float
-    """Its first byte was handed on. If it was sent again, this is the last time."""
+    """The time at which the first byte was handed on. If the message was sent again, this is the
+    last time."""
     acknowledged_s: float
     """The sender knew that it had arrived. A direct link knows only that it has left."""
 
