@@ -13,11 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from rollpacker.trainer.batches import MicroBatch
 from rollpacker.trainer.model import ModelError, load_model, no_load_report, no_progress_bars
+from rollpacker.trainer.sharding import placed_like
 from rollpacker.trainer.trainer import ModelConfig, TrainerStateError
 
 BODY = "model."
@@ -87,7 +87,7 @@ def load_critic_weights(critic: Critic, folder: Path) -> None:
     critic of another architecture."""
     saved = _read(folder, critic)
     for name, value in critic.state_dict().items():
-        value.copy_(_placed_like(value, saved[name]))
+        value.copy_(placed_like(value, saved[name]))
 
 
 def _body(model: PreTrainedModel) -> PreTrainedModel:
@@ -142,11 +142,3 @@ def _plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     plain = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
     assert issubclass(plain, PreTrainedModel)
     return plain
-
-
-def _placed_like(target: Tensor, whole: Tensor) -> Tensor:
-    if not isinstance(target, DTensor):
-        return whole
-    whole = whole.to(device=target.device, dtype=target.dtype)
-    # Every rank has read the same file, so nothing has to be sent.
-    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)

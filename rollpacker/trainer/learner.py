@@ -426,7 +426,7 @@ class Learner:
         bad = [
             f"sample {sample.sample}: advantage is {value}"
             for sample in samples
-            for value in _as_tuple(sample.advantage)
+            for value in sample.advantages
             if not math.isfinite(value)
         ]
         if self._any_of_replica(bool(bad)):  # others would wait for this rank's passes
@@ -482,7 +482,3 @@ def _all_finite(norms: Mapping[str, float]) -> bool:
 
 def _by_length(sample: TrainSample) -> tuple[int, SampleId]:
     return len(sample.prompt_tokens) + len(sample.response_tokens), sample.sample
-
-
-def _as_tuple(advantage: float | tuple[float, ...]) -> tuple[float, ...]:
-    return advantage if isinstance(advantage, tuple) else (advantage,)

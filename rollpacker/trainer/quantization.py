@@ -19,7 +19,7 @@ MIN_8BIT_ELEMENTS = 4096
 """Smaller parameters keep float32 moments."""
 BLOCK_8BIT, BLOCK_4BIT, BLOCK_OF_SCALES = 256, 64, 256
 """Elements that share a scale; of the 4-bit matrices, 256 scales share one of their own."""
-_IN_A_LAYER = re.compile(r"\.\d+\.")
+IN_A_LAYER = re.compile(r"\.\d+\.")
 """Layers are the only numbered modules: model.layers.3.mlp.up_proj."""
 _MOMENTS = ("state1", "state2")
 _SCALES = ("absmax1", "absmax2")
@@ -101,7 +101,7 @@ def quantize_layers(model: nn.Module, device: torch.device, dtype: torch.dtype) 
     plain = [
         (name, module)
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and _IN_A_LAYER.search(f"{name}.")
+        if type(module) is nn.Linear and IN_A_LAYER.search(f"{name}.")
     ]
     for name, module in plain:
         model.set_submodule(name, _quantized(package, module, device, dtype))

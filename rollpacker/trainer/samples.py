@@ -287,7 +287,7 @@ def _by_sample(
 
 
 def _metrics(step: StepAdvantages, samples: Sequence[TrainSample]) -> dict[str, float]:
-    num_zero = sum(not any(_as_tuple(sample.advantage)) for sample in samples)
+    num_zero = sum(not any(sample.advantages) for sample in samples)
     return {
         "critic/advantages/mean": step.advantages.mean().item(),
         "critic/advantages/max": step.advantages.max().item(),
@@ -295,7 +295,3 @@ def _metrics(step: StepAdvantages, samples: Sequence[TrainSample]) -> dict[str, 
         "critic/zero_advantages": num_zero / len(samples),
         **step.metrics,
     }
-
-
-def _as_tuple(advantage: float | tuple[float, ...]) -> tuple[float, ...]:
-    return advantage if isinstance(advantage, tuple) else (advantage,)

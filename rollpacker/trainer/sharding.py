@@ -52,7 +52,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from rollpacker.trainer.trainer import TrainerError
@@ -289,6 +289,20 @@ def sum_in_full_precision(root: nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
+def whole(value: Tensor) -> Tensor:
+    """A `DTensor` gathered from all processes, which have to take part; any other tensor itself."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def placed_like(target: Tensor, value: Tensor) -> Tensor:
+    """A whole tensor on the target's device and in its dtype, and of a `DTensor` cut into shards as
+    the target is. Every process has the whole, so nothing is sent."""
+    value = value.to(device=target.device, dtype=target.dtype)
+    if not isinstance(target, DTensor):
+        return value
+    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+
+
 @torch.no_grad()
 def full_tensors(
     named: Iterable[tuple[str, Tensor]], shards: Shards | None, dtype: torch.dtype | None = None
@@ -303,9 +317,9 @@ def full_tensors(
         value = value.detach()
         if dtype is not None and value.is_floating_point():
             value = value.to(dtype)
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        gathered_value = whole(value)
         if shards is None or shards.leads:
-            yield name, whole.cpu()
+            yield name, gathered_value.cpu()
 
 
 def same_number(count: int, shards: Shards | None) -> int:

@@ -25,6 +25,11 @@ WEIGHT, WEIGHT_SQUARED = "mismatch_weight", "mismatch_weight_squared"
 """Sums of the loss that `sampling/ess` is made of."""
 OUTSIDE_SUM = "mismatch_outside"
 """The sum that becomes `sampling/mismatch_outside`. Any other becomes `actor/` and its name."""
+_ADDED = (
+    *("response_tokens", "real_tokens", "padded_tokens", "micro_batches"),
+    *("recomputed_micro_batches", "samples", "ranks", "flops"),
+)
+"""Fields of `StepSums` that are added up over ranks."""
 
 
 @dataclass(slots=True)
@@ -104,14 +109,8 @@ class StepSums:
         first, *others = parts
         merged = copy.deepcopy(first)
         for part in others:
-            merged.response_tokens += part.response_tokens
-            merged.real_tokens += part.real_tokens
-            merged.padded_tokens += part.padded_tokens
-            merged.micro_batches += part.micro_batches
-            merged.recomputed_micro_batches += part.recomputed_micro_batches
-            merged.samples += part.samples
-            merged.ranks += part.ranks
-            merged.flops += part.flops
+            for name in _ADDED:
+                setattr(merged, name, getattr(merged, name) + getattr(part, name))
             merged.seconds = max(merged.seconds, part.seconds)
             merged.min_log_ratio = min(merged.min_log_ratio, part.min_log_ratio)
             merged.max_log_ratio = max(merged.max_log_ratio, part.max_log_ratio)

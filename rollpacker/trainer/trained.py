@@ -7,10 +7,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rollpacker.trainer.optimizer import MirrorGradient, build_optimizer
-from rollpacker.trainer.sharding import ShardedGradients, Shards, shard
+from rollpacker.trainer.sharding import ShardedGradients, Shards, shard, whole
 from rollpacker.trainer.trainer import TrainConfig, TrainerError
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -76,7 +75,7 @@ class Trained:
     def norm(self) -> float:
         """The norm of the whole gradient so far, without that of a mirror."""
         norm = torch.nn.utils.get_total_norm(list(self.optimizer.gradients().values()))
-        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        return whole(norm).item()
 
     def non_finite(self) -> list[str]:
         """Parameters whose gradient so far, as far as it is in this process, is not finite."""

@@ -353,6 +353,11 @@ class TrainSample(ScoreRequest):
     """The trainer's own under the weights that sampled. None: the policy was not updated since, so
     they are what it says now."""
 
+    @property
+    def advantages(self) -> tuple[float, ...]:
+        """The advantage as a tuple: of all drawn tokens together, or one number each."""
+        return self.advantage if isinstance(self.advantage, tuple) else (self.advantage,)
+
 
 class Trainer(Protocol):
     """`accumulate` any number of times, then `apply`: a step of one update. With more, each but the
