@@ -31,7 +31,7 @@ NUM_SEGMENTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RecordedCall:
     """See `Ranks.send`."""
 
     method: str
@@ -48,12 +48,12 @@ class Segment:
         self.end = 0
         """Bytes of those that a finished step has."""
 
-    def calls(self) -> Iterator[Call]:
+    def calls(self) -> Iterator[RecordedCall]:
         """Read the calls of finished steps."""
         self.file.seek(0)
         while self.file.tell() < self.end:
             method, numbers, sizes = json.loads(self.file.readline())
-            yield Call(method, [self.file.read(size) for size in sizes], numbers)
+            yield RecordedCall(method, [self.file.read(size) for size in sizes], numbers)
 
 
 class Journal:
@@ -98,7 +98,7 @@ class Journal:
         """Whether ranks of this version can be brought to the last one."""
         return any(segment.version == version for segment in self._segments)
 
-    def since(self, version: int) -> Iterator[Call]:
+    def since(self, version: int) -> Iterator[RecordedCall]:
         """Read the calls that bring ranks of this version to the last one. Calls of an unfinished
         step are forgotten.
 

@@ -19,7 +19,7 @@ TRIED_AT_ONCE = 12
 """Exchanges compared in one step."""
 
 _Ops = list[list[Op]]
-Place = tuple[int, int]
+OpPlace = tuple[int, int]
 """A stage, and where in its order."""
 
 
@@ -63,12 +63,12 @@ def improve(
 
 
 def _exchanges(
-    orders: _Ops, chain: Sequence[Place], work: Work, caps: Sequence[int | None] | None
-) -> list[Place]:
+    orders: _Ops, chain: Sequence[OpPlace], work: Work, caps: Sequence[int | None] | None
+) -> list[OpPlace]:
     """(stage, place) of ops in the chain that may change places with the next one, which is in the
     chain too: first those at the ends of a run on one stage, where an exchange helps most."""
-    ends: list[Place] = []
-    inner: list[Place] = []
+    ends: list[OpPlace] = []
+    inner: list[OpPlace] = []
     for index in range(len(chain) - 1):
         (stage, place), (next_stage, next_place) = chain[index], chain[index + 1]
         if stage != next_stage or next_place != place + 1:
@@ -97,7 +97,7 @@ def _may_exchange(
     return sum(work.tokens[:forwards]) - sum(work.tokens[:freed]) <= cap
 
 
-Cause = Place | None
+Cause = OpPlace | None
 """The op that made another one begin when it did: the one before it on its stage, or the one whose
 message came last. None: nothing held it up."""
 
@@ -114,7 +114,7 @@ class _Sweep:
         self._latency_s = [link.latency_s for link in links]
         self._leaves_s = [[link.leaves_s(size) for size in work.message_bytes] for link in links]
 
-    def longest_chain(self, orders: _Ops) -> tuple[float, list[Place]]:
+    def longest_chain(self, orders: _Ops) -> tuple[float, list[OpPlace]]:
         """Seconds of the sweep, and the ops that make it so long, first to last. Infinite, without
         a chain, where the orders deadlock."""
         num_stages, count = self._num_stages, self._count
@@ -167,7 +167,7 @@ class _Sweep:
         if any(done < len(order) for done, order in zip(at, orders, strict=True)):
             return math.inf, []
         length_s = max(free_s)
-        chain: list[Place] = []
+        chain: list[OpPlace] = []
         stage = free_s.index(length_s)
         following: Cause = (stage, len(orders[stage]) - 1) if self._count else None
         while following is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-Kind = tuple[torch.Size, torch.dtype]
+ShapeAndType = tuple[torch.Size, torch.dtype]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,7 +100,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([one.contiguous().reshape(-1).view(torch.uint8) for one in tensors])
 
 
-def unpack(message: Tensor, kinds: Sequence[Kind]) -> list[Tensor]:
+def unpack(message: Tensor, kinds: Sequence[ShapeAndType]) -> list[Tensor]:
     """Restore the tensors that `pack` was given, of these shapes and dtypes."""
     found, offset = [], 0
     for kind in kinds:
@@ -109,7 +109,7 @@ def unpack(message: Tensor, kinds: Sequence[Kind]) -> list[Tensor]:
     return found
 
 
-def _read(message: Tensor, offset: int, kind: Kind) -> tuple[Tensor, int]:
+def _read(message: Tensor, offset: int, kind: ShapeAndType) -> tuple[Tensor, int]:
     shape, dtype = kind
     if message.dtype != torch.uint8:
         assert message.shape == shape and message.dtype == dtype, (message.shape, kind)

@@ -27,6 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rollpacker.pipeline.links.link import Sender
 from rollpacker.pipeline.plan.choosers import Chooser, FixedOrder, Kind, Op, StageState
 from rollpacker.pipeline.plan.work import Load
 from rollpacker.pipeline.stages.clock import StageClock
@@ -37,14 +38,6 @@ from rollpacker.trainer.trainer import TrainerError
 TIMEOUT_S = 1800.0
 """Seconds that a sweep waits for something to arrive: as long as processes wait for one another
 elsewhere (`sharding.TIMEOUT_S`)."""
-
-
-class Sender(Protocol):
-    """One direction of one border, at its beginning."""
-
-    def send(self, number: int, tensor: Tensor) -> None:
-        """Returns at once; the tensor must not be changed until it is sent."""
-        ...
 
 
 class StageOps(Protocol):

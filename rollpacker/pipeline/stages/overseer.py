@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from rollpacker.pipeline.plan.choosers import KINDS
 from rollpacker.pipeline.plan.link_choice import LinkChoice, LinkKind
-from rollpacker.pipeline.plan.watch import Finding, PipelineWatch, SweepTimes, link_of
+from rollpacker.pipeline.plan.watch import Finding, Messages, PipelineWatch, SweepTimes, link_of
 from rollpacker.pipeline.plan.work import Measured, fit_stage_cost
 from rollpacker.pipeline.stages.times import StageTimes
 from rollpacker.trainer.trainer import PipelineConfig
@@ -184,9 +184,6 @@ def _measured(stages: Sequence[Sequence[StageTimes]]) -> Measured | None:
         links=tuple(link_of(*both) for both in messages),
         bytes_per_token=statistics.fmean(num_bytes) / max(statistics.fmean(tokens), 1.0),
     )
-
-
-Messages = list[tuple[int, float]]
 
 
 def _pooled(stages: Sequence[Sequence[StageTimes]], link: int) -> tuple[Messages, Messages]:
