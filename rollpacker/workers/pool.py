@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from rollpacker.workers.child import BY_SIGNAL
 from rollpacker.workers.kinds import CALL, CANCEL, READY, REFUSED, STOPPED
 from rollpacker.workers.pool_calls import NoWorker, Overran, PoolCall, PoolWorker
 from rollpacker.workers.served import START_S
@@ -52,7 +53,7 @@ class WorkerPool:
     """
 
     kind = "reward"
-    """What messages call the function."""
+    """The word for the function in messages."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class WorkerPool:
             self._begin(call, worker)
 
     def _place(self, call: PoolCall) -> PoolWorker | None:
-        """Who gets the call; None: nobody has room."""
+        """Return the worker that gets the call, or None if none has room."""
         free = (w for w in self._workers if w.has_room(call, self._capacity))
         return next(free, None)
 
@@ -192,7 +193,10 @@ class WorkerPool:
             return
         logger.warning(
             "%s %s: a call in worker %s took longer than %g s; it is ended and replaced",
-            *(self.kind, self._name, worker, call.limit_s),
+            self.kind,
+            self._name,
+            worker,
+            call.limit_s,
         )
         shared = worker.num_calls > 1
         calls = self._retire(worker, f"worker {worker} hung")
@@ -246,7 +250,7 @@ class WorkerPool:
             self._watch_timer = self.loop.call_later(WATCH_EVERY_S, self._watch)
 
     def _lose_stopped(self, worker: PoolWorker) -> None:
-        how = f"worker {worker} was stopped by a signal"
+        how = f"worker {worker} {BY_SIGNAL}"
         if worker.ready:
             logger.warning("%s %s: %s; it is ended and replaced", self.kind, self._name, how)
         else:
@@ -300,7 +304,7 @@ class WorkerPool:
             self._keep_watching()
 
     def _num_to_start(self) -> int:
-        """As many again as there are, if so many calls wait."""
+        """Number of workers to start: as many again as there are, if so many calls wait."""
         num_ready = sum(worker.ready for worker in self._workers)
         num_starting = len(self._workers) - num_ready
         room = min(self._max_workers, num_ready + max(num_ready, 1)) - len(self._workers)

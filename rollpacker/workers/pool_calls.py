@@ -20,9 +20,10 @@ class Overran(Exception):
         self.shared = shared
         """Other calls ran in the same worker, which hung: it may have been one of them."""
         self.own = own
-        """It was this call's limit that passed, and not only that of another one there."""
+        """Whether it was this call's own limit that passed, and not that of another call in the
+        same worker."""
         self.told = told or {}
-        """What the worker says of a call that it was told to give up."""
+        """The worker's last words on a call that it was told to give up."""
 
 
 class WorkerLost(Exception):
@@ -78,10 +79,11 @@ class PoolWorker:
     given_up: set[int] = field(default_factory=set)
     """The calls that go on although nobody waits for their reply."""
     draining: bool = False
-    """It takes no more calls."""
+    """Whether the worker takes no more calls."""
     was_stopped: bool = False
     num_kept: int = 0
-    """What calls have begun there and others go on with: it cannot go on elsewhere."""
+    """Number of things that calls have begun in the worker and later calls go on with. They cannot
+    go on elsewhere."""
     num_hung: int = 0
     """Calls that were given up and went on all the same."""
     gone: str = ""

@@ -1,4 +1,4 @@
-"""What a run has on each other host: it starts processes there and carries their messages.
+"""The agent of a run on another host: it starts processes there and carries their messages.
 
     say(sequence, items)   begin, tell, hang up on, end processes; an item is taken once
     hear(acknowledged)     what they said, and how they ended; waits a little for news
@@ -113,7 +113,7 @@ def pause_s(num_processes: int) -> float:
 
 
 class Agent:
-    """See above."""
+    """The agent of one run on this host."""
 
     def __init__(
         self, *, lease_s: float, predecessor: int = 0, end: Callable[[], None] | None = None
@@ -130,7 +130,7 @@ class Agent:
         self._host = ThisHost()
         self._own: dict[int, tuple[Child, Pump]] = {}
         self._sequence = 0
-        """Of the newest items that were taken."""
+        """Number of the newest items that were taken."""
         self._first = 1
         """Number of the first of the news that the run has not acknowledged."""
         self._news: deque[News] = deque()
@@ -168,7 +168,7 @@ class Agent:
         return Report(first=first, news=news, stopped=tuple(stopped))
 
     def facts(self) -> HostFacts:
-        """What there is on this host."""
+        """Return the facts of this host."""
         return facts()
 
     def copy(self, source: BufferLayout) -> BufferLayout:
