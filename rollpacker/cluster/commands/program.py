@@ -17,7 +17,7 @@ SUFFIX = ".py"
 
 
 def job_of_program(args: argparse.Namespace, owner: str) -> ClusterJob:
-    """As the options say. Raises `ValueError`."""
+    """Return the job that the options describe. Raises `ValueError`."""
     from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
 
     path = Path(args.config)
@@ -95,7 +95,8 @@ def _devices(text: str | None) -> tuple[int, int]:
 
 
 def seconds_of(text: str) -> tuple[float, float]:
-    """Of a rollout and of a training. Raises `ValueError`."""
+    """Return the seconds of a rollout and of a training that `--phases` gives. Raises
+    `ValueError`."""
     try:
         rollout_s, train_s = map(float, text.split(","))
         if not all(math.isfinite(one) and one > 0 for one in (rollout_s, train_s)):

@@ -68,7 +68,8 @@ def told(answer: Mapping[str, Any], folder: Path) -> str:
 
 
 def saves_seldom(config: RunConfig, job: ClusterJob) -> str:
-    """What to know of a run that would do much again if it were lost; empty: nothing."""
+    """Return a note on a run that would do much again if it were lost. Empty if there is nothing to
+    say."""
     steps = config.checkpoint.every_steps
     again_s = min(steps, job.steps) * math.fsum(job.mean)
     if again_s <= REDONE_S:
@@ -95,7 +96,8 @@ def _checked(args: argparse.Namespace) -> RunConfig:
 
 
 def _owner(args: argparse.Namespace) -> str:
-    """Who is said, or who asks. Raises `ValueError`."""
+    """Return the owner that the options name, or else the user of this process. Raises
+    `ValueError`."""
     if args.owner is not None:
         if not args.owner.strip():
             raise ValueError("--owner is empty: give a name, or leave it out")
@@ -246,8 +248,9 @@ def check_devices(config: RunConfig) -> None:
 def _of_phases(
     text: str, config: RunConfig, spec: ClusterSpec, own: Mapping[str, Any]
 ) -> ClusterJob:
-    """What a profile would measure of sizes is taken from the model's: three numbers of 4 bytes a
-    parameter in the trainer, one of its own width in an engine."""
+    """Return the job of a run whose phases are given. Its sizes, which a profile would measure,
+    follow from the model: three numbers of 4 bytes a parameter in the trainer, one of the model's
+    own width in an engine."""
     from rollpacker.cluster.commands.program import seconds_of
     from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
     from rollpacker.cluster.profile.job_profile import devices_of, needs_of, steps_of

@@ -38,12 +38,13 @@ from rollpacker.core.ids import PoolName
 
 FORGET_S = 1.0
 ANSWER_S = 86_400.0
-"""Who was answered last so long ago asks nothing more."""
+"""Seconds after its last answer in which the box of a question is kept."""
 
 
 class Forgetting:
-    """Lets the mailbox forget it, now and then. A service that is new does not know whom an earlier
-    one has answered; of jobs it knows."""
+    """Lets the mailbox forget, now and then, letters that were dealt with and boxes that nobody
+    reads. A service that is new does not know whom an earlier one has answered; of jobs it
+    knows."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
@@ -51,7 +52,7 @@ class Forgetting:
         self._answered_s: dict[str, float] = {}
         """When each box of a question had its last answer."""
         self._emptied: set[str] = set()
-        """Of jobs that have ended."""
+        """Boxes of jobs that have ended and were emptied."""
 
     def answered(self, box: str) -> None:
         self._answered_s[box] = time.monotonic()
@@ -76,7 +77,7 @@ class Forgetting:
 
 
 LOOK_S = 0.1
-"""So often it looks whether processes have ended."""
+"""Seconds between two looks whether processes have ended."""
 AWAY_S = LEASE_S / 2
 """If it has not looked for so long, it was stopped, or could write no letters: nor could others."""
 HOPELESS = (2, 3)
@@ -127,7 +128,7 @@ class Service:
         self._past.store.close()
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Until that, looked at every `LOOK_S`."""
+        """Serve until `is_over` says so, which is asked every `LOOK_S`."""
         while not is_over():
             self.step(LOOK_S)
 
@@ -141,7 +142,7 @@ class Service:
                 time.sleep(within_s)
 
     def _say_again(self) -> None:
-        """All that a job has to know, in case that its letter was lost."""
+        """Post once more all that jobs have to know, in case that a letter was lost."""
         for record in self._book.placed():
             if record.turn.token:
                 self._post_grant(record)
@@ -154,7 +155,7 @@ class Service:
 
     @property
     def _now_s(self) -> float:
-        """Goes on as seconds do, whatever the host's clock does."""
+        """Seconds since the folder began. They go on whatever the host's clock does."""
         return self._zero_s + time.monotonic()
 
     def _happen(self, event: Event, facts: Facts | None = None) -> None:
@@ -177,7 +178,8 @@ class Service:
             self._tell(text)
 
     def _say(self, text: str) -> None:
-        """What is no event. The same is said once, also where several say something in turns."""
+        """Note what is no event, and tell it. A text is said once, also where several say something
+        in turns."""
         if not self._book.has_told(text):
             self._book.note(self._now_s, text)
             self._tell(text)
@@ -225,9 +227,9 @@ class Service:
                 raise
 
     def _give_up(self, letter: Letter, error: Exception) -> None:
-        """An error of ours. The core may have changed by half, and this service ends of it: the
-        next one begins with what is written, answers what was asked before, and leaves out this
-        letter."""
+        """Give up a letter after an error of ours. The core may have changed by half, and this
+        service ends of it: the next one begins with what is written, answers what was asked before,
+        and leaves out this letter."""
         why = f"{letter.kind} of {letter.sender} is left out: an error of the service's, {error!r}"
         self._say(f"{why}. It ends; serve again, and please report it")
         self._past.store.leave_out(self._position)
@@ -300,7 +302,7 @@ class Service:
             self._happen(event, {"ask": number, "purpose": facts["purpose"]})
 
     def _left(self, record: Record, upto: int) -> None:
-        """Asks up to this number are over."""
+        """Take in that asks up to this number are over."""
         turn, name = record.turn, record.job.name
         if turn.phase is None or turn.ask > upto:
             return
@@ -396,7 +398,7 @@ class Service:
     # -- processes ---------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Who has ended, and who is silent. What an ended one still wrote counts first."""
+        """Look who has ended and who is silent. What an ended one still wrote counts first."""
         away_s = time.monotonic() - self._looked_s
         if away_s < LOOK_S:
             return
