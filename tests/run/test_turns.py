@@ -23,8 +23,8 @@ from rollpacker.core.commands import LIMITS
 from rollpacker.core.job.stay import Stay
 from rollpacker.environments.supervised import SupervisedEnvironments
 from rollpacker.report.log import EventLog
-from rollpacker.run.generation import Generation
-from rollpacker.run.reasons import Reasons
+from rollpacker.run.ports.generation import Generation
+from rollpacker.run.ports.reasons import Reasons
 from rollpacker.run.replay import replay
 from tests.dialogue.families import tokenizer_of
 
