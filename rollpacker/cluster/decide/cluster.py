@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from rollpacker.cluster.decide.cluster_turns import LOSSES_S, MAX_LOSSES, ClusterTurns, Running
+from rollpacker.cluster.decide.cluster_turns import ClusterTurns, Running
 from rollpacker.cluster.decide.events import (
     Asked,
     Cancelled,
@@ -34,7 +34,6 @@ from rollpacker.cluster.decide.events import (
     Ended,
     Event,
     GiveUp,
-    Grant,
     Grown,
     Left,
     Lost,
@@ -62,32 +61,6 @@ from rollpacker.cluster.decide.room import (
     restarted,
 )
 from rollpacker.cluster.decide.waiting import AGEING_H, Devices, Waiting
-
-__all__ = [
-    "LOSSES_S",
-    "MAX_LOSSES",
-    "Asked",
-    "Cancelled",
-    "Close",
-    "Cluster",
-    "Command",
-    "Committed",
-    "Drained",
-    "Ended",
-    "Event",
-    "GiveUp",
-    "Grant",
-    "Grown",
-    "Left",
-    "Lost",
-    "Open",
-    "Restored",
-    "Start",
-    "StayedAway",
-    "Stop",
-    "Submitted",
-    "Withdrew",
-]
 
 
 class Cluster:

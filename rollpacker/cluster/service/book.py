@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rollpacker.cluster.decide.cluster import (
-    LOSSES_S,
+from rollpacker.cluster.decide.cluster_turns import LOSSES_S
+from rollpacker.cluster.decide.events import (
     Asked,
     Cancelled,
     Command,

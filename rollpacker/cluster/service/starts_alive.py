@@ -14,22 +14,39 @@ from rollpacker.cluster.service.book import Book, Record, node_name
 from rollpacker.cluster.service.runner import Runner
 
 HOSTLESS_S = 300.0
-"""So long jobs wait for a node's host, which may be starting, before they go elsewhere."""
+"""Seconds for which jobs wait for a node's host, which may be starting, before they go
+elsewhere."""
 _LOOK_S = 1.0
+"""Seconds between two looks whether nodes have a host again."""
+SILENT_S = 60.0
+"""A job that holds nothing and was heard before may be silent for so long: others wait for it."""
+PRESS_S = 30.0
+"""Seconds after which a start that is to leave and has not ended is sent a signal, ..."""
+KILL_S = 300.0
+"""... and ended, so long after what may be the longest iteration of its profile: it may be inside
+of one, or save what came of it."""
+
+Start = tuple[str, int]
+"""A job's name, and its incarnation."""
 
 
 class Hostless:
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    """Nodes on which jobs cannot be started, since they have no host: it is away, or was never
+    there.
+
+    a start fails for it -> ... -> HOSTLESS_S later the node is drained: its jobs go elsewhere, or
+    wait -> it has a host again -> it is restored
+    """
+
+    def __init__(self) -> None:
         self._since_s: dict[Node, float] = {}
         self._failed = set[Node]()
-        """Those nodes of which it was said at the last try, too."""
-        self._looked_s = 0.0
+        """The nodes that had no host at the last try."""
 
     def tried(self, failed: Iterable[Node], unknown: Collection[Node]) -> None:
-        """Whoever is due was to be started, and these nodes have no host. `unknown`: others on
-        which a job has still to be started, of which nothing can be said now: what was said of them
-        before stands."""
+        """Take in a try to start all jobs that are due, for which the nodes `failed` had no host.
+        `unknown` has the other nodes on which a job has still to be started: for these stands what
+        was known before."""
         now_s = time.monotonic()
         before = self._since_s
         self._since_s = {node: before[node] for node in before if node in unknown}
@@ -46,27 +63,6 @@ class Hostless:
         now_s = time.monotonic()
         return [node for node in self._failed if now_s - self._since_s[node] > HOSTLESS_S]
 
-    def back(self, nodes: Collection[Node]) -> list[Node]:
-        """Return the drained nodes that have a host again, as far as it can be asked now."""
-        if not nodes or time.monotonic() - self._looked_s < _LOOK_S:
-            return []
-        self._looked_s = time.monotonic()
-        with contextlib.suppress(OSError):
-            return [node for node in sorted(nodes) if self._runner.has_host(node)]
-        return []
-
-
-SILENT_S = 60.0
-"""A job that holds nothing and was heard before may be silent for so long: others wait for it."""
-PRESS_S = 30.0
-"""Seconds after which a start that is to leave and has not ended is sent a signal, ..."""
-KILL_S = 300.0
-"""... and ended, so long after what may be the longest iteration of its profile: it may be inside
-of one, or save what came of it."""
-
-Start = tuple[str, int]
-"""A job's name, and its incarnation."""
-
 
 class Alive:
     """Starts whose processes are not known to be gone."""
@@ -75,7 +71,9 @@ class Alive:
         """Asks the runner about all starts that the book knows."""
         self._book = book
         self._runner = runner
-        self.hostless = Hostless(runner)
+        self.hostless = Hostless()
+        self._looked_s = 0.0
+        """When it was last looked whether nodes have a host again."""
         self.incarnations: set[Start] = set()
         self.ever_heard: set[str] = set()
         """Jobs whose present incarnation was ever heard."""
@@ -263,6 +261,15 @@ class Alive:
                 if node in record.nodes(record.incarnation):
                     return f"{other} has left {node_name(node)}"
         return ""
+
+    def with_host_again(self, nodes: Collection[Node]) -> list[Node]:
+        """Return those of the nodes that have a host again, as far as it can be asked now."""
+        if not nodes or time.monotonic() - self._looked_s < _LOOK_S:
+            return []
+        self._looked_s = time.monotonic()
+        with contextlib.suppress(OSError):
+            return [node for node in sorted(nodes) if self._runner.has_host(node)]
+        return []
 
     def _is_attempted(self, record: Record) -> bool:
         return (record.job.name, record.incarnation) in self._attempted

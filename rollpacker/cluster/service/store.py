@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from rollpacker.cluster.decide import cluster as core
+from rollpacker.cluster.decide import events
 from rollpacker.cluster.seats.mail_file import check_local
 from rollpacker.codec import from_plain, to_plain
 
@@ -34,7 +34,7 @@ CREATE TABLE IF NOT EXISTS events (
 """
 
 
-_EVENTS: dict[str, type[Any]] = {one.__name__: one for one in get_args(core.Event)}
+_EVENTS: dict[str, type[Any]] = {one.__name__: one for one in get_args(events.Event)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +53,16 @@ class Position:
     number: int
 
 
-def entry_of(event: core.Event, facts: Mapping[str, Any], commands: object) -> Entry:
+def entry_of(event: events.Event, facts: Mapping[str, Any], commands: object) -> Entry:
     """`facts`: what is to be known of it besides."""
     plain = {"kind": type(event).__name__, "event": to_plain(event), "facts": dict(facts)}
     return Entry(plain, checksum(commands))
 
 
-def happened(entry: Entry) -> tuple[core.Event, Mapping[str, Any]]:
+def happened(entry: Entry) -> tuple[events.Event, Mapping[str, Any]]:
     """Return the event, and what is to be known of it besides."""
     plain = entry.event
-    event: core.Event = from_plain(_EVENTS[plain["kind"]], plain["event"])
+    event: events.Event = from_plain(_EVENTS[plain["kind"]], plain["event"])
     return event, plain["facts"]
 
 

@@ -14,10 +14,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rollpacker.cluster.decide.cluster import (
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.events import (
     Asked,
     Close,
-    Cluster,
     Command,
     Committed,
     Ended,
