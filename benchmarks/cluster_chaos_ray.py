@@ -39,7 +39,7 @@ import cluster_chaos
 from cluster_chaos import BACK_S, ENDED, FREE_S, spread
 from machine import write_result
 
-from rollpacker.cluster.decide.cluster import MAX_LOSSES
+from rollpacker.cluster.decide.cluster_turns import MAX_LOSSES
 from rollpacker.cluster.seats.mailbox_seat import LEASE_S
 from rollpacker.workers.child import children
 from tests.cluster.lab import RayLab, in_threads

@@ -26,15 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from machine import write_result
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import (
-    Asked,
-    Cluster,
-    Committed,
-    Ended,
-    Event,
-    Left,
-    Submitted,
-)
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.events import Asked, Committed, Ended, Event, Left, Submitted
 from rollpacker.cluster.decide.job import Phase
 from rollpacker.cluster.seats.mail_file import FileMailbox
 from rollpacker.cluster.service.book import Book

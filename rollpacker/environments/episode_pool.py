@@ -18,8 +18,14 @@ from collections.abc import Hashable
 from typing import Any
 
 from rollpacker.workers.kinds import END
-from rollpacker.workers.pool import GROW_AFTER_S, MAX_FAILED_STARTS, WorkerPool
-from rollpacker.workers.pool_calls import PoolCall, PoolWorker, WorkerLost
+from rollpacker.workers.pool import (
+    GROW_AFTER_S,
+    MAX_FAILED_STARTS,
+    PoolCall,
+    PoolWorker,
+    WorkerLost,
+    WorkerPool,
+)
 
 MAX_EPISODES = 1000
 """In one process."""

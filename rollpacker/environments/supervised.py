@@ -36,7 +36,7 @@ from rollpacker.rewards.functions.returned import shortened
 from rollpacker.sandbox.sandbox import SandboxConfig
 from rollpacker.workers.host import Host, ThisHost
 from rollpacker.workers.output import OutputQuota
-from rollpacker.workers.pool_calls import (
+from rollpacker.workers.pool import (
     NoWorker,
     Overran,
     PoolCall,

@@ -25,8 +25,7 @@ from rollpacker.rewards.functions.shapes import Binding, Signature
 from rollpacker.rewards.functions.trying import finding_of, made_up
 from rollpacker.rewards.reward import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.workers.output import OutputQuota
-from rollpacker.workers.pool import WorkerPool
-from rollpacker.workers.pool_calls import NoWorker, Overran, WorkerLost
+from rollpacker.workers.pool import NoWorker, Overran, WorkerLost, WorkerPool
 from rollpacker.workers.served import START_S
 from rollpacker.workers.worker import WorkerEnded, WorkerProcess
 
