@@ -28,7 +28,7 @@ class StepAdvantages:
     """[N], or [K] if they are `per_token`, or [T] of `turns`. NaN where there was no verdict."""
     per_token: bool
     turns: Turns | None = None
-    """What the advantages are of. None: of samples or tokens."""
+    """The turns that the advantages are of. None: they are of samples or tokens."""
     returns: Tensor | None = None
     """[K], with a critic."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -202,7 +202,7 @@ def _token_rewards(rewards: Tensor, penalty: Tensor | None, lengths: Sequence[in
 def _penalty(
     log_probs: Tensor | None, ref_log_probs: Tensor | None, config: AlgorithmConfig
 ) -> tuple[Tensor | None, dict[str, float]]:
-    """What the KL penalty adds to each token's reward [K], and its metric; None if it is not in the
+    """The KL penalty of each token's reward [K], and its metric. None if the penalty is not in the
     reward."""
     if not config.kl_in_reward:
         return None, {}

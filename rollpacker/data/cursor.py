@@ -1,4 +1,4 @@
-"""Which prompts come next: seeded, resumable, exact."""
+"""The order of prompts: seeded, resumable, exact."""
 
 from __future__ import annotations
 

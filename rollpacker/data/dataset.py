@@ -54,8 +54,8 @@ class DatasetConfig:
     """reasoning_gym only: seed of the rows themselves (the order is the run's seed's business)."""
     prompt_column: str = "prompt"
     answer_column: str | None = None
-    """Its value reaches rewards as `answer` too, whatever it is called in the file. Another column
-    of that name is then not passed on."""
+    """The column whose value rewards get as `answer` too. Another column of that name is then not
+    passed on."""
     task_column: str | None = None
     """Says which kind of task a row is; rewards can choose rows by it (`rewards[].tasks`). None:
     `task` if the rows have it, else `data_source`."""
@@ -136,14 +136,15 @@ class PromptRow:
     """One usable prompt."""
 
     prompt: str | list[dict[str, str]]
-    """As the data has it, and as rewards see it."""
+    """The prompt as the data has it, and as rewards see it."""
     tokens: tuple[int, ...]
-    """As the model gets it."""
+    """The prompt as the model gets it."""
     columns: Mapping[str, Any]
     task: str | None = None
-    """What its task column says."""
+    """The value of the row's task column. None: there is none."""
     messages: list[dict[str, str]] | None = None
-    """What the chat template made the tokens of. None: the text's own tokens."""
+    """The messages that the chat template made the tokens of. None: the tokens are the text's
+    own."""
     where: str = ""
     """The file and line, or the dataset and row, that it came from."""
 
@@ -164,7 +165,7 @@ class PromptSet:
 
 
 class Cursor(Protocol):
-    """Which prompts come next. Seeded, resumable, exact."""
+    """The order in which prompts come. Seeded, resumable, exact."""
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
         """Up to `count` prompts of the epoch at hand, whether the epoch ended with them, and

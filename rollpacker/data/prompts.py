@@ -187,7 +187,7 @@ def _report_other_answer(config: DatasetConfig, split: str, rows: Sequence[RawRo
 
 
 def _key(prompt: Prompt) -> bytes:
-    """The same for equal prompts, and for no others."""
+    """A hash that is equal for equal prompts, and for no others."""
     return hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
 
 

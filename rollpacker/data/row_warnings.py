@@ -1,4 +1,4 @@
-"""What of a data set's rows becomes another prompt than their author may think."""
+"""Warnings about rows that become another prompt than their author may think."""
 
 from __future__ import annotations
 

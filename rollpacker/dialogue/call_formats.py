@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Tools = Mapping[str, Mapping[str, Any]]
-"""By name: the JSON schema of a tool's parameters."""
+"""The JSON schema of each tool's parameters, by the tool's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Call:
 
 @dataclass(slots=True)
 class Found:
-    """What a turn's text holds."""
+    """The words and calls in a turn's text."""
 
     content: str
     calls: list[Call] = field(default_factory=list)
@@ -84,8 +84,8 @@ _MAX_SPELT = 16
 def _up_to(
     opening: str, closing: str, rest: str, body: Body, tools: Tools
 ) -> tuple[str | None, str]:
-    """What stands before the closing marker, and what comes behind it. An argument may spell the
-    marker, so that the first one that makes a call counts, and the very first if none does."""
+    """The text before the closing marker, and the text behind it. An argument may spell the marker,
+    so the first marker that makes a call counts, and the very first if none does."""
     at = first = rest.find(closing)
     for _ in range(_MAX_SPELT):
         if at < 0 or body(rest[:at], tools) is not None:

@@ -16,7 +16,8 @@ from rollpacker.dialogue.token_length import TokenLength, token_length
 from rollpacker.dialogue.trajectory import TooLong
 
 Held = Mapping[str, str]
-"""What stands in a rendered text for a marker that somebody's words spell: stand-in -> words."""
+"""The words that each stand-in in a rendered text stands for: markers that somebody's words
+spell."""
 
 _SPACE = "\u2581"
 
@@ -33,7 +34,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer, is_raw=True)
         self._texts: dict[int, str] = {}
-        """Of tokens that were asked for, which are few: those that end turns."""
+        """Texts of the tokens that were asked for, which are few: those that end turns."""
         written = "\n".join(template_texts)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._ids = {
@@ -101,7 +102,7 @@ class Encoder:
         return text
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Their text, markers included, as it is."""
+        """The text of these tokens as it is, markers included."""
         return self._text(tokens, skip_special_tokens=False)
 
     def _whole_ids(self, text: str) -> list[int]:

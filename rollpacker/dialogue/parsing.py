@@ -1,4 +1,4 @@
-"""What the model sampled in a turn, as an assistant's message for the environment.
+"""Makes an assistant's message for the environment of the tokens that the model sampled in a turn.
 
 The message is for those who answer it. The tokens that are trained on stay the sampled ones: a
 message is never encoded again.
@@ -110,7 +110,8 @@ class TemplateDialogue:
         return text.rpartition("</think>")[2]
 
     def _marks_of_thought(self) -> tuple[str, str]:
-        """What the template writes around an assistant's thinking. Two empty ones: it has none."""
+        """The marks that the template writes around an assistant's thinking. Two empty texts: it
+        writes none."""
         question = {"role": "user", "content": "question"}
         answer = {"role": "assistant", "content": _WORDS, "reasoning_content": _THOUGHT}
         shown = self.template.render([question, answer])
@@ -135,8 +136,8 @@ class TemplateDialogue:
         return thought, behind.lstrip("\n")
 
     def _by_schema(self, text: str, sampled: Sequence[int], turn: int) -> dict[str, Any]:
-        """By transformers' own parser, where the tokenizer says how. It closes what is open, so
-        that a turn without its end makes no call."""
+        """The message by transformers' own parser, where the tokenizer says how. The parser closes
+        what is open, so a turn without its end makes no call."""
         tokenizer = self.template.tokenizer
         is_over = bool(sampled) and sampled[-1] in self.template.end_tokens
         try:

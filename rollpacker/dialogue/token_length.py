@@ -23,7 +23,7 @@ _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 
 @dataclass(frozen=True, slots=True)
 class TokenLength:
-    """What a token covers at most."""
+    """Most characters that a token covers."""
 
     longest: int
     """Characters of a token."""
@@ -58,7 +58,7 @@ def token_length(tokenizer: Any) -> TokenLength | None:
 
 
 def _parts_of(whole: Any) -> list[dict[str, Any]] | None:
-    """Of a normalizer or pre-tokenizer; None for one that is written in Python."""
+    """The parts of a normalizer or pre-tokenizer. None for one that is written in Python."""
     if whole is None:
         return []
     try:
@@ -85,7 +85,7 @@ def _composes(part: dict[str, Any]) -> int | None:
 
 
 def _keeps_all(cut: dict[str, Any]) -> bool:
-    """It drops no character."""
+    """Whether the pre-tokenizer drops no character."""
     if cut["type"] in ("Split", "Punctuation"):
         return bool(cut["behavior"] != "Removed")
     return cut["type"] in _KEEPS_ALL

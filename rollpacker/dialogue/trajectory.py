@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rollpacker.spans import Rewritten, Spans, rows_in
 
 Message = Mapping[str, Any]
-"""As chat templates take it: see `environments.environment`."""
+"""A message as chat templates take it: see `environments.environment`."""
 
 
 class TooLong(Exception):
@@ -35,9 +35,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """What came after the prompt: sampled, given, sampled, ... It begins with a sampled segment,
-    and never has two of a kind in a row, unless the later one stands behind another prompt; its
-    last may be a given one while it goes on."""
+    """A prompt and the segments behind it: sampled, given, sampled, ... The first segment is
+    sampled, and no two of a kind follow each other, unless the later one is behind another prompt.
+    The last may be a given one while the dialogue goes on."""
 
     prompt: tuple[int, ...]
     segments: tuple[Segment, ...] = ()
@@ -99,8 +99,8 @@ class Trajectory:
 
     @property
     def rows(self) -> list[Trajectory]:
-        """What is trained on as one row each: the turns behind one prompt, without what was given
-        behind the last of them."""
+        """The parts that are trained on as one row each: the turns behind one prompt, without the
+        given tokens behind the last of them."""
         placed, count = [], 0
         for one in self.segments:
             placed.append((count, one))
@@ -117,7 +117,7 @@ class Trajectory:
 
     @property
     def log_probs(self) -> tuple[float, ...]:
-        """Of all that the model drew."""
+        """Log-probabilities of all tokens that the model drew."""
         found: list[float] = []
         for one in self.turns:
             found += one.log_probs or ()
@@ -145,12 +145,12 @@ class Trajectory:
 
     @property
     def turns(self) -> Iterator[Segment]:
-        """What the model drew, turn by turn."""
+        """The tokens that the model drew, turn by turn."""
         return (one for one in self.segments if one.is_sampled)
 
 
 class Dialogue(Protocol):
-    """What a model's chat template makes of messages, and the messages that it makes of tokens."""
+    """A model's chat template: it makes tokens of messages, and messages of tokens."""
 
     def prompt(self, messages: Sequence[Message], *, most: int | None = None) -> tuple[int, ...]:
         """The tokens up to and with the generation prompt. Raises `ValueError` if the template
@@ -161,8 +161,8 @@ class Dialogue(Protocol):
     def appended(
         self, messages: Sequence[Message], sampled: Sequence[int], *, most: int | None = None
     ) -> tuple[int, ...]:
-        """What is given to the model behind a turn of these `sampled` tokens. Raises as `prompt`
-        does."""
+        """The tokens that the model is given behind a turn of these `sampled` tokens. Raises as
+        `prompt` does."""
         ...
 
     def message(self, sampled: Sequence[int], turn: int) -> dict[str, Any]:
@@ -170,8 +170,8 @@ class Dialogue(Protocol):
         ...
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Dialogue:
-        """The same, where the model is told of these tools. Raises `ValueError` if the template
-        cannot show them."""
+        """A dialogue with the same template in which the model is told of these tools. Raises
+        `ValueError` if the template cannot show them."""
         ...
 
     def rewritten(self) -> str | None:

@@ -40,7 +40,7 @@ class Breaker:
         self._failures = 0
         self._failing_since = 0.0
         self.why = ""
-        """What the last call that failed said."""
+        """The reason that the last failed call gave."""
         self._is_open = False
         self._probe_at = 0.0
         self._line: deque[asyncio.Future[None]] = deque()

@@ -19,7 +19,7 @@ Probe = Callable[[], Awaitable[bool]]
 
 
 class Service:
-    """What all callers of one address have learnt of it. Belongs to one event loop."""
+    """The state of one address that all its callers share. Belongs to one event loop."""
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """What an earlier launch generated of a response, for the engine to go on from."""
+    """Tokens of a response that an earlier launch generated, for the engine to go on from."""
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -80,9 +80,10 @@ class GenerationRequest:
     forced_length: int | None = None
     """For benchmarks: end exactly after this many tokens, whatever is sampled. Ends as "stop"."""
     noise: SampleId | None = None
-    """Whose noise it is drawn with. None: its own."""
+    """The sample whose noise the response is drawn with. None: the request's own."""
     turn: int = 1
-    """Which one of its trajectory. The prompt is then all that came before it."""
+    """Number of the turn in its trajectory, from 1. The prompt of a later turn is all that came
+    before it."""
     keep: bool = False
     """Once it has ended with "stop", keep what was computed of it if there is room: a later request
     of the sample will begin with the same tokens."""
@@ -91,7 +92,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What an engine made of a request. The tensors' way: never passes through the core."""
+    """The response that an engine made of a request. It goes from the engine to the trainer and
+    never passes through the core."""
 
     sample: SampleId
     prompt_tokens: tuple[int, ...]
@@ -104,10 +106,11 @@ class Response:
     """"stop", "length", or "aborted": it was stopped on its way. Of a trajectory, `Conclude`'s."""
     version: int
     redraws: Redraws = ()
-    """Whose noise it has, where ends of it were not taken."""
+    """The redraws whose noise parts of the response were drawn with, where earlier ends of it were
+    refused."""
     given: Spans = ()
-    """Of the tokens, those that the model was given between its turns rather than drew. What comes
-    from an engine is one turn, and has none."""
+    """Ranges of tokens that the model was given between its turns and did not draw. Empty for a
+    response as an engine returns it, which is one turn."""
     rewritten: Rewritten = ()
     """Where in the tokens a turn was drawn behind another prompt than all that came before it. Only
     of trajectories whose chat template rewrites earlier turns."""
@@ -123,7 +126,7 @@ class Response:
 
     @property
     def last_turn(self) -> tuple[int, ...]:
-        """What was drawn last, without interruption."""
+        """The tokens that were drawn last, without given tokens or another prompt in between."""
         given = self.given[-1][1] if self.given else 0
         anew = self.rewritten[-1][0] if self.rewritten else 0
         return self.tokens[max(given, anew) :]
@@ -140,8 +143,8 @@ class EngineOutput:
 
     event: SampleGenerated | SampleAborted | SampleFailed
     response: Response | None = None
-    """There is one with a `SampleGenerated`, and with a `SampleAborted` of a sample that had
-    tokens."""
+    """The response of a `SampleGenerated`, and of a `SampleAborted` whose sample had tokens. None
+    otherwise."""
 
 
 Listener = Callable[[Sequence[EngineOutput]], None]
@@ -174,9 +177,9 @@ class Engine(Protocol):
         ...
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """What it keeps of these (`GenerationRequest.keep`) is not needed. Thread-safe; returns at
-        once. Whatever it keeps it lets go of by itself when weights change, when it is offloaded,
-        and for rows that could run."""
+        """Allow the engine to drop what it keeps of these samples (`GenerationRequest.keep`).
+        Thread-safe; returns at once. The engine drops it by itself when weights change, when it is
+        offloaded, and when rows need the room."""
         ...
 
     async def update_weights(
@@ -236,8 +239,8 @@ class EngineConfig:
     """The engine (`rollout.engine.*`)."""
 
     name: str = "torch"
-    """Which one: torch is the embedded engine, over transformers' own modules; vllm is vLLM (docs:
-    vLLM), which heeds max_slots and kv_cache_gib of the keys below."""
+    """The engine's name: torch is the embedded engine, over transformers' own modules; vllm is vLLM
+    (docs: vLLM), which heeds max_slots and kv_cache_gib of the keys below."""
     max_slots: int | None = None
     """Samples decoded at the same time; the rest waits. None: as many as the memory budget allows,
     up to 1024; with vllm, as many as vLLM decides."""
@@ -270,7 +273,8 @@ class EngineConfig:
 
     @property
     def takes_up_carried(self) -> bool:
-        """It goes on from tokens that an earlier launch left, and draws them anew if it should."""
+        """Whether the engine goes on from tokens that an earlier launch left, and draws them anew
+        on demand."""
         return self.name in TAKE_UP_CARRIED
 
     @property
@@ -280,5 +284,5 @@ class EngineConfig:
 
     @property
     def takes_quantized(self) -> bool:
-        """It generates with a base of 4 bits below the adapter."""
+        """Whether the engine generates with a base of 4 bits below the adapter."""
         return self.name not in WITHOUT_QUANTIZATION

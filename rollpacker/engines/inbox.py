@@ -1,4 +1,5 @@
-"""What callers leave for an engine's worker thread, under one lock."""
+"""Requests, aborts and other messages from an engine's callers to its worker thread, under one
+lock."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Inbox:
             raise EngineError("the engine has let go of its device's memory: reload it first")
 
     def tell(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
-        """Who hears of outputs from now on. Raises `EngineError` while samples run."""
+        """Set the functions that are called with outputs and errors from now on. Raises
+        `EngineError` while samples run."""
         with self._condition:
             self.check_open()
             if self._in_flight:
@@ -71,14 +73,15 @@ class Inbox:
             self._condition.notify()
 
     def abort(self, samples: Sequence[SampleId]) -> None:
-        """Those that are not here are ignored."""
+        """Mark these samples as aborted. Samples that are not in flight are ignored."""
         with self._condition:
             self.check_open()
             self._aborted.extend(sample for sample in samples if sample in self._in_flight)
             self._condition.notify()
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Of samples that are not here, but may have been."""
+        """Note that what the engine keeps of these samples is not needed. They may have ended
+        already."""
         with self._condition:
             self.check_open()
             self._unkept.extend(samples)
@@ -118,28 +121,29 @@ class Inbox:
     # -- the worker's side -----------------------------------------------------------------
 
     def wait_for_work(self) -> bool:
-        """Until there are samples. False once the engine is closed."""
+        """Wait until samples are in flight. False once the engine is closed."""
         with self._condition:
             while not (self._closed or self._in_flight):
                 self._condition.wait()
             return not self._closed
 
     def take_let_go(self) -> list[SampleId]:
-        """Who was let go of since the last call. Before `take`: who then comes again was so after
-        that."""
+        """The samples whose kept rows are not needed, since the last call. Call it before `take`: a
+        sample that is submitted again after that needs its row again."""
         with self._condition:
             unkept, self._unkept = self._unkept, []
         return unkept
 
     def take(self) -> tuple[list[Pending], set[SampleId]]:
-        """What was submitted and aborted since the last call."""
+        """The requests and the aborts since the last call."""
         with self._condition:
             submitted, self._submitted = self._submitted, []
             aborted, self._aborted = set(self._aborted), []
         return submitted, aborted
 
     def end(self, samples: Iterable[SampleId]) -> tuple[bool, Listener]:
-        """These are done with. Whether they were the last ones, and who is to be told."""
+        """Remove these samples. Returns whether they were the last ones in flight, and the
+        listener."""
         with self._condition:
             self._in_flight.difference_update(samples)
             assert self._listener is not None

@@ -46,8 +46,8 @@ class LoopEngine(ABC):
     module. A subclass decodes."""
 
     _has_a_copy = False
-    """It decodes with other tensors than its module's, and an update has something to do also where
-    the module has been trained in place."""
+    """Whether the engine decodes with a copy of its module's tensors. An update has to renew the
+    copy also where the module has been trained in place."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -156,7 +156,7 @@ class LoopEngine(ABC):
 
     @property
     def _is_on_device(self) -> bool:
-        """Of the kind that `offload` makes room on."""
+        """Whether the model is on a device of the kind that `offload` empties."""
         return self._model.device.type == self._host.source
 
     def _let_go(self) -> None:
@@ -220,7 +220,8 @@ def abortion(entry: Pending, response: Response, **facts: Any) -> Numbered:
 
 
 def untouched(entry: Pending, version: int) -> Response:
-    """What a sample has that nothing was generated for: the tokens carried into the launch."""
+    """The response of a sample that nothing was generated for: the tokens carried into the
+    launch."""
     request = entry.request
     return Response(
         sample=request.sample,

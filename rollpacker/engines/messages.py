@@ -75,7 +75,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the run's process has submitted, aborted and let go of since the last such message."""
+    """Requests, aborts and samples to forget that came since the last message of this kind."""
 
     requests: tuple[GenerationRequest, ...] = ()
     aborts: tuple[SampleId, ...] = ()

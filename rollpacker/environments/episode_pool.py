@@ -30,7 +30,8 @@ MAX_HUNG = 16
 """A process in which so many calls were given up and went on all the same takes no more
 episodes, and ends with those that it has."""
 APART_WITHIN_S = 30.0
-"""Who is suspected and has waited so long for the process apart begins among the others."""
+"""Seconds after which an episode that is suspected begins among the others, if the process apart
+has not become free."""
 
 
 class GivenUp(Exception):
@@ -51,7 +52,7 @@ class EpisodePool(WorkerPool):
         """Calls that wait for the process apart."""
         self._apart: PoolWorker | None = None
         self._inmate: object = None
-        """Whose episodes are there."""
+        """The prompt whose episodes are in the process apart."""
 
     def start(self) -> None:
         """Start as many processes as there may be."""
@@ -211,7 +212,8 @@ class EpisodePool(WorkerPool):
         self._freed(worker)
 
     def _end_oldest_draining(self) -> None:
-        """There are never more processes that end with their episodes than others."""
+        """End the oldest process that takes no more episodes, if there are more of these than the
+        run may have processes."""
         draining = [worker for worker in self._workers if worker.draining]
         if len(draining) > self._max_workers:
             oldest = draining[0]

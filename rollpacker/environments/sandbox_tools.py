@@ -30,7 +30,7 @@ from rollpacker.sandbox.sandbox import (
 )
 
 WALL_S = 20.0
-"""Of one program."""
+"""Seconds that one program may take."""
 MAX_FOLDER_BYTES = 8 << 20
 """An episode's files are kept in memory between calls, of many episodes at once."""
 MAX_OUTPUT_BYTES = 1 << 20
@@ -235,8 +235,8 @@ class Folder:
 
 
 def _answer_of(done: RunResult) -> dict[str, Any]:
-    """What our program said at the end. Raises `ToolFailed`, and `ToolUnavailable` if the
-    sandbox failed."""
+    """The answer that our program printed at its end. Raises `ToolFailed`, and `ToolUnavailable` if
+    the sandbox failed."""
     if done.status is Status.SANDBOX_ERROR:
         raise ToolUnavailable(f"the sandbox failed: {done.detail}")
     try:

@@ -24,7 +24,7 @@ Call = Callable[..., Awaitable[Any]]
 
 
 class ToolFailed(Exception):
-    """What a tool of ours tells the model of a call that did not go well."""
+    """A call of one of our own tools failed. The message is what the model is told."""
 
 
 class ToolUnavailable(Exception):
@@ -45,8 +45,8 @@ _WRONG_KINDS = {
 
 
 def schema_of(function: Function, name: str) -> ToolSchema:
-    """What the model is told of a function: as chat templates take it, from its hints and its
-    docstring. Raises `EnvironmentSetupError`, which calls it `name`, for the first mistake."""
+    """The schema of a function as chat templates take it, from its hints and its docstring. Raises
+    `EnvironmentSetupError`, which calls it `name`, for the first mistake."""
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,

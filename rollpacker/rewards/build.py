@@ -24,8 +24,9 @@ class BuiltIn:
     module: str
     """Below `rollpacker.rewards`."""
     made: str
-    """What makes it: a part, of its config and what the run shares; or, for a plain function that
-    is made and called in a worker, of `arguments`."""
+    """The function or class in that module that makes the reward. A part is made of its config and
+    what the run shares; a plain function that is made and called in a worker is made of
+    `arguments`."""
     config: str
     """The dataclass whose fields are the reward's `arguments`."""
     in_worker: bool = False
@@ -41,7 +42,7 @@ BUILT_IN: dict[str, BuiltIn] = {
 }
 
 SANDBOXED = ("math", "code")
-"""They share one sandbox."""
+"""Built-in rewards that run programs. They share one sandbox."""
 
 
 def build_reward(

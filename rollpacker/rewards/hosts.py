@@ -47,7 +47,7 @@ BEATS = 5
 
 
 class RewardHostsLost(RuntimeError):
-    """There is no reward host any more."""
+    """No reward host is left."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"no reward host is left: {why}. Mend that, then go on with --resume")
@@ -115,7 +115,7 @@ class HostedReward:
         self.book = RewardHosts(len(self._places))
         self._living: dict[int, _HostProcess] = {}
         self._counts: dict[str, float] = {}
-        """Of reward hosts that are gone; see `metrics`."""
+        """Metrics of reward hosts that are lost; see `metrics`."""
         self._unsandboxed = False
         self._changed = asyncio.Event()
         self._ending: set[asyncio.Future[None]] = set()
@@ -173,7 +173,7 @@ class HostedReward:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Of the living, by their places."""
+        """Process ids of the living reward hosts, by their places."""
         return {number: one.served.child.pid for number, one in list(self._living.items())}
 
     async def close(self) -> None:
@@ -185,7 +185,8 @@ class HostedReward:
         await asyncio.to_thread(self._use.end)
 
     async def _there(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What it comes to in the loop of all lines. Who cancels this cancels that."""
+        """Run the coroutine in the loop of all lines and return its result. Cancelling this cancels
+        the coroutine."""
         assert not self._is_closed
         there = asyncio.run_coroutine_threadsafe(coroutine, self._use.loop)
         return await asyncio.wrap_future(there)

@@ -20,7 +20,7 @@ from rollpacker.rewards.reward import RewardError
 
 _EVALUATING = {"eval", "exec", "parse_expr", "sympify", "simplify"}
 _SOUND = {"number_sorting"}
-"""It evaluates the row's own answer, not the model's."""
+"""Tasks whose scorers evaluate the row's own answer, not the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

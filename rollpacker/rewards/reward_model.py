@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from rollpacker.chat_template import SpecialTokens
 from rollpacker.rewards.reward import RewardError
 from rollpacker.warn_once import WarnOnce
 
@@ -49,7 +50,7 @@ class RewardModelConfig:
     mean: float = 0.0
     std: float = 1.0
     threads: int = 1
-    """Of torch on a CPU."""
+    """Torch threads on a CPU."""
 
     def __post_init__(self) -> None:
         least = min(
@@ -138,7 +139,7 @@ class RewardModel:
                 f"reward_model: {self._path} has no weights for {wrong[0]}. It must be a reward"
                 " model (a sequence classification model with one output), not a language model."
             )
-        self._special = _special_tokens(self._tokenizer)
+        self._special = SpecialTokens(self._tokenizer)
         self._model = model.to(self._device).eval()
         self._pad = self._model.config.get_text_config().pad_token_id
 
@@ -170,7 +171,7 @@ class RewardModel:
 
     def _tokens(self, prompt: Any, completion: Any) -> list[int]:
         answer = completion if isinstance(completion, str) else str(completion[-1]["content"])
-        answer = self._without_special_tokens(answer)
+        answer = self._special.spelt_out(answer)  # it must not end its own turn
         if isinstance(prompt, str):
             text, special = prompt + answer, True
         else:
@@ -184,13 +185,6 @@ class RewardModel:
             special = False
         ids = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return self._cut(list(ids))
-
-    def _without_special_tokens(self, text: str) -> str:
-        """The answer must not end its own turn, nor begin another's."""
-        for token in self._special:
-            if token in text:
-                text = text.replace(token, f"{token[0]} {token[1:]}")
-        return text
 
     def _cut(self, ids: list[int]) -> list[int]:
         if not ids:
@@ -208,12 +202,6 @@ class RewardModel:
         if self._config.normalize == "none" or math.isnan(value):
             return value
         return 1 / (1 + math.exp(-value)) if value > -700 else 0.0
-
-
-def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
-    added = tokenizer.added_tokens_decoder.values()
-    marks = {token.content for token in added if token.special or token.content.startswith("<")}
-    return tuple(token for token in {*marks, *tokenizer.all_special_tokens} if len(token) > 1)
 
 
 def checked_folder(path: str) -> str:

@@ -1,4 +1,4 @@
-"""What the rewards of a run have in common: one sandbox, and the engine that judges may use."""
+"""The parts that the rewards of a run share: one sandbox, and the engine that judges may use."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Shared:
         self.engine_completer = engine_completer
         """Makes a judge's completer of a model folder. None: there is no engine here."""
         self.progress: Progress = logged_progress
-        """Of what takes long before the run."""
+        """Shows the progress of checks before the run that take long."""
         self._capabilities: Capabilities | None = None
         self._opened: dict[asyncio.AbstractEventLoop, _Opened] = {}
 
@@ -140,7 +140,7 @@ class Shared:
         )
 
     def outage(self) -> str | None:
-        """What the sandbox waits for, if it is a service elsewhere that is down."""
+        """The outage of a sandbox that is a service elsewhere, in words. None: there is none."""
         for opened in self._opened.values():
             ask = getattr(opened.box, "outage", None)
             if ask is not None and (outage := ask()):

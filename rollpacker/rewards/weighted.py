@@ -174,8 +174,8 @@ class WeightedReward:
         return {p.name: p.source for p in parts if isinstance(p, RewardFunction) and p.source}
 
     def kinds(self) -> dict[str | None, Kind]:
-        """By task (None: any other): how its checks are scheduled, all rewards that apply taken
-        together."""
+        """How the checks of each task are scheduled, all rewards that apply taken together. The
+        task None stands for all tasks that no reward names."""
         tasks = (*self._tasks, *((None,) if self._judges_all else ()))
         return {task: self._kind([p for p in self._parts if p.applies_to(task)]) for task in tasks}
 
@@ -282,8 +282,8 @@ class WeightedReward:
     def _turns(
         self, episode: Episode, verdicts: Sequence[Verdict], value: float
     ) -> tuple[float, ...]:
-        """What each turn earned: what rewards say of turns, and at the last one all that they say
-        of the whole trajectory. They add up to `value`."""
+        """The reward of each turn: rewards of turns at their turns, and rewards of the whole
+        trajectory at the last one. They add up to `value`."""
         count = len(episode.num_drawn)
         if count <= 1:
             return (value,) * count
@@ -297,7 +297,7 @@ class WeightedReward:
         return tuple(map(math.fsum, earned))
 
     def outage(self) -> str | None:
-        """What the rewards wait for, in words, while it is down."""
+        """The outages that the rewards wait for, in words. None: there are none."""
         outages = [outage for one in self._parts if (outage := one.part.outage())]
         return "; ".join(outages) or None
 

@@ -128,7 +128,7 @@ def _python_name() -> str:
 
 
 def lacks(profile: Profile) -> str:
-    """As `Sandbox.lacks`: which of its packages are not installed here."""
+    """The packages of the profile that are not installed here, in words; "" if none is missing."""
     missing = [name for name in profile.packages if importlib.util.find_spec(name) is None]
     if not missing:
         return ""
@@ -175,7 +175,8 @@ def command(
 
 
 class Users:
-    """Who the zygote and its programs are. As a rule, whoever starts it, under another number.
+    """User and group of the zygote and its programs. As a rule they are those of whoever starts it,
+    under other numbers.
 
     `others`: the programs are a user of their own, which only the host's root can arrange: the
     kernel does not limit how many tasks that one has. Then bubblewrap waits while we write the two

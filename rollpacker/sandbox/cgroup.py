@@ -98,7 +98,8 @@ def _lines(path: Path) -> list[str]:
 
 
 def _controllers_of_a_child(folder: Path) -> set[str]:
-    """What a new group below a version 2 folder has; nothing if it cannot be made and entered."""
+    """The controllers of a new group below a version 2 folder; none if the group cannot be made and
+    entered."""
     trial = folder / _name("trial")
     try:
         trial.mkdir()
@@ -168,7 +169,7 @@ def sweep(place: Place) -> None:
 
 
 class Group:
-    """Of one worker: its runs, one after the other."""
+    """The control group of one worker, which its runs enter one after the other."""
 
     def __init__(self, place: Place, name: str, max_tasks: int) -> None:
         """Raises OSError."""

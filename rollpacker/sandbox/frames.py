@@ -1,4 +1,4 @@
-"""What is sent to a zygote (`zygote.py` has the formats), checked on this side."""
+"""Writes the requests to a zygote (`zygote.py` has the formats) and checks what they hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollpacker.sandbox.sandbox import Limits
 
 _LONGEST_NAME = 1024
 _PAGE = 4096
-"""What a file takes is a multiple of this."""
+"""Bytes that files are counted in: each takes a multiple of this."""
 
 
 def header(kind: bytes, run_id: int, limits: Limits, size: int) -> bytes:

@@ -180,7 +180,8 @@ def _encodable(text: str) -> str:
 
 
 def _stdout_so_far(reply: bytes) -> bytes:
-    """What a reply that was cut off says of stdout; nothing if it was cut before that."""
+    """The stdout in a reply that was cut off, as far as it came; empty if the reply was cut before
+    that."""
     found = _STDOUT.search(reply)
     text = found[1].decode(errors="ignore") if found else ""
     return str(json.loads(f'"{text}"', strict=False)).encode(errors="ignore")

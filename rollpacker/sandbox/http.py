@@ -41,7 +41,7 @@ WORKERS = 16
 OUTAGE_S = 1800.0
 """A service may be down for so long before runs end in `sandbox_error`."""
 ATTEMPTS = 4
-"""Of one run; two if the service did not answer in time."""
+"""Attempts of one run; half as many if the service did not answer in time."""
 PROBE_EVERY_S = 2.0
 FIRST_PAUSE_S = 0.25
 """Before the second attempt; doubled before each later one."""
@@ -153,9 +153,9 @@ class HttpSandbox:
         limits: Limits | None = None,
         profile: Profile | str = "python",
     ) -> RunResult:
-        """As the protocol says. Every profile is a new interpreter of the service, which must have
-        the profile's packages. A cancelled run is ended by the service, at its wall limit at the
-        latest."""
+        """Run a program as `Sandbox.run` does. Every profile is a new interpreter of the service,
+        which must have the profile's packages. A cancelled run is ended by the service, at its wall
+        limit at the latest."""
         if missing := await self.lacks(profile_of(profile)):
             raise ValueError(missing)
         limits = limits or self._limits
@@ -167,12 +167,12 @@ class HttpSandbox:
             return await self._run(request, limits)
 
     def outage(self) -> str | None:
-        """What runs wait for, in words, while the service is down."""
+        """The service's outage that runs wait for, in words. None: it is up."""
         return self._service.outage()
 
     async def lacks(self, profile: Profile) -> str:
-        """As the protocol says; asked once. While the service is down, nothing is known to be
-        missing."""
+        """The profile's packages that the service lacks, in words, as `Sandbox.lacks` has it. The
+        service is asked once; while it is down, nothing is known to be missing."""
         if profile.packages and profile not in self._missing:
             try:
                 self._missing[profile], _ = await self._ask(profile.packages)
@@ -199,8 +199,8 @@ class HttpSandbox:
             await asyncio.sleep(FIRST_PAUSE_S)
 
     async def _ask(self, packages: tuple[str, ...] = ()) -> tuple[str, bool]:
-        """Which of the packages the service lacks, and whether programs may start processes, by
-        one harmless program. Raises `Trouble`."""
+        """Run one harmless program on the service. Returns those of the packages that the service
+        lacks, and whether programs may start processes. Raises `Trouble`."""
         nonce = secrets.token_hex(8)
         limits = Limits(wall_s=10.0)
         request = build_request(_PROBE.format(nonce=nonce, packages=packages), b"", {}, limits)

@@ -56,7 +56,7 @@ class _Call:
     """A run on its way."""
 
     result: asyncio.Future[RunResult]
-    """There as soon as it is known; the worker is seen to afterwards."""
+    """Done as soon as the result is known; the worker is taken care of afterwards."""
     worker: Worker | None = None
     cancelled: bool = False
 

@@ -23,8 +23,8 @@ THREAD_STACK = 8 << 20
 OUT_OF_MEMORY_SIGNAL = 64
 """A run whose program ends with MemoryError ends itself by this."""
 FOR_THE_C_LIBRARY = b"MALLOC_ARENA_MAX"
-"""Of the environment; not for programs. Each further heap of the C library would reserve 64 MB of a
-run's address space."""
+"""A variable of the environment that is not for programs. Each further heap of the C library would
+reserve 64 MB of a run's address space."""
 
 
 def run_program(program: bytes) -> None:
@@ -54,7 +54,8 @@ def run_program(program: bytes) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Those of the zygote were made for other files, and remember whether these can seek."""
+    """Give the program standard streams of its own: the zygote's were made for other files, and
+    remember whether these can seek."""
     streams = (("stdin", "r", -1, "strict"), ("stdout", "w", -1, "strict"))
     for fd, (name, mode, buffering, errors) in enumerate(
         (*streams, ("stderr", "w", 1, "backslashreplace"))

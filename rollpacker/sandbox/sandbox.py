@@ -15,7 +15,7 @@ class SandboxUnavailable(RuntimeError):
 
 
 I_ACCEPT = "I accept that model-written code runs without isolation"
-"""What `sandbox.allow_unsandboxed_code` must say, word by word."""
+"""The sentence that `sandbox.allow_unsandboxed_code` must hold, word by word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class SandboxConfig:
     token_env: str | None = None
     """http only: the environment variable that holds the bearer token."""
     memory_mb: int = 512
-    """Of a whole run, children included."""
+    """Memory of a whole run in MiB, children included."""
     disk_mb: int = 64
     output_kb: int = 1024
     allow_unsandboxed_code: str | None = None
@@ -49,7 +49,7 @@ class SandboxConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What programs of one kind find ready in their interpreter.
+    """Modules and packages that programs of one kind find in their interpreter.
 
     Whoever has such programs makes one and gives it with every run. The sandbox keeps interpreters
     for each profile that it has met.
@@ -81,7 +81,7 @@ PYTHON = Profile(
 )
 """The standard library."""
 COLD = Profile(name="cold", warm=("fcntl", "math", "resource"), is_cold=True)
-"""The same in an interpreter of its own."""
+"""The standard library in a new interpreter for each run."""
 PROFILES = {profile.name: profile for profile in (PYTHON, COLD)}
 
 
@@ -96,14 +96,14 @@ def profile_of(profile: Profile | str) -> Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one run."""
+    """Limits of one run."""
 
     wall_s: float = 10.0
     """Enforced from outside."""
     cpu_s: float | None = None
     """None: the wall limit, rounded up to whole seconds, plus 1."""
     memory_bytes: int = 512 << 20
-    """Of all processes of the run together."""
+    """Memory of all processes of the run together."""
     output_bytes: int = 1 << 20
     """Kept of stdout, and of stderr; a run that writes more is ended."""
     disk_bytes: int = 64 << 20
@@ -132,15 +132,14 @@ class Status(StrEnum):
     OUTPUT = "output"
     """Wrote more than it may."""
     KILLED = "killed"
-    """By a signal of its own doing."""
+    """Ended by a signal that the program itself caused."""
     SANDBOX_ERROR = "sandbox_error"
     """The sandbox failed, not the program, of which this says nothing: ask again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What came out of one run. All of it may be forged by the program, but for status, times
-    and sizes."""
+    """The result of one run. The program may have forged all of it but status, times and sizes."""
 
     status: Status
     exit_code: int | None = None
@@ -158,7 +157,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a backend was seen to enforce on this machine, by its self-test."""
+    """Limits that a backend was seen to enforce on this machine, by its self-test."""
 
     backend: str
     passed: tuple[str, ...]
@@ -197,7 +196,7 @@ class Sandbox(Protocol):
         ...
 
     async def lacks(self, profile: Profile) -> str:
-        """What is missing for programs of this profile, in words; "" if nothing is."""
+        """The packages that programs of this profile lack here, in words; "" if none is missing."""
         ...
 
     async def close(self) -> None:

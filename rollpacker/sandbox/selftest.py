@@ -33,7 +33,7 @@ _HARMLESS = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "HOME", "PWD", "TERM", "TMPDI
 
 @dataclass(frozen=True, slots=True)
 class _Bait:
-    """What attacks must neither read nor change nor reach."""
+    """Files, sockets and a process that attacks must neither read nor change nor reach."""
 
     folder: Path
     secret: str
@@ -182,7 +182,8 @@ def _was_reached(listener: socket.socket) -> bool:
 
 
 async def _signals(box: Sandbox, bait: _Bait) -> bool:
-    """What could not even begin within its limit, on a busy machine, gets a longer one."""
+    """Send signals to processes outside. A program that could not even begin within its limit, on a
+    busy machine, gets a longer one."""
     for wall_s in (0.2, 1.0, 4.0):
         result = await _run(box, bait, canaries.SIGNALS, Limits(wall_s=wall_s))
         state = Path(f"/proc/{bait.bystander.pid}/stat")

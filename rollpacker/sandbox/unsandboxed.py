@@ -108,7 +108,7 @@ class Unsandboxed:
     async def _follow(
         self, folder: str, standard: tuple[IO[bytes], IO[bytes], IO[bytes]], limits: Limits
     ) -> tuple[Status, int]:
-        """Until it exits or must end."""
+        """Run the program until it exits or must end. Returns the status and the exit code."""
         numbers = (math.ceil(cpu_limit_s(limits)), limits.memory_bytes, limits.disk_bytes)
         process = await asyncio.create_subprocess_exec(
             sys.executable,

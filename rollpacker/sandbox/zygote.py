@@ -41,10 +41,10 @@ ENDED, TIMED_OUT, FLOODED, CANCELLED, BROKEN = b"e", b"t", b"f", b"c", b"b"
 TEMP, WORK, SITE, OWN = "/tmp", "/tmp/work", "/site", "/sandbox"
 """The only writable place, where a run works in it, packages of a profile, our own files."""
 MODULES = ("kernel", "program", "zygote")
-"""Of this package, in `OWN` by their full names."""
+"""Modules of this package that run inside bubblewrap. In `OWN` they have their full names."""
 PROGRAM = f"{OWN}/rollpacker/sandbox/program.pyc"
 FLAGS = ("-ISB", "-X", "utf8")
-"""Of every interpreter."""
+"""Flags of every interpreter."""
 START_CODE = (
     f"import sys; sys.path.append({OWN!r}); from rollpacker.sandbox.zygote import main; main()"
 )
@@ -143,7 +143,8 @@ class PreparedRun:
         return pid
 
     def watch(self, control: int, wall_s: float, cpu_s: float, cap: int) -> bytes:
-        """Until it ends or must end. Returns how, and leaves the rest in this object's fields."""
+        """Wait until the run ends or must end. Returns how it ended; the rest is in this object's
+        fields."""
         began = time.monotonic()
         self.output = {fd: Kept(cap + _CHUNK) for fd in (self._stdout, self._stderr)}
         how = self._follow(control, began + wall_s, cap)
@@ -188,7 +189,7 @@ class PreparedRun:
         return self.output[fd].add(fd, _CHUNK) > 0
 
     def _drain(self, cap: int) -> bool:
-        """What is left in the pipes. Returns whether nobody can write any more."""
+        """Read what is left in the pipes. Returns whether nobody can write to them any more."""
         closed = 0
         for fd, kept in self.output.items():
             try:
@@ -261,7 +262,7 @@ def serve(kernel: Kernel, control: int) -> tuple[PreparedRun, bytes] | None:
 
 
 def _next_request(control: int) -> bytes:
-    """Its header; empty at the end of all requests."""
+    """The header of the next request; empty at the end of all requests."""
     while True:
         try:
             header = receive_exactly(control, REQUEST.size)

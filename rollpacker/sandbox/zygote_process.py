@@ -43,8 +43,8 @@ class Reply:
     short_of_memory: bool = False
     """The kernel ended processes for it."""
     waited_share: float = 0.0
-    """Of its time in which it was ready to run and had no processor. Known where the run is one
-    process: of several, they may have taken it from each other."""
+    """Share of its time in which the run was ready but had no processor. Known where the run is one
+    process: several may have taken it from each other."""
 
 
 class Worker:
@@ -111,7 +111,8 @@ class Worker:
         return f"{self.name} (pid {self.pid})"
 
     def trouble(self) -> str:
-        """What is wrong with it, to be seen without asking it; "" if nothing is."""
+        """The trouble with the worker that can be seen without asking it, in words; "" if there is
+        none."""
         assert self._child is not None
         if self._child.how_ended() is not None or self._reader.at_eof():
             return f"{self} died: {self.last_words() or 'nobody knows why'}"
@@ -159,7 +160,8 @@ class Worker:
             raise WorkerError(f"{self} died: {self.last_words() or error!r}") from None
 
     async def _watch(self, exchange: asyncio.Future[Any], limit_s: float) -> str:
-        """Until it is done, out of time, or will never be done for the trouble that is returned."""
+        """Wait until the exchange is done, its time is over, or the worker is in trouble. Returns
+        the trouble, or ""."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         until = began + limit_s
@@ -237,8 +239,8 @@ def last_line(text: bytes) -> str:
 
 
 def _only_grandchild(pid: int) -> int:
-    """Of bubblewrap, whose child is process 1 of its namespace: what it was told to start. Raises
-    OSError if it is gone."""
+    """Process id of the program that bubblewrap was told to start: the child of its own child,
+    which is process 1 of the namespace. Raises `OSError` if it is gone."""
     for _ in range(2):
         children = child_pids(pid)
         if len(children) != 1:

@@ -101,8 +101,9 @@ class MlflowTracker(Tracker):
 
 
 def metric_name(name: str, *, in_files: bool = False) -> str:
-    """As MLflow allows it: `eval/pass@1` is `eval/pass_at_1` there. In a store of files a name's
-    parts are folders, and no metric may be named as another one's folder: dots part them there."""
+    """A name of a metric that MLflow allows: `eval/pass@1` becomes `eval/pass_at_1`. In a store of
+    files a name's parts are folders, and no metric may be named as another one's folder: dots part
+    them there."""
     name = _NOT_IN_NAMES.sub("_", name.replace("@", "_at_"))
     return name.replace("/", ".") if in_files else name
 

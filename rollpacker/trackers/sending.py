@@ -69,7 +69,7 @@ def check_connection(url: str, cure: str) -> None:
 
 
 class Opening(NamedTuple):
-    """What a library is told of the run that it is to show."""
+    """The run as a library gets it to show."""
 
     project: str
     run_name: str
@@ -83,8 +83,8 @@ class Opening(NamedTuple):
 
 
 class Tracker(Callback):
-    """What all trackers share. A library's own file overrides some of the methods from `check` to
-    `finish`; they are called in the tracker's thread only, one at a time, and may raise
+    """The parts that all trackers share. A library's own file overrides some of the methods from
+    `check` to `finish`; they are called in the tracker's thread only, one at a time, and may raise
     anything."""
 
     name: ClassVar[str]

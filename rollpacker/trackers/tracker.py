@@ -1,4 +1,4 @@
-"""What a run's trackers are told to do (`trackers`). Light: no tracking library."""
+"""The config of a run's trackers (`trackers`). Light: no tracking library."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Scores(NamedTuple):
 
 
 class RolloutStep(Protocol):
-    """What a forward pass of the engine gives to every attention layer."""
+    """A forward pass of the engine, as every attention layer sees it."""
 
     def attend(
         self,

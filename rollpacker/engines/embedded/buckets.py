@@ -1,4 +1,4 @@
-"""Which rows attend over which cache width.
+"""Splits the rows of a decode step into buckets that attend over cache widths of their own.
 
 A decode step runs the linear layers once over all rows, but attention costs rows times width.
 Splitting the rows into a few contiguous ranges, each as wide as its own longest row, spares short
@@ -53,8 +53,9 @@ def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:
 
 
 def least_moves(order: np.ndarray, buckets: list[Bucket]) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows move to which places, so that each is in the bucket that it has when all rows are
-    in this order. Those that are there already stay, in whatever order they are.
+    """The rows that move, and the places that they move to, so that each row is in the bucket that
+    it has when all rows are in this order. Rows that are in their bucket already stay where they
+    are.
 
     Rows that come or leave would otherwise move all that are between the old place and the new.
     """
@@ -66,7 +67,7 @@ def least_moves(order: np.ndarray, buckets: list[Bucket]) -> tuple[np.ndarray, n
 
 
 def bucket_cost(buckets: list[Bucket], call_cost: float) -> float:
-    """What a step over these buckets costs, in row-positions."""
+    """The cost of a step over these buckets, in row-positions."""
     return sum((stop - start) * width + call_cost for start, stop, width, _ in buckets)
 
 

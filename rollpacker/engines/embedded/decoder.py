@@ -236,7 +236,8 @@ class Decoder:
         return logits[prompt_index, torch.from_numpy(kept_of_prompt).to(self._device)]
 
     def draw_first(self, first: int, logits: torch.Tensor, noise: torch.Tensor) -> None:
-        """Of the rows from `first` on, from logits [rows, vocabulary] after their prompts."""
+        """Draw the first tokens of the rows from `first` on, from the logits [rows, vocabulary]
+        after their prompts."""
         rows = slice(first, self.rows.num_rows)
         column = self.rows.device_column
         tokens, log_probs = draw(

@@ -25,20 +25,21 @@ MAX_ROWS = 128
 """With more rows live nothing is drafted, and nothing is looked up."""
 LONGEST_MATCH = 32
 SHORTEST_MATCH = 2
-"""What follows a single equal token is right in one case of three."""
+"""Fewest equal tokens that count as a match. The token that follows a single equal one is the right
+draft in one case of three."""
 LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Tokens that may be drafted per row."""
 MAX_KEPT_TOKENS = 1 << 20
-"""Of finished responses, the newest ones."""
+"""Tokens of finished responses that are kept as drafts; the oldest groups are dropped first."""
 STEP_COST = {"cpu": (0.06, 2.3, 0.02, 0.035)}
-"""By device type (a, b, c, d), in units of a plain step's overhead: a plain step over r rows costs
-1 + a r, one that computes t tokens for each of them b + c r + d r t. Set by hand after timings of
-the kind that `benchmarks/draft_costs.py` makes; c is a guess. `benchmarks/drafts.py` shows what
-comes of them."""
+"""Costs of a step (a, b, c, d) by device type, in units of a plain step's overhead: a plain step
+over r rows costs 1 + a r, one that computes t tokens for each of them b + c r + d r t. Set by hand
+after timings of the kind that `benchmarks/draft_costs.py` makes; c is a guess.
+`benchmarks/drafts.py` shows the effect."""
 LOOK_COST = (0.15, 0.05)
 """In the same units: looking for drafts, and per row that is looked at."""
 LOOK_SHARE = 0.01
-"""Of the time may go into looks that find nothing."""
+"""Share of the time that looks which find nothing may take."""
 LOOK_ROWS = 8
 """Where nothing was drafted just before, so many rows are looked at first."""
 MIN_GAIN = 1.15
@@ -53,17 +54,18 @@ RECENT_TOKENS = 128
 
 OWN, RUNNING, FINISHED, EARLIER, RESUMED = range(5)
 KINDS = ("own", "running", "finished", "earlier", "resumed")
-"""What a draft is copied from: the row's prompt and response, its siblings', an earlier launch of
-itself; or from where the last draft went wrong, a token further."""
+"""The text that a draft is copied from: the row's prompt and response, a running or finished
+sibling's response, or an earlier launch of the row itself. "resumed" is the text of the last draft,
+one token behind the place where that draft went wrong."""
 _PRIOR = (0.3, 0.5, 0.5, 0.7, 0.85, 0.9)
 """Chance that a drafted token is right, by the class of its match's length, before anything was
 drafted: somewhat below what `benchmarks/drafts.py` finds on the quickstart."""
 _PRIOR_TOKENS = 8.0
 """So many tokens' worth is that opinion."""
 NOTES_PER_LOOK = 8
-"""What is expected is worked out anew after so many drafts."""
+"""Drafts after which the expected numbers of tokens are computed anew."""
 _SIZE_CLASS = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5)
-"""By number of equal tokens; as many as the last, or more."""
+"""The class of a match by its number of equal tokens. A longer match has the last class."""
 _SEPARATOR = chr(0x10FFFF)
 
 
@@ -83,11 +85,11 @@ class RowText(Text):
     num_seen: int
     """Response tokens that are in `text`."""
     redraw: int
-    """Of the complement rule, which may take tokens back."""
+    """The row's redraw by the complement rule, which may take tokens back."""
     earlier: Text | None = None
     source: Text | None = None
     place: int = 0
-    """Of the source: what follows from here on is the draft."""
+    """The place in the source from which on its tokens are the draft."""
     kind: int = OWN
     matched: int = 0
     """Tokens before `place` that equal the row's newest."""
@@ -178,14 +180,14 @@ class Pacing:
     pay."""
 
     row_cost: float
-    """Of a row in a plain step, in units of its overhead."""
+    """Cost of a row in a plain step, in units of the step's overhead."""
     is_on: bool = False
     """The last step was drafted."""
     credit: float = 0.0
     pause: int = 0
     num_tokens: float = 0.0
     plain_tokens: float = 0.0
-    """What plain steps would have given in the same time."""
+    """Tokens that plain steps would have given in the same time."""
     num_steps: int = 0
 
     def looks(self, num_rows: int) -> bool:
@@ -204,7 +206,8 @@ class Pacing:
         return True
 
     def took_step(self, num_tokens: int, plain_tokens: float) -> None:
-        """Of so many tokens, with drafts."""
+        """Note a step with drafts that gave so many tokens, where plain steps would have given
+        `plain_tokens` in the same time."""
         self.is_on = True
         self.num_tokens += num_tokens
         self.plain_tokens += plain_tokens
@@ -228,13 +231,14 @@ class Drafter:
         self._costs = _step_costs(self._lengths, device_type)
         self._row_cost = STEP_COST[device_type][0]
         self._proposed: list[tuple[int, int, int]] = []
-        """Of the drafts at hand: kind, class of match length, tokens."""
+        """Kind, class of match length and number of tokens of each draft that is being tried."""
         self.forget()
 
     # -- what it knows -----------------------------------------------------------------------------
 
     def keep(self, rows: RowTable, gone: Sequence[int]) -> None:
-        """These rows go; what they have may help their siblings."""
+        """Keep the responses of these rows, which leave the engine: they may be drafts for their
+        siblings."""
         for row in gone:
             entry = rows.pending[row]
             self._rows.pop(entry.sequence, None)
@@ -255,7 +259,7 @@ class Drafter:
         self._num_kept = 0
 
     def _read(self, rows: RowTable, which: Sequence[int]) -> list[RowText]:
-        """These rows' texts, with all that is new."""
+        """The texts of these rows, up to their newest tokens."""
         counts, redraws = rows.host_column("count"), rows.host_column("redraw")
         texts = []
         for row in which:
@@ -387,7 +391,8 @@ def _text(tokens: Sequence[int] | np.ndarray) -> str:
 
 
 def _row_text(entry: Pending, tokens: Sequence[int], redraw: int) -> RowText:
-    """What it had in an earlier launch goes on where the row is now."""
+    """The text of a row that is new here. If an earlier launch had a longer response, the row
+    follows that."""
     request = entry.request
     text = RowText(
         text=_text(request.prompt_tokens) + _text(tokens),
@@ -402,7 +407,8 @@ def _row_text(entry: Pending, tokens: Sequence[int], redraw: int) -> RowText:
 
 
 def _step_costs(lengths: np.ndarray, device_type: str) -> np.ndarray:
-    """What a step with drafts costs in plain ones, by live rows and number of the length."""
+    """Cost of a step with drafts in units of a plain step, by number of live rows and place in
+    `lengths`."""
     plain, overhead, per_row, per_token = STEP_COST[device_type]
     rows = np.arange(MAX_ROWS + 1)[:, None]
     costs: np.ndarray = overhead + per_row * rows + per_token * rows * (1 + lengths)

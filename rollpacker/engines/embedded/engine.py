@@ -203,7 +203,7 @@ class TorchEngine(LoopEngine):
         return outputs
 
     def _carrying(self, row: int) -> dict[str, Any]:
-        """What the events say about the tokens that a row took up."""
+        """The fields of a row's event that describe the carried tokens of the row."""
         column = self._decoder.rows.host_column
         num_kept = int(column("num_kept")[row])
         return {
@@ -244,7 +244,8 @@ class TorchEngine(LoopEngine):
         return self._collect_ended(first)
 
     def _parted(self, entries: list[Pending]) -> tuple[list[Pending], list[Pending], list[KeptRow]]:
-        """Those of which nothing is there; the others, and what is there of each."""
+        """The entries without kept keys and values; the entries that have some, and what is kept of
+        each of these."""
         fresh, going_on, kept = [], [], []
         for entry in entries:
             request = entry.request

@@ -46,7 +46,7 @@ over."""
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What may follow a row's newest token."""
+    """Tokens that may follow a row's newest token."""
 
     tokens: Sequence[int]
     log_probs: Sequence[float] | None = None
@@ -97,8 +97,8 @@ class Extender:
     def _passes(
         self, lengths: np.ndarray, ends: np.ndarray, max_tokens: int
     ) -> Iterator[np.ndarray]:
-        """Which rows go together that get so many tokens, up to these positions, in parts that keep
-        to the budget."""
+        """Parts of the rows that go through the model together and keep to the budget, as indices.
+        Row i gets `lengths[i]` tokens, which end at position `ends[i]`."""
         order = np.argsort(lengths, kind="stable")
         if self._fits(lengths, ends, max_tokens):
             yield np.arange(len(lengths))
@@ -242,7 +242,7 @@ class Extender:
         return carried
 
     def _take_first(self, rows: list[int]) -> None:
-        """These rows' first tokens are the carried ones, whatever came out."""
+        """Replace the first tokens of these rows, whatever was drawn, by the carried ones."""
         if not rows:
             return
         carried = [self._carried(row) for row in rows]
@@ -255,7 +255,8 @@ class Extender:
         )
 
     def _agreeing(self, rows: list[int]) -> list[int]:
-        """Those that may take up more: all their tokens are carried ones, and none ended them."""
+        """The rows that may take up more carried tokens: all their tokens are carried ones, and
+        none ended them."""
         counts = self._rows.host_column("count")[rows].tolist()
         return [
             row
@@ -272,8 +273,8 @@ class Extender:
         return next(differs, min(len(tokens), len(carried)))
 
     def _guess(self, row: int, count: int) -> Guess:
-        """What comes next of the carried tokens, as far as they have noise of one redraw: the token
-        after a guess is drawn with it too."""
+        """The carried tokens from token `count` on, as far as they have noise of one redraw: the
+        token after a guess is drawn with that noise too."""
         redraw, end = self._rows.pending[row].carried_redraw(count)
         self._rows.draw_with(row, count, redraw)
         size = MAX_GUESS if end is None else min(MAX_GUESS, end - count - 1)

@@ -142,7 +142,8 @@ class _SpanStep:
         place = np.minimum(np.arange(span.num_tokens), lengths[:, None] - 1)
         self._last_columns = slots.width - 1 - (starts[:, None] + place)
         self._padded: torch.Tensor | None = None
-        """Which token of the pass is at each place of [rows x tokens]; None: no row is padded."""
+        """For each place of [rows x tokens] the token of the pass that is there. None: no row is
+        padded."""
         self._real: torch.Tensor | None = None
         """Where in [rows x tokens] the real ones are."""
         real = np.arange(span.num_tokens) < lengths[:, None]
@@ -182,7 +183,7 @@ class _SpanStep:
         return flat if self._real is None else flat.index_select(0, self._real)
 
     def _cached(self, store: torch.Tensor) -> torch.Tensor:
-        """What the span's rows have, up to its width."""
+        """Keys or values of the span's rows, up to the span's width."""
         part = store.narrow(2, 0, self._width)
         if self._first_row is None:
             return part.index_select(0, self._rows)

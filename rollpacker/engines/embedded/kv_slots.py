@@ -24,7 +24,7 @@ PAIRWISE_MOVES = 4
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps per token."""
+    """Sizes of the keys and values of one token in one layer."""
 
     layer: int
     num_kv_heads: int

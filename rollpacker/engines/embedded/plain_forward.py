@@ -25,7 +25,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from rollpacker.engines.embedded.attention import RolloutStep, Scores
 
 STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
-"""Those whose frequencies do not depend on the length of the sequence at hand."""
+"""Kinds of rotary embedding whose frequencies do not depend on the length of the sequence."""
 FAMILIES = {"Llama": llama, "Mistral": mistral, "Qwen2": qwen2, "Qwen3": qwen3}
 _PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
 _TORCH_PARTS = {nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, SiLUActivation}

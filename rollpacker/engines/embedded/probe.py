@@ -25,13 +25,14 @@ from rollpacker.engines.embedded.plain_forward import plain_forward
 logger = logging.getLogger(__name__)
 
 PLAIN_TOLERANCE = {True: 1e-3, False: 5e-2}
-"""By whether it computes in float32: how far plain logits may be off, as a part of the largest."""
+"""Largest difference between plain logits and the model's own, as a share of the largest logit; by
+whether the model computes in float32."""
 
 
 def probe(
     model: PreTrainedModel, device: torch.device
 ) -> tuple[list[LayerShape], torch.dtype, int]:
-    """Which layers attend, with what shapes; the dtype of the keys; the vocabulary's size.
+    """The shapes of all layers that attend; the dtype of the keys; the vocabulary's size.
 
     Refuses a model whose decode steps do not repeat what its full forward pass says.
     """

@@ -81,7 +81,7 @@ class Pending:
         return redraw, min([start for start, _ in redraws if start > token], default=None)
 
     def key(self, redraw: int) -> int:
-        """Of its noise, in this redraw."""
+        """The key of its noise in this redraw."""
         request = self.request
         whose = request.noise or request.sample
         return sample_key(request.sampling.seed, whose, redraw, request.turn)
@@ -313,7 +313,7 @@ class RowTable:
         self._log_probs = np.pad(self._log_probs, ((0, 0), (0, added)))
 
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
-        """What a row generated, from token number `start` to before `stop`, by default all."""
+        """Tokens that a row has generated, from number `start` to before `stop`, by default all."""
         count = int(self._columns["count"][row])
         store = self._columns["store"][row]
         found: list[int] = self._tokens[store, start : count if stop is None else stop].tolist()

@@ -83,7 +83,8 @@ def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DrawMode:
-    """Which parts of `draw` any row of a batch needs; other rows come out the same bit for bit."""
+    """The parts of `draw` that some row of a batch needs. Rows that do not need a part come out the
+    same with it, bit for bit."""
 
     greedy: bool = False
     tempered: bool = False

@@ -35,7 +35,8 @@ def base_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def adapter_arguments(model: PreTrainedModel, *, on_cpu: bool) -> dict[str, Any]:
-    """What vLLM has to know of the model's adapter when it starts; nothing of a model without one.
+    """Arguments that tell vLLM at its start about the model's adapter; empty for a model without
+    one.
 
     Raises `UnsupportedModelError` for an adapter, or with one for a dtype, that it cannot run.
     """
@@ -65,7 +66,7 @@ def adapter_arguments(model: PreTrainedModel, *, on_cpu: bool) -> dict[str, Any]
 
 
 def lora_request(model: PreTrainedModel) -> LoRARequest | None:
-    """What names the adapter to vLLM in every request; None for a model without one."""
+    """The request that names the adapter to vLLM. None for a model without one."""
     if not has_adapter(model):
         return None
     from vllm.lora.request import LoRARequest
@@ -97,7 +98,8 @@ def load_adapter(model: PreTrainedModel, vllm: LLMEngine) -> None:
 
 
 def _write(model: PreTrainedModel, folder: Path) -> None:
-    """As peft does. Raises `OSError`."""
+    """Write the adapter's tensors and config into the folder, in peft's format. Raises
+    `OSError`."""
     from peft import get_peft_model_state_dict
     from safetensors import SafetensorError
     from safetensors.torch import save_file

@@ -39,7 +39,7 @@ class Anew:
         """`keys`: of each token's noise."""
         self.keys = [_signed(key) for key in keys]
         self.tokens: list[int] = []
-        """What came out in their places so far."""
+        """Tokens that were drawn in the places of the carried ones so far."""
         self.log_probs: list[float] = []
 
 
@@ -61,7 +61,7 @@ class Draw:
         self.tokens: Sequence[int] = ()
         """vLLM's own list of what it took, which grows."""
         self.log_probs: list[float] = []
-        """Of these tokens, and maybe of one more that vLLM threw away."""
+        """Log-probabilities of these tokens, and maybe of one more token that vLLM threw away."""
 
 
 class Draws:
@@ -70,7 +70,7 @@ class Draws:
     def __init__(self) -> None:
         self.by_number: dict[int, Draw] = {}
         self.broken: list[int] = []
-        """Whose logits were not numbers, since this was last emptied."""
+        """Numbers of the requests whose logits were not numbers, since this was last emptied."""
 
 
 def drawing_with(draws: Draws) -> type[LogitsProcessor]:

@@ -310,13 +310,14 @@ class VllmEngine(LoopEngine):
         return {number: count for number, count in cuts.items() if count is not None}
 
     def _broken(self) -> list[int]:
-        """Those whose newest token was drawn from logits that are not numbers."""
+        """Numbers of the requests whose newest token was drawn from logits that are not numbers.
+        Empties `Draws.broken`."""
         broken, self._draws.broken = self._draws.broken, []
         return [one for one in broken if one in self._live and self._live[one].is_broken]
 
     def _end(self, live: Live, reason: str | None) -> Numbered | None:
-        """What there is to report of one that has left vLLM, where it ended for this reason; None:
-        it goes on there."""
+        """The output to report of a response that has left vLLM for this reason. None if the
+        response goes on in vLLM."""
         if reason not in (None, "stop", "length"):
             return failure(live.entry, f"vLLM ended it: {reason}")
         if live.first_broken is not None:
@@ -350,7 +351,8 @@ class VllmEngine(LoopEngine):
         ]
 
     def _take_out(self, numbers: Sequence[int], unended: Sequence[int]) -> list[Live]:
-        """These leave vLLM, which is to drop those of them that have not ended there."""
+        """Take these responses out of vLLM and return them. The ones in `unended` have not ended
+        there and are dropped by vLLM."""
         states = self._vllm.output_processor.request_states
         for number in unended:
             state = states.get(self._live[number].request.request_id)
@@ -365,7 +367,8 @@ class VllmEngine(LoopEngine):
         return found
 
     def _forget(self, numbers: Sequence[int]) -> None:
-        """These are done with; what was noted of them is in their `Draw`s."""
+        """Drop the `Draw`s of these requests, which have left vLLM. Their log-probabilities stay in
+        the `Draw`s that others refer to."""
         draws = [self._draws.by_number.pop(number) for number in numbers]
         if self._workers is not None and numbers:
             for draw, log_probs in zip(draws, self._workers.take_log_probs(numbers), strict=True):
@@ -395,5 +398,6 @@ def _may_stop(entry: Pending) -> bool:
 
 
 def _failed(live: Live) -> Numbered:
-    """Its logits are no numbers, from its first token without a log-probability on."""
+    """A failure for logits that are not numbers, which names the first token without a
+    log-probability."""
     return failure(live.entry, f"{NOT_NUMBERS} at response token {live.first_broken}")

@@ -41,13 +41,14 @@ class Live:
         self.log_probs = list(carried.log_probs)
         """... one for each of them."""
         self.num_kept: int | None = None
-        """Of the carried tokens, so many came out the same. None: nobody has looked."""
+        """Number of carried tokens that came out the same. None: they have not been drawn anew
+        yet."""
         self.num_redraws = 0
         entry.draw_with(0, entry.carried_redraw(0)[0])
         self.num_preemptions = 0
         """When vLLM had it before."""
         self.num_reused = 0
-        """Of the tokens before a later turn, those that vLLM found in its prefix cache."""
+        """Number of tokens before a later turn that vLLM found in its prefix cache."""
 
     @property
     def is_unseen(self) -> bool:
@@ -56,7 +57,7 @@ class Live:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """What the response has while vLLM has it."""
+        """All tokens of the response while vLLM has it."""
         new = () if self.is_unseen else self.request.output_token_ids
         return (*self.given, *new)
 
@@ -69,7 +70,8 @@ class Live:
 
     @property
     def first_broken(self) -> int | None:
-        """The same, once it has left: the first such token."""
+        """Number of the first token that was drawn from logits that are not numbers, once the
+        response has left vLLM. None: there is none."""
         return next((n for n, one in enumerate(self.log_probs) if math.isnan(one)), None)
 
     # -- vLLM gets it and gives it back ------------------------------------------------------------
@@ -177,7 +179,7 @@ class Live:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What its event says beside its tokens."""
+        """Fields of the response's event beside its tokens."""
         return {
             "preemptions": self.num_preemptions,
             "num_kept": self.num_kept,
@@ -185,7 +187,7 @@ class Live:
         }
 
     def response(self, reason: Literal["stop", "length", "aborted"], version: int) -> Response:
-        """Of one that vLLM no longer has."""
+        """The `Response` of a response that has left vLLM."""
         request = self.entry.request
         return Response(
             sample=request.sample,

@@ -40,7 +40,7 @@ BLOCK_TOKENS = 32
 KV_CACHE_GIB = 1.0
 """On a CPU; on a GPU vLLM takes what is left of the memory."""
 SHARE_OF_FREE = 0.9
-"""Of a GPU's memory that is free when vLLM starts."""
+"""Share of the GPU memory that is free when vLLM starts, which vLLM may take."""
 _NEED_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
 """Hybrids whose code vLLM shares with models that see."""
 _HYBRIDS_ON_CPU = ("qwen3_5_text",)
@@ -57,7 +57,8 @@ _ENVIRONMENT = {
     RUNNER_VARIABLE: "0",
 }
 _OF_MEMORY = re.compile(r"memory|KV cache|cache blocks", re.IGNORECASE)
-"""What a `ValueError` of vLLM's says if the memory for keys and values does not suffice."""
+"""Matches the `ValueError` with which vLLM says that the memory for keys and values does not
+suffice."""
 
 
 _the_only_one = threading.Lock()
@@ -115,7 +116,7 @@ def pack_output_layer(model: torch.nn.Module) -> None:
 
 
 def _of_workers(tensor_parallel: int) -> dict[str, str]:
-    """What vLLM's processes find in their environment: their share of this one's threads."""
+    """Environment variables of vLLM's worker processes, which share out this process's threads."""
     if tensor_parallel == 1:
         return {}
     threads = max(torch.get_num_threads() // tensor_parallel, 1)

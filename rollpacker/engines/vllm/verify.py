@@ -79,7 +79,7 @@ class _Piece(NamedTuple):
     """In the response, of the first one."""
     num_tokens: int
     row: int
-    """Of the hidden state before it."""
+    """Row of the hidden state before the first token."""
 
 
 def _draw_all(runner: Any, found: list[_Piece], hidden_states: torch.Tensor) -> None:

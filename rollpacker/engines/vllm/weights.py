@@ -28,7 +28,7 @@ TOLERANCE_HALF = 1.0
 
 
 class Copy:
-    """Of one engine."""
+    """vLLM's copy of the weights of one engine."""
 
     def __init__(
         self,
@@ -125,7 +125,8 @@ class Copy:
         return log_probs[:, 0].cpu()
 
     def _vllm_says(self, prompt: list[int]) -> torch.Tensor:
-        """The same, by vLLM."""
+        """Log-probabilities of the prompt's tokens from the second one on, as vLLM computes
+        them."""
         number = -1
         draw = Draw(SamplingParams(max_response_tokens=1, temperature=0.0), key=0)
         self._hand_over(number, draw, prompt, max_tokens=1, prompt_logprobs=0)

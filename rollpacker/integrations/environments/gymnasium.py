@@ -34,7 +34,7 @@ from rollpacker.integrations.environments.messages import (
 )
 
 _MARKED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
-"""What is drawn in colour: where the player is, in Gymnasium's own environments."""
+"""Matches text that is drawn in colour: the player's place, in Gymnasium's own environments."""
 
 
 def factory(name: str, arguments: dict[str, Any]) -> Callable[[], GymnasiumEnvironment]:

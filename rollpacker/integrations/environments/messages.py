@@ -1,4 +1,5 @@
-"""What all adapters do alike: their own arguments, the first messages, the model's text, seeds."""
+"""Parts that all adapters share: their own arguments, the first messages, the model's text,
+seeds."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def said(text: str) -> list[Message]:
 
 
 def text_of(message: Message) -> str:
-    """What the model's message says; its tool calls are not part of it."""
+    """The text of the model's message, without its tool calls."""
     content = message.get("content")
     if isinstance(content, str):
         return content

@@ -34,9 +34,9 @@ from rollpacker.serving.http import LOOPBACK
 from rollpacker.workers.child import Child
 
 MAX_ROW_BYTES = 96 << 10
-"""Of an environment variable; systems take a little more."""
+"""Most bytes of a row in an environment variable; systems take a little more."""
 MAX_LINE_BYTES = 64 << 10
-"""Of what a program printed last."""
+"""Bytes of a program's latest output that are kept."""
 MAX_ERROR_CHARS = 600
 _LOOK_S = 0.005
 
@@ -117,7 +117,8 @@ class Program:
         return {**os.environ, **known, **self._programs.variables}
 
     async def _until_called(self) -> tuple[Sequence[Message], Any, bool]:
-        """Until the program calls the model again, or has ended."""
+        """Wait until the program calls the model again, or has ended. Returns what `step`
+        returns."""
         session, process = self._session, self._process
         assert session is not None and process is not None
         called = session.called
@@ -164,7 +165,7 @@ class _Process:
         """How it ended; all that it printed was read by then."""
 
     def reward(self) -> Any:
-        """What its last line says. None: nothing of a reward."""
+        """The reward in the program's last line. None: that line has no reward."""
         try:
             told = json.loads(self._output.last_line())
         except (ValueError, RecursionError):

@@ -32,7 +32,7 @@ class Call:
     """The model is called."""
 
     messages: tuple[dict[str, Any], ...]
-    """What is new since its last message."""
+    """The messages behind the model's last one."""
     tools: tuple[dict[str, Any], ...]
 
 
@@ -43,7 +43,7 @@ class Session:
         self.token = secrets.token_urlsafe(24)
         self.row = json.dumps(row, default=str)
         self.reward: Any = None
-        """What it posted."""
+        """The reward that the program posted. None: it posted none."""
         self.called: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
         """Done with the next call; or fails with what the program did wrong."""
         self._said: list[str] = []
@@ -130,11 +130,11 @@ class Session:
 
 
 class ProgramError(Exception):
-    """What a program did that cannot be trained on."""
+    """A program did something that cannot be trained on."""
 
 
 class ProgramEndpoint:
-    """Of a process: there while any session is open, and gone with the last."""
+    """The endpoint of a process. Its server is open while any session is."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}

@@ -69,7 +69,8 @@ def _without_wrapper(model: Any) -> PreTrainedModel:
 def prompt_tokens(
     prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any]
 ) -> list[tuple[int, ...]]:
-    """As TRL tokenizes them: a text as it is, messages by the chat template."""
+    """The tokens of these prompts, as TRL makes them: of a text as it is, of messages by the chat
+    template."""
     encoded: Any
     if isinstance(prompts[0], str):
         encoded = tokenizer(text=list(prompts))

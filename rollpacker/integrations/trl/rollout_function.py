@@ -1,4 +1,4 @@
-"""What a user of TRL sees: one object that is data set, rollout function and callback at once."""
+"""The one object that a user of TRL sees: data set, rollout function and callback at once."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class RolloutFunction(TrainerCallback):
             )
         _check_tail_batching(tail_batching)
         self.dataset = LateDataset.of(dataset, self._decide)
-        """The same data for the trainer: which row is trained on when is decided late."""
+        """The data set for the trainer. Which of its rows is trained on when is decided late."""
         self._rows = dataset
         self._tail_batching = tail_batching
         self._engine_config = engine
@@ -99,7 +99,7 @@ class RolloutFunction(TrainerCallback):
         self._step: Groups = []
         """The step that is being generated or trained on."""
         self._drawn: list[Row] = []
-        """Its rows, one for each response."""
+        """The rows of that step, one for each response."""
         self._trainer: Any = None
         self._num_evaluations = 0
 
@@ -189,7 +189,7 @@ class RolloutFunction(TrainerCallback):
             self._trainer._metrics["train"][f"rollpacker/{name}"].append(value)
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """What waits goes beside what TRL has just saved."""
+        """Save what waits for its next launch beside what TRL has just saved."""
         if self._rollouts is not None and state.is_world_process_zero:
             self._rollouts.save(_checkpoint(args, state.global_step))
 
@@ -320,7 +320,8 @@ def _sampling(args: Any) -> SamplingParams:
 
 
 def _check_tail_batching(config: TailBatchingConfig) -> None:
-    """What asks something of the trainer, or of the rewards, that TRL does not do."""
+    """Raises `ValueError` for settings that ask something of the trainer, or of the rewards, that
+    TRL does not do."""
     if config.carries and config.carry == "weighted":
         raise ValueError("carry=weighted needs token weights in the loss: not with TRL; use exact")
     if config.debias != "none":

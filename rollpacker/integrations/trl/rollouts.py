@@ -74,7 +74,7 @@ from rollpacker.run.clock import RealClock
 from rollpacker.run.errors import DeadlineExceeded
 
 FOLDER = "rollpacker"
-"""Of a checkpoint of TRL's, with what waits for its next launch."""
+"""The folder in a checkpoint of TRL's that holds what waits for its next launch."""
 TOKENIZER = "that of the checkpoint"
 
 LIMIT = "generation_s of rollout_function"
@@ -104,7 +104,8 @@ class Rollouts:
         self.engine = engine
         self.cursor = cursor
         self.waiting: Waiting = waiting or {}
-        """As of the last step that was trained on."""
+        """Tokens of prompts that wait for their next launch, as of the last step that was trained
+        on."""
         self._history = History()
         self._history.last_step = job.step
         self._time = TimeBook(slots=None)
@@ -285,12 +286,13 @@ CAUSES = {
     "between_steps": ("checkpoint",),
     "controller": ("controller", "sync"),
 }
-"""What the seconds of the time book's causes are called here: training is TRL's rewards and
-gradients, and what comes between two steps its evaluations, logs and checkpoints."""
+"""The time book's causes of seconds, by the names that they have here: training is TRL's rewards
+and gradients, and between two steps are its evaluations, logs and checkpoints."""
 
 
 def wait_for(found: Found, engine: Engine, limit_s: float, what: Callable[[], str]) -> Groups:
-    """What is put there by the engine's thread, as long as the engine shows signs of life.
+    """Wait for the groups that the engine's thread puts there, as long as the engine shows signs of
+    life.
 
     Raises `DeadlineExceeded`, and whatever exception is put there.
     """

@@ -38,14 +38,14 @@ _KEYS = {
     "functional": ("input", "output", "fn_name", "function"),
     "assert": ("code", "setup", "functions"),
 }
-"""What a test of each type may have."""
+"""Keys that a test of each type may have."""
 _SHAPES = {
     "inputs": ("inputs", "outputs", "fn_name"),
     "test_list": ("test_list", "test_setup_code", "test_imports"),
     "test": ("test", "entry_point"),
     "input": ("input", "output"),
 }
-"""What a test without a type may have, by the key that it is recognised by."""
+"""Keys that a test without a type may have, by the key by which its shape is recognised."""
 _WHOLE_ROWS = ("test_list", "test")
 """MBPP and HumanEval: the test may be the data set's whole row, with much else in it."""
 # fmt: off
@@ -59,7 +59,7 @@ _ABOUT = frozenset({
     "title", "version", "visible", "weight",
 })
 # fmt: on
-"""What data sets say about a test beside it. It changes nothing here."""
+"""Keys with which data sets describe a test. They change nothing here."""
 
 
 class BadTests(ValueError):
@@ -91,11 +91,12 @@ class AssertTest:
 
     code: str
     names: tuple[str, ...]
-    """What it takes from the program."""
+    """Names that the code takes from the program."""
     classes: tuple[str, ...]
-    """Those of the names that are classes: they begin with a capital letter."""
+    """Names that stand for classes: they begin with a capital letter."""
     first_calls: list[Tree] = field(default_factory=list, compare=False)
-    """What it needs first, the same for every program; filled when it is run."""
+    """Calls that the code needs first, the same for every program. They are filled in when the test
+    is first run."""
 
     @property
     def ordered(self) -> bool:

@@ -143,12 +143,12 @@ def _no_verdict(outcome: Outcome, number: int) -> Failed | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeConfig:
-    """What the built-in reward `code` takes as `arguments`. Raises `ValueError`."""
+    """The `arguments` of the built-in reward `code`. Raises `ValueError`."""
 
     tests_column: str = "tests"
     """The column with the row's tests."""
     language: str = "python"
-    """Of the programs: python."""
+    """Language of the programs: python."""
     partial: bool = False
     """The share of tests passed, instead of all or nothing."""
     reference_column: str | None = "reference_solution"
@@ -159,7 +159,7 @@ class CodeConfig:
     max_tests: int | None = None
     """Only the first so many tests of a row. None: all."""
     memory_mb: int | None = None
-    """Of one run. None: what the sandbox is set to."""
+    """Memory of one run in MiB. None: what the sandbox is set to."""
 
     def __post_init__(self) -> None:
         if self.language != "python":

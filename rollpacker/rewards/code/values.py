@@ -49,8 +49,8 @@ def plain(value: Any) -> Tree:
 
 
 def read_list(data: bytes, name: str) -> list[Any]:
-    """What follows the name in the one JSON list that `data` must be. Its members are not checked
-    yet. Raises `BadValue`."""
+    """The members behind `name` of the JSON list that `data` must be. They are not checked yet.
+    Raises `BadValue`."""
     try:
         said = json.loads(
             data.decode("ascii"),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.did_you_mean import did_you_mean
-from rollpacker.imports import GIVEN, ImportSpecError, given, is_given
+from rollpacker.imports import ImportSpecError, is_given, pickled_given
 from rollpacker.rewards.functions.logged import read
 from rollpacker.rewards.functions.printed import Printed
 from rollpacker.rewards.functions.returned import Value, shortened
@@ -367,22 +367,11 @@ class Patience:
 
 
 def _sent(spec: str) -> bytes:
-    """A program's own function, with all that it refers to and no module holds, for a worker."""
-    import cloudpickle
-
+    """A program's own function, for a worker. Raises `RewardError`."""
     try:
-        function = given(spec)
+        return pickled_given(spec, "its worker processes")
     except ImportSpecError as error:
-        raise RewardError(f"reward {error}") from None
-    try:
-        return cloudpickle.dumps(function)  # type: ignore[no-any-return]
-    except Exception as error:  # whatever the user's objects say of being copied
-        raise RewardError(
-            f"reward {spec.removeprefix(GIVEN)} cannot be sent to its worker processes:"
-            f" {type(error).__name__}: {shortened(str(error))}. It may only refer to what can be"
-            " copied: make locks, files, connections and models inside of it, at its first call,"
-            " or name a function in a file."
-        ) from error
+        raise RewardError(f"reward {error}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

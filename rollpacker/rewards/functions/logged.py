@@ -1,4 +1,4 @@
-"""What a reward function is given besides columns, as TRL has it.
+"""Arguments that a reward function gets besides columns, as TRL has them.
 
     log_metric(name, number)     averaged over the samples that a step trains on
     log_extra(column, values)    a value per completion, a column of the samples
@@ -27,12 +27,12 @@ MAX_LOGGED = 100
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What is known of TRL's object of that name."""
+    """The fields of TRL's object of that name that are known here."""
 
     global_step: int
     """Steps that the run has finished."""
     max_steps: int
-    """Those of the whole run."""
+    """Steps of the whole run."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"trainer_state has global_step and max_steps here, and no {name}")
@@ -49,7 +49,7 @@ class Logged:
         self._extras: dict[str, list[Any]] = {}
 
     def arguments(self, wanted: Collection[str]) -> dict[str, Any]:
-        """What the function is called with, of those that it wants."""
+        """The arguments that the function wants, by name."""
         given = {
             "log_metric": self.log_metric,
             "log_extra": self.log_extra,

@@ -1,5 +1,4 @@
-"""What the workers of one reward or environment print, as its author sees it: the first lines,
-then a count.
+"""Shows the lines that workers of one reward or environment print: the first ones, then a count.
 
 The lines come from `workers/output.py`, which makes control characters visible and drops what
 exceeds its quota of bytes. They are told as warnings, which are seen without any set-up; what is

@@ -1,4 +1,4 @@
-"""What a reward function returned or raised, as plain values for JSON. Runs in its worker.
+"""Turns what a reward function returned or raised into plain values for JSON. Runs in its worker.
 
 A value is a number, None ("not applicable"), or `{"why": ..., "kind": ...}`: no verdict.
 """
@@ -21,7 +21,7 @@ Value = float | dict[str, str] | None
 
 
 class WrongReturn(Exception):
-    """What came back is not what the function's shape returns; the message says what it was."""
+    """A function returned something else than its shape returns. The message says what it was."""
 
 
 def values_of(shape: str, returned: Any, count: int) -> list[Value]:

@@ -40,9 +40,9 @@ class Signature:
     required: tuple[str, ...]
     positional_only: tuple[str, ...]
     takes_all: bool
-    """It takes any further name (`**kwargs`)."""
+    """Whether the function takes any further name (`**kwargs`)."""
     all_name: str | None = None
-    """What it calls the mapping of these."""
+    """The name of the parameter that takes these. None: there is none."""
 
     @classmethod
     def of(cls, parameters: Sequence[Mapping[str, Any]] | None) -> Signature:
@@ -81,7 +81,8 @@ class _Style:
 
     usage: str
     fields: Mapping[str, Field]
-    """What it passes besides columns. A field that raises `KeyError` needs that column."""
+    """The values that the framework passes besides columns, by name. A field that raises `KeyError`
+    needs that column."""
     per_sample: bool = False
     num_positional: int = 0
     """So many of the fields are passed by position, in order."""
@@ -185,7 +186,7 @@ class Binding:
         self.per_sample = self._style.per_sample
         """Each call judges one sample."""
         self.all_columns = signature.all_name
-        """What the function calls the mapping of its further columns."""
+        """The name of the parameter that takes further columns. None: there is none."""
         self._config = config
         self._signature = signature
         num = self._style.num_positional

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollpacker.imports import ImportSpecError, load_function
+from rollpacker.imports import ImportSpecError, is_async, load_function
 from rollpacker.rewards.functions.logged import NAMES as LOGGERS
 from rollpacker.rewards.functions.logged import Logged
 from rollpacker.rewards.functions.returned import WrongReturn, error_of, values_of
@@ -68,12 +68,9 @@ def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
             return {"refused": str(error), "complete": True}, None
         told = error_of(error)
         return {"refused": f"{told['error']}: {told['said']}{told['where']}"}, None
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004
-    )
     hello = {
         "name": getattr(function, "__name__", None),
-        "is_async": is_async,
+        "is_async": is_async(function),
         "parameters": _parameters(function),
         "file": _file_of(function),
     }

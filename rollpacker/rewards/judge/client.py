@@ -85,7 +85,7 @@ def reply_text(body: bytes) -> str | None:
 
 
 def error_text(body: bytes) -> str:
-    """What an error answer says, on one line of printable characters."""
+    """The message of an error answer, on one line of printable characters."""
     text = body.decode("utf-8", "replace")
     try:
         told = json.loads(text)

@@ -1,4 +1,4 @@
-"""What a judge asks: something that completes chat messages. Light."""
+"""The protocol of what a judge asks: it completes chat messages. Light."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the built-in reward `judge` takes as `arguments`."""
+"""The `arguments` of the built-in reward `judge`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ OWN_FIELDS = ("messages", "model", "stream", "n", "response_format", "temperatur
 # size: a config has a field for each of its keys
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeConfig:
-    """Who judges, by what, and how hard to try. Raises `ValueError` for what cannot work."""
+    """The model that judges, its rubric, and how often it is asked. Raises `ValueError` for what
+    cannot work."""
 
     url: str | None = None
-    """Of an OpenAI-compatible endpoint, up to and with `/v1`. Either this or `model_path`."""
+    """Address of an OpenAI-compatible endpoint, up to and with `/v1`. Set either this or
+    `model_path`."""
     model: str | None = None
     """The model's name at the endpoint."""
     token_env: str | None = None
@@ -31,14 +33,14 @@ class JudgeConfig:
     model_path: str | None = None
     """A Hugging Face folder that runs on an engine of its own in this process."""
     rubric: str = RUBRIC
-    """What earns which score."""
+    """Text for the judge: it says what earns which score."""
     reference_column: str | None = "answer"
     """The column with the right answer. None: there is none."""
     scale: Sequence[float] | Literal["binary"] = (0, 10)
     """Lowest and highest score, or "binary" (0 or 1). The value is the score as a share of the
     scale, from 0 to 1."""
     max_answer_chars: int = 16_000
-    """Of a longer answer the judge sees head and tail."""
+    """Characters of an answer that the judge sees. A longer answer loses its middle."""
     min_answer_chars: int = 1
     """An answer with fewer letters, digits or symbols is worth 0 unasked."""
     votes: int = 1

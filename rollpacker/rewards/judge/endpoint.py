@@ -48,7 +48,7 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """What belongs to one event loop."""
+    """The connections, places and service of one event loop."""
 
     loop: asyncio.AbstractEventLoop
     places: asyncio.Semaphore
@@ -115,7 +115,7 @@ class EndpointCompleter:
             await bound.client.close()
 
     def _bind(self) -> _Bound:
-        """What belongs to the running loop."""
+        """The `_Bound` of the running loop, made anew if the loop is another one."""
         loop = asyncio.get_running_loop()
         if self._bound is not None:
             if self._bound.loop is loop:
@@ -187,7 +187,8 @@ class EndpointCompleter:
         return reply
 
     def _status(self, error: Any) -> Exception:
-        """What an HTTP status means: it passes, the request is refused, or the set-up is wrong."""
+        """The error for an HTTP status: it may pass, or the request is refused, or the set-up is
+        wrong."""
         status, detail = error.status_code, self._detail(error)
         if status in _PASSING or status >= 500:
             after_s = retry_after_s(error.response.headers.get("retry-after"), time.time())
@@ -211,7 +212,7 @@ class EndpointCompleter:
         )
 
     def _detail(self, error: Any) -> str:
-        """What the endpoint says, in short and without the key."""
+        """The endpoint's own words, cut and without the key; "" if it says nothing."""
         text = error_text(error.response.content)
         return f": {self._safe(text)[:MAX_DETAIL_CHARS]}" if text else ""
 

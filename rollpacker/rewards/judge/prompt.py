@@ -1,4 +1,4 @@
-"""What a judge is asked: rubric, question, reference, and the answer behind a fence.
+"""Writes the request to a judge: rubric, question, reference, and the answer behind a fence.
 
 The answer comes from the model in training, which is paid for whatever fools the judge. So it is
 cut to a length, cleaned of what is not text, and put between two lines with a random word that it

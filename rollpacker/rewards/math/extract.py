@@ -26,16 +26,16 @@ class Caps:
     chars: int
     nesting: int
     digits: int
-    """Of one number."""
+    """Most digits of one number."""
     exponent: int
     """Largest whole number in an exponent, in a factorial and in a binomial coefficient."""
     elements: int
-    """Of a list, set or matrix."""
+    """Most elements of a list, set or matrix."""
     boxes: int
     """Different ones in a response."""
 
     def problem(self, answer: str) -> str | None:
-        """What is beyond a cap, in words."""
+        """The first cap that the answer exceeds, in words. None: it exceeds none."""
         if len(answer) > self.chars:
             return f"longer than {self.chars} characters"
         if any((ord(c) < 32 and c not in "\t\n\r") or "\ud800" <= c <= "\udfff" for c in answer):
@@ -98,7 +98,7 @@ def _deepest(text: str) -> int:
 
 
 def _exponents(text: str) -> Iterator[str]:
-    """What stands after each ^ that is not itself in an exponent: a group, or one token."""
+    """The exponent after each ^ that is not itself in an exponent: a group, or one token."""
     position = 0
     while (start := _next_power(text, position)) is not None:
         end = _group_end(text, start)
@@ -112,8 +112,8 @@ def _next_power(text: str, position: int) -> int | None:
 
 
 def _group_end(text: str, start: int) -> int:
-    """Of the bracketed group that begins here, with any power that follows at once; else of a run
-    of characters that can belong to one exponent."""
+    """Where the bracketed group ends that begins at `start`, with any power that follows at once.
+    Without a group: where the run of characters ends that can belong to one exponent."""
     if start < len(text) and text[start] in _OPENING:
         depth = 0
         for index in range(start, len(text)):
@@ -144,10 +144,10 @@ def extract(text: str, methods: Sequence[str], caps: Caps) -> tuple[str | None, 
 @dataclass(frozen=True, slots=True)
 class _Box:
     start: int
-    """Of the command."""
+    """Where the command begins."""
     inside: int
     end: int | None
-    """Of the content; None: never closed."""
+    """Where the content ends. None: the box is never closed."""
 
 
 def _boxes(text: str) -> list[_Box]:

@@ -42,7 +42,8 @@ PROFILE = Profile(
         "rollpacker.rewards.math.checker.warm",
     ),
 )
-"""Of the sandbox, for the checker: sympy, math-verify and our own part are there already."""
+"""The sandbox's profile for the checker: sympy, math-verify and our own part are imported
+already."""
 _MEMORY_BYTES = 512 << 20
 _OUTPUT_BYTES = 1 << 20
 _BATCH = 200
@@ -55,7 +56,7 @@ Verdict = tuple[Literal["right", "wrong", "unknown"], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MathConfig:
-    """What the built-in reward `math` takes as `arguments`. Raises `ValueError`."""
+    """The `arguments` of the built-in reward `math`. Raises `ValueError`."""
 
     answer_column: str = "answer"
     """The column with the right answer, or with a solution that ends in it."""

@@ -27,7 +27,7 @@ _SIDE_BY_SIDE = re.compile(r"\d\s+\d|(?:\\pi|[)}])\s*\d|(?<![A-Za-z\\])[A-Za-z]\
 _TAKES_ARGUMENT = re.compile(
     r"\\(?:sum|int|prod|lim|log|ln|sinh?|cosh?|tanh?|cot|sec|csc)(?![A-Za-z])"
 )
-"""What follows it, or its limits, may well be a number."""
+"""Matches commands after which, or in whose limits, a number may well stand."""
 
 
 def same_expression(

@@ -1,4 +1,4 @@
-r"""What an answer is made of: names, lists, sets, tuples, intervals, matrices; words and units.
+r"""Parts of an answer: names, lists, sets, tuples, intervals, matrices; words and units.
 
 Second part of the program that judges answers inside the sandbox (see check.py).
 """

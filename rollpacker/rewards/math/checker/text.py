@@ -114,7 +114,7 @@ def _ascii(character: str) -> str:
 
 
 def wrapped(text: str, opening: str, closing: str) -> str | None:
-    """What stands between the brackets if one pair of them holds all of the text."""
+    """The text between the brackets if one pair of them holds all of the text. None otherwise."""
     if not (text.startswith(opening) and text.endswith(closing)):
         return None
     inner = text[len(opening) : len(text) - len(closing)]
