@@ -25,7 +25,7 @@ from rollpacker.engines.embedded.buckets import (
 from rollpacker.engines.embedded.extend_step import ExtendStep, NewTokens, Span, plan_spans
 from rollpacker.engines.embedded.kv_slots import KVSlots, LayerShape
 from rollpacker.run.parts import threads
-from rollpacker.run.parts.threads import measure_threads
+from rollpacker.run.parts.policy import measure_threads
 from tests.engines.tiny import END, generate, request, tiny_model
 
 

@@ -24,7 +24,7 @@ from rollpacker.integrations.trl.cursor import SamplerCursor
 from rollpacker.integrations.trl.late_rows import LateDataset, Row
 from rollpacker.integrations.trl.policy import LentModel, close, prompt_tokens
 from rollpacker.integrations.trl.rollouts import FOLDER, Groups, Rollouts, collect, restore
-from rollpacker.run.carried import Waiting
+from rollpacker.run.ports.carried import Waiting
 
 ALL_THREE = (
     "GRPOTrainer(..., train_dataset=rollout.dataset, rollout_func=rollout, callbacks=[rollout])"
