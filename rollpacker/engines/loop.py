@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollpacker.core.events import SampleAborted, SampleFailed
@@ -81,7 +82,7 @@ class LoopEngine(ABC):
         self._inbox.let_go(samples)
 
     async def update_weights(
-        self, version: int, weights: Mapping[str, torch.Tensor] | WeightSource | None = None
+        self, version: int, weights: Mapping[str, Tensor] | WeightSource | None = None
     ) -> None:
         """See `Engine`. What takes time is done in a thread, so that the caller's deadline can end
         the wait."""
@@ -117,9 +118,7 @@ class LoopEngine(ABC):
             if self._thread.is_alive():
                 logger.error("the engine's worker hangs; it is left behind")
 
-    def _renew(
-        self, version: int, weights: Mapping[str, torch.Tensor] | WeightSource | None
-    ) -> None:
+    def _renew(self, version: int, weights: Mapping[str, Tensor] | WeightSource | None) -> None:
         """Copy new weights into the module, while nothing runs; None if it has them already. Raises
         `EngineError` if they are another model's, or of another version."""
         if isinstance(weights, WeightSource):
@@ -138,7 +137,7 @@ class LoopEngine(ABC):
         return {n: p for n, p in self._model.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
-    def _overwrite(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def _overwrite(self, weights: Mapping[str, Tensor]) -> None:
         own = self._trained()
         if strange := sorted(own.keys() ^ weights.keys()):
             raise EngineError(f"these are the weights of another model: {strange[0]} differs")

@@ -321,14 +321,3 @@ def test_cancelled_requests_leave_nothing_open() -> None:
             return stub
 
     asyncio.run(run())
-
-
-def test_works_in_one_loop_after_another() -> None:
-    async def run(endpoint: EndpointCompleter | None) -> EndpointCompleter:
-        async with serve(lambda asked: OK) as stub:
-            endpoint = endpoint or completer(stub.url)
-            endpoint.url = stub.url
-            assert await endpoint.complete(ASK, timeout_s=60) == "fine"
-            return endpoint
-
-    asyncio.run(run(asyncio.run(run(None))))

@@ -12,6 +12,7 @@ from itertools import groupby
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollpacker.engines.embedded.attention import STEP_KEYWORD, install_attention
@@ -25,12 +26,7 @@ from rollpacker.engines.embedded.buckets import (
     plan_buckets,
 )
 from rollpacker.engines.embedded.extend_step import ExtendStep
-from rollpacker.engines.embedded.kv_slots import (
-    DecodeStep,
-    KVSlots,
-    PrefillStep,
-    PromptCache,
-)
+from rollpacker.engines.embedded.kv_slots import DecodeStep, KVSlots, PrefillStep, PromptCache
 from rollpacker.engines.embedded.plain_forward import PlainForward, plain_forward
 from rollpacker.engines.embedded.probe import plain_agrees, probe
 from rollpacker.engines.embedded.rows import Pending, RowTable
@@ -51,7 +47,7 @@ class KeptPrompt:
     """A prompt that was prefilled and has samples waiting for a free row."""
 
     prompt: Prompt
-    logits: torch.Tensor
+    logits: Tensor
     """[vocabulary], after the prompt's last token."""
     cache: PromptCache
 
@@ -218,15 +214,13 @@ class Decoder:
             self._kept = KeptPrompt(next_prompt, logits[place].clone(), cache)
         self.draw_first(first, logits.index_select(0, prompt_of_row), noise)
 
-    def _prompt_logits(
-        self, padded: np.ndarray, ends: np.ndarray, step: PrefillStep
-    ) -> torch.Tensor:
+    def _prompt_logits(self, padded: np.ndarray, ends: np.ndarray, step: PrefillStep) -> Tensor:
         """Logits [prompts, vocabulary] after each prompt's last token, which is at `ends`."""
         tokens = torch.from_numpy(padded).to(self._device)
         if self._plain is not None:
             return self._plain.prefill(tokens, torch.from_numpy(ends).to(self._device), step)
         kept, kept_of_prompt = np.unique(ends, return_inverse=True)
-        logits: torch.Tensor = self.model(
+        logits: Tensor = self.model(
             input_ids=tokens,
             use_cache=False,
             logits_to_keep=torch.from_numpy(kept).to(self._device),
@@ -235,7 +229,7 @@ class Decoder:
         prompt_index = torch.arange(len(ends), device=self._device)
         return logits[prompt_index, torch.from_numpy(kept_of_prompt).to(self._device)]
 
-    def draw_first(self, first: int, logits: torch.Tensor, noise: torch.Tensor) -> None:
+    def draw_first(self, first: int, logits: Tensor, noise: Tensor) -> None:
         """Draw the first tokens of the rows from `first` on, from the logits [rows, vocabulary]
         after their prompts."""
         rows = slice(first, self.rows.num_rows)
@@ -260,9 +254,7 @@ class Decoder:
         self.num_steps += 1
         self.rows.record(tokens.cpu().numpy(), log_probs.cpu().numpy())
 
-    def _forward(
-        self, buckets: list[Bucket], noise: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, buckets: list[Bucket], noise: Tensor) -> tuple[Tensor, Tensor]:
         num_rows, column = self.rows.num_rows, self.rows.device_column
         positions = column("position")[:num_rows]
         tokens = column("token")[:num_rows]
@@ -285,7 +277,7 @@ class Decoder:
             self.rows.mode,
         )
 
-    def extend_logits(self, tokens: np.ndarray, step: ExtendStep, *, last: bool) -> torch.Tensor:
+    def extend_logits(self, tokens: np.ndarray, step: ExtendStep, *, last: bool) -> Tensor:
         """Logits [tokens, vocabulary] after each of `tokens`, which lie one row's behind the
         other's; with `last` [rows, vocabulary], after each row's last alone."""
         self._plan = None
@@ -293,7 +285,7 @@ class Decoder:
         wanted = torch.from_numpy(step.last).to(self._device) if last else None
         if self._plain is not None:
             return self._plain.extend(fed, step.positions, wanted, step)
-        logits: torch.Tensor = self.model(
+        logits: Tensor = self.model(
             input_ids=fed[None],
             position_ids=step.positions[None],
             use_cache=False,

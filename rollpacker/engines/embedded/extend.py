@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rollpacker.engines.embedded.decoder import (
     PREFILL_LOGITS,
@@ -185,7 +186,7 @@ class Extender:
 
     def _read(
         self, rows: np.ndarray, starts: np.ndarray, prompts: Sequence[tuple[int, ...]]
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Feed these rows their prompts from these places on. Logits [rows, vocabulary] after
         them."""
         done, most = starts.copy(), self._most(self._max_tokens)
@@ -310,7 +311,7 @@ class Extender:
         return ExtendStep(self._decoder.slots, NewTokens(rows, starts, lengths), self._span_cost)
 
     def _draw(
-        self, logits: torch.Tensor, row_of_position: np.ndarray, noise: torch.Tensor
+        self, logits: Tensor, row_of_position: np.ndarray, noise: Tensor
     ) -> tuple[np.ndarray, np.ndarray]:
         row = torch.from_numpy(row_of_position).to(logits.device)
         settings = [

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rollpacker.engines.embedded.attention import Scores, biased_attention
 from rollpacker.engines.embedded.kv_slots import KVSlots
@@ -70,12 +71,7 @@ class ExtendStep:
     slots.
     """
 
-    def __init__(
-        self,
-        slots: KVSlots,
-        new: NewTokens,
-        call_cost: float = float("inf"),
-    ) -> None:
+    def __init__(self, slots: KVSlots, new: NewTokens, call_cost: float = float("inf")) -> None:
         """`call_cost`: of a span, in rows x tokens x width; where it is infinite there is one."""
         rows, starts, lengths = new
         self._slots = slots
@@ -91,16 +87,11 @@ class ExtendStep:
             _SpanStep(slots, new.of(span), int(first[span.start]), span)
             for span in plan_spans(lengths, starts + lengths, call_cost)
         ]
-        self._flat: dict[int, torch.Tensor] = {}
+        self._flat: dict[int, Tensor] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scores: Scores,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores
+    ) -> Tensor:
         """See `RolloutStep`; there is one row, that has the tokens of all."""
         keys, values = self._slots.keys[layer], self._slots.values[layer]
         for store, new in ((keys, key), (values, value)):
@@ -110,7 +101,7 @@ class ExtendStep:
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined.unsqueeze(0)
 
-    def _flat_places(self, num_kv_heads: int) -> torch.Tensor:
+    def _flat_places(self, num_kv_heads: int) -> Tensor:
         """Where each head of each token lies in the flat storage."""
         flat = self._flat.get(num_kv_heads)
         if flat is None:
@@ -124,13 +115,7 @@ class ExtendStep:
 class _SpanStep:
     """The rows of one span, whose tokens begin at `first` among those of the pass."""
 
-    def __init__(
-        self,
-        slots: KVSlots,
-        new: NewTokens,
-        first: int,
-        span: Span,
-    ) -> None:
+    def __init__(self, slots: KVSlots, new: NewTokens, first: int, span: Span) -> None:
         rows, starts, lengths = new
         self._slots = slots
         self._num_rows, self._num_tokens, self._width = len(rows), span.num_tokens, span.width
@@ -141,25 +126,19 @@ class _SpanStep:
         # Padding repeats a row's last token, and is dropped from what comes out.
         place = np.minimum(np.arange(span.num_tokens), lengths[:, None] - 1)
         self._last_columns = slots.width - 1 - (starts[:, None] + place)
-        self._padded: torch.Tensor | None = None
+        self._padded: Tensor | None = None
         """For each place of [rows x tokens] the token of the pass that is there. None: no row is
         padded."""
-        self._real: torch.Tensor | None = None
+        self._real: Tensor | None = None
         """Where in [rows x tokens] the real ones are."""
         real = np.arange(span.num_tokens) < lengths[:, None]
         if not real.all():
             padded = first + (np.cumsum(lengths) - lengths)[:, None] + place
             self._padded = torch.from_numpy(padded.ravel()).to(slots.device)
             self._real = torch.from_numpy(np.flatnonzero(real.ravel())).to(slots.device)
-        self._biases: dict[int | None, torch.Tensor] = {}
+        self._biases: dict[int | None, Tensor] = {}
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scores: Scores,
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         """Output [the span's tokens, heads, head_dim]; `query` is [heads, the pass's tokens,
         head_dim], keys and values are a layer's slots."""
         num_heads, num_kv_heads = query.shape[0], keys.shape[1]
@@ -182,14 +161,14 @@ class _SpanStep:
         flat = output.transpose(1, 2).reshape(-1, num_heads, output.shape[-1])
         return flat if self._real is None else flat.index_select(0, self._real)
 
-    def _cached(self, store: torch.Tensor) -> torch.Tensor:
+    def _cached(self, store: Tensor) -> Tensor:
         """Keys or values of the span's rows, up to the span's width."""
         part = store.narrow(2, 0, self._width)
         if self._first_row is None:
             return part.index_select(0, self._rows)
         return part.narrow(0, self._first_row, self._num_rows)
 
-    def _bias(self, sliding_window: int | None, groups: int) -> torch.Tensor:
+    def _bias(self, sliding_window: int | None, groups: int) -> Tensor:
         """[rows, 1, groups x tokens, width]: 0 where a token may look, minus infinity elsewhere."""
         bias = self._biases.get(sliding_window)
         if bias is None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.models.llama import modeling_llama as llama
@@ -33,9 +33,9 @@ _TORCH_PARTS = {nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, SiLUActivation}
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    weight: torch.Tensor
+    weight: Tensor
     """[in, out], a view of the parameter."""
-    bias: torch.Tensor | None
+    bias: Tensor | None
     adapter: _Adapter | None = None
 
 
@@ -43,17 +43,17 @@ class _Linear:
 class _Adapter:
     """A low-rank addition to a matrix, which may have more digits than the matrix."""
 
-    down: torch.Tensor
+    down: Tensor
     """[in, rank], a view of the parameter."""
-    up: torch.Tensor
+    up: Tensor
     """[rank, out], a view of the parameter."""
     scaling: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
-    weight: torch.Tensor
-    eps: torch.Tensor
+    weight: Tensor
+    eps: Tensor
     """[1], in float32."""
     mean_factor: float
     """1 / width."""
@@ -166,13 +166,11 @@ class PlainForward:
             sin = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)
             self._rotations = torch.stack((cos, sin), dim=1)
 
-    def decode(
-        self, tokens: torch.Tensor, positions: torch.Tensor, step: RolloutStep
-    ) -> torch.Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, step: RolloutStep) -> Tensor:
         """Logits [rows, vocabulary] after one token per row, `tokens` at `positions` [rows]."""
         return self._logits(self._hidden(tokens, positions, tokens.shape[0], step))
 
-    def prefill(self, tokens: torch.Tensor, ends: torch.Tensor, step: RolloutStep) -> torch.Tensor:
+    def prefill(self, tokens: Tensor, ends: Tensor, step: RolloutStep) -> Tensor:
         """Logits [prompts, vocabulary] after each prompt's last token.
 
         `tokens` is [prompts, tokens], padded on the right; the last ones are at `ends` [prompts].
@@ -184,25 +182,21 @@ class PlainForward:
         return self._logits(hidden.index_select(0, starts + ends))
 
     def extend(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        wanted: torch.Tensor | None,
-        step: RolloutStep,
-    ) -> torch.Tensor:
+        self, tokens: Tensor, positions: Tensor, wanted: Tensor | None, step: RolloutStep
+    ) -> Tensor:
         """Logits [wanted, vocabulary] after those of `tokens` [tokens], at `positions` [tokens],
         that `wanted` points to (None: all). To `step` they are the tokens of one row."""
         hidden = self._hidden(tokens, positions, 1, step)
         return self._logits(hidden if wanted is None else hidden.index_select(0, wanted))
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor:
         return _project(_normalize(hidden, self._norm), self._head)
 
     def _hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, num_rows: int, step: RolloutStep
-    ) -> torch.Tensor:
+        self, tokens: Tensor, positions: Tensor, num_rows: int, step: RolloutStep
+    ) -> Tensor:
         """Hidden states [tokens, width] of so many rows' tokens, one row after the other."""
-        hidden: torch.Tensor = self._embedding.index_select(0, tokens)
+        hidden: Tensor = self._embedding.index_select(0, tokens)
         rotations = self._rotations.index_select(0, positions)
         cos, sin = rotations.narrow(1, 0, 1), rotations.narrow(1, 1, 1)
         for layer in self._layers:
@@ -217,12 +211,12 @@ class PlainForward:
     def _attend(
         self,
         layer: _Layer,
-        normed: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        normed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
         num_rows: int,
         step: RolloutStep,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Attention's heads side by side, [tokens, heads x head_dim]."""
         head_dim, num_heads = self._head_dim, layer.num_heads
         value = _project(normed, layer.value)
@@ -247,7 +241,7 @@ class PlainForward:
         return output.reshape(normed.shape[0], -1)
 
 
-def _by_row(heads: torch.Tensor, num_rows: int) -> torch.Tensor:
+def _by_row(heads: Tensor, num_rows: int) -> Tensor:
     """[rows x tokens, heads, head_dim] as [rows, heads, tokens, head_dim]."""
     if heads.shape[0] == num_rows:
         return heads.unsqueeze(2)
@@ -255,11 +249,11 @@ def _by_row(heads: torch.Tensor, num_rows: int) -> torch.Tensor:
     return rows.transpose(1, 2)
 
 
-def _normalize(hidden: torch.Tensor, norm: _Norm) -> torch.Tensor:
+def _normalize(hidden: Tensor, norm: _Norm) -> Tensor:
     return _scale_to_unit(hidden, norm).mul_(norm.weight)
 
 
-def _scale_to_unit(hidden: torch.Tensor, norm: _Norm) -> torch.Tensor:
+def _scale_to_unit(hidden: Tensor, norm: _Norm) -> Tensor:
     """Each last dimension over its root mean square, in the roundings of transformers' RMSNorm.
 
     The sum of squares comes from a vector norm: on a CPU that takes half the time of a mean.
@@ -271,7 +265,7 @@ def _scale_to_unit(hidden: torch.Tensor, norm: _Norm) -> torch.Tensor:
     return scaled if is_wide else scaled.to(hidden.dtype)
 
 
-def _project(hidden: torch.Tensor, linear: _Linear) -> torch.Tensor:
+def _project(hidden: Tensor, linear: _Linear) -> Tensor:
     if linear.bias is None:
         output = torch.mm(hidden, linear.weight)
     else:
@@ -283,7 +277,7 @@ def _project(hidden: torch.Tensor, linear: _Linear) -> torch.Tensor:
     return (output + inner * linear.adapter.scaling).to(output.dtype)
 
 
-def _add_projected(hidden: torch.Tensor, inner: torch.Tensor, linear: _Linear) -> None:
+def _add_projected(hidden: Tensor, inner: Tensor, linear: _Linear) -> None:
     """The residual connection, in place. In half precision with two roundings, as in training."""
     if linear.bias is None and linear.adapter is None and hidden.dtype == torch.float32:
         hidden.addmm_(inner, linear.weight)

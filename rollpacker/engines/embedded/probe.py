@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollpacker.engines.embedded.attention import STEP_KEYWORD, RolloutStep, UnsupportedModelError
@@ -93,9 +94,9 @@ def plain_agrees(model: PreTrainedModel, device: torch.device) -> bool:
 
 
 def _last_logits(
-    model: PreTrainedModel, ids: torch.Tensor, step: RolloutStep, **kwargs: torch.Tensor
-) -> torch.Tensor:
+    model: PreTrainedModel, ids: Tensor, step: RolloutStep, **kwargs: Tensor
+) -> Tensor:
     with torch.inference_mode():
         output = model(input_ids=ids, use_cache=False, **{STEP_KEYWORD: step}, **kwargs)
-    logits: torch.Tensor = output.logits[0, -1].float()
+    logits: Tensor = output.logits[0, -1].float()
     return logits

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rollpacker.engines.embedded.sampling import DrawMode, exponentials, noise_size, sample_key
 from rollpacker.engines.engine import GenerationRequest, Response
@@ -120,7 +121,7 @@ class RowTable:
         self._columns: dict[str, np.ndarray] = {
             name: np.zeros(0, dtype) for name, dtype in {**_DEVICE_COLUMNS, **_HOST_COLUMNS}.items()
         }
-        self._seen_as_tensors: dict[str, torch.Tensor] = {}
+        self._seen_as_tensors: dict[str, Tensor] = {}
         self._noise = torch.zeros(0)
         self._noise_column = 0
         self._is_uneven = False
@@ -153,7 +154,7 @@ class RowTable:
         self._noise = torch.zeros(shape, dtype=torch.float64, device=self.device)
         self._noise_column = steps
 
-    def device_column(self, name: str) -> torch.Tensor:
+    def device_column(self, name: str) -> Tensor:
         """The whole column [slots] as it is now, on the device, to be read only."""
         return self._seen_as_tensors[name].to(self.device)
 
@@ -174,7 +175,7 @@ class RowTable:
 
     # -- noise -------------------------------------------------------------------------------------
 
-    def next_noise(self) -> torch.Tensor:
+    def next_noise(self) -> Tensor:
         """Noise of every slot for the step at hand, float64 [slots, size] on the device."""
         num_steps = self._noise.shape[1]
         if self._noise_column >= num_steps:
@@ -185,7 +186,7 @@ class RowTable:
         self._noise_column += 1
         return column
 
-    def noise_ahead(self, rows: slice | np.ndarray, count: int) -> torch.Tensor:
+    def noise_ahead(self, rows: slice | np.ndarray, count: int) -> Tensor:
         """Noise of the next `count` tokens of each of these rows, float64 [rows, count, size] on
         the device."""
         keys, counts = (
@@ -203,7 +204,7 @@ class RowTable:
 
     # -- rows come, advance, go --------------------------------------------------------------------
 
-    def add(self, new: list[Pending]) -> torch.Tensor:
+    def add(self, new: list[Pending]) -> Tensor:
         """Append rows with no token yet. Returns noise for their first tokens, float64
         [new, size]."""
         first, self.num_rows = self.num_rows, self.num_rows + len(new)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollpacker.engines.embedded.attention import UnsupportedModelError
@@ -27,7 +28,7 @@ def has_adapter(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
-def base_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def base_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """All parameters but the adapter's, under the names that they have without one."""
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from rollpacker.engines.embedded.sampling import DrawMode, draw, exponentials, noise_size
 from rollpacker.engines.engine import SamplingParams
@@ -91,7 +92,7 @@ def drawing_with(draws: Draws) -> type[LogitsProcessor]:
             if process_dict_updates(self._rows, batch_update, _of_request):
                 self._batch = None
 
-        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        def apply(self, logits: Tensor) -> Tensor:
             if not self._rows:  # a trial run of vLLM's own
                 return logits
             if self._batch is None:
@@ -139,12 +140,8 @@ class Settings:
         ]
 
     def draw(
-        self,
-        logits: torch.Tensor,
-        keys: torch.Tensor,
-        places: torch.Tensor,
-        requests: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, logits: Tensor, keys: Tensor, places: Tensor, requests: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """A token per row of logits [rows, vocabulary] and its log-probability, with the noise of
         its key and place in its response (int64 [rows]). `requests` int64 [rows]: which of them a
         row is for; None: one row each."""
@@ -166,7 +163,7 @@ class _Batch:
         self._settings = Settings([one.sampling for _, one in rows], vocabulary_size, device)
         self._keys = torch.tensor([one.key for _, one in rows], device=device)
 
-    def draw(self, logits: torch.Tensor, broken: list[int]) -> torch.Tensor:
+    def draw(self, logits: Tensor, broken: list[int]) -> Tensor:
         """A token per row, int64 [rows]. Notes log-probabilities, and who has logits that are not
         numbers."""
         counts = [len(one.tokens) for _, one in self._rows]

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollpacker.core.events import SampleGenerated
@@ -33,13 +34,7 @@ from rollpacker.engines.engine import (
     EngineOutput,
     EngineStatus,
 )
-from rollpacker.engines.loop import (
-    LoopEngine,
-    Numbered,
-    abortion,
-    failure,
-    why_impossible,
-)
+from rollpacker.engines.loop import LoopEngine, Numbered, abortion, failure, why_impossible
 from rollpacker.engines.vllm.adapters import lora_request
 from rollpacker.engines.vllm.draws import DRAW, NUMBER, Draw, Draws
 from rollpacker.engines.vllm.live import Live
@@ -376,9 +371,7 @@ class VllmEngine(LoopEngine):
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def _renew(
-        self, version: int, weights: Mapping[str, torch.Tensor] | WeightSource | None
-    ) -> None:
+    def _renew(self, version: int, weights: Mapping[str, Tensor] | WeightSource | None) -> None:
         super()._renew(version, weights)
         self._copy.load()
 

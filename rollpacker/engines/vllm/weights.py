@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollpacker.engines.engine import EngineError, SamplingParams
@@ -114,17 +115,17 @@ class Copy:
                 "with these weights; set rollout.engine.name=torch if it stays so"
             )
 
-    def _model_says(self, prompt: list[int]) -> torch.Tensor:
+    def _model_says(self, prompt: list[int]) -> Tensor:
         """Log-probabilities of the prompt's tokens from the second one on."""
         ids = torch.tensor([prompt], device=self._model.device)
         was_training = self._model.training
         self._model.train(False)
         logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
         self._model.train(was_training)
-        log_probs: torch.Tensor = logits.log_softmax(-1).gather(1, ids[0, 1:, None])
+        log_probs: Tensor = logits.log_softmax(-1).gather(1, ids[0, 1:, None])
         return log_probs[:, 0].cpu()
 
-    def _vllm_says(self, prompt: list[int]) -> torch.Tensor:
+    def _vllm_says(self, prompt: list[int]) -> Tensor:
         """Log-probabilities of the prompt's tokens from the second one on, as vLLM computes
         them."""
         number = -1

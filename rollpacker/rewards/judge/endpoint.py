@@ -46,16 +46,6 @@ class _Refused(Exception):
     """The endpoint refuses the request as it is (400, 413, 422)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """The connections, places and service of one event loop."""
-
-    loop: asyncio.AbstractEventLoop
-    places: asyncio.Semaphore
-    service: Service
-    client: Any
-
-
 @dataclass(eq=False, slots=True, kw_only=True)
 class EndpointCompleter:
     """Asks one model behind one address. Meets `Completer`.
@@ -80,9 +70,19 @@ class EndpointCompleter:
     first_backoff_s: float = 0.5
     num_retries: int = field(default=0, init=False)
     """Attempts after the first of each request."""
-    _bound: _Bound | None = field(default=None, init=False)
-    _waited_before_s: float = field(default=0.0, init=False)
-    """In event loops that are left."""
+    _service: Service = field(init=False)
+    _places: asyncio.Semaphore = field(init=False)
+    _client: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._service = Service(
+            self.name,
+            outage_s=self.outage_s,
+            probe_every_s=self.probe_every_s,
+            first_pause_s=self.first_backoff_s,
+        )
+        self._places = asyncio.Semaphore(self.concurrency)
+        self._client = open_client(checked_url(self.url), self.token, self.concurrency)
 
     @property
     def name(self) -> str:
@@ -91,10 +91,10 @@ class EndpointCompleter:
     @property
     def waited_s(self) -> float:
         """Seconds that requests waited for an endpoint that was down or busy, in all."""
-        return self._waited_before_s + (self._bound.service.waited_s if self._bound else 0.0)
+        return self._service.waited_s
 
     def outage(self) -> str | None:
-        return None if self._bound is None else self._bound.service.outage()
+        return self._service.outage()
 
     async def complete(self, messages: Sequence[Mapping[str, str]], *, timeout_s: float) -> str:
         """The reply's text. `timeout_s` limits each attempt, not the waiting before it.
@@ -103,40 +103,62 @@ class EndpointCompleter:
             CompletionFailed: after retries, after an outage of `outage_s`, or at once where trying
                 again cannot help.
         """
-        bound = self._bind()
-        async with bound.places:
-            return await _Attempts(self, bound.service, timeout_s).run(list(messages))
+        async with self._places:
+            return await self._until_answered(list(messages), timeout_s)
 
     async def close(self) -> None:
-        """Close the connections of the running loop."""
-        bound = self._bound
-        if bound is not None and bound.loop is asyncio.get_running_loop():
-            self._leave(bound)
-            await bound.client.close()
+        """Close the connections."""
+        await self._client.close()
 
-    def _bind(self) -> _Bound:
-        """The `_Bound` of the running loop, made anew if the loop is another one."""
-        loop = asyncio.get_running_loop()
-        if self._bound is not None:
-            if self._bound.loop is loop:
-                return self._bound
-            self._leave(self._bound)
-        self._bound = _Bound(
-            loop=loop,
-            places=asyncio.Semaphore(self.concurrency),
-            service=Service(
-                self.name,
-                outage_s=self.outage_s,
-                probe_every_s=self.probe_every_s,
-                first_pause_s=self.first_backoff_s,
-            ),
-            client=open_client(checked_url(self.url), self.token, self.concurrency),
-        )
-        return self._bound
+    # -- one request -------------------------------------------------------------------
 
-    def _leave(self, bound: _Bound) -> None:
-        self._waited_before_s += bound.service.waited_s
-        self._bound = None
+    async def _until_answered(self, messages: list[Mapping[str, str]], timeout_s: float) -> str:
+        """Attempt after attempt, until one is answered or the request is given up."""
+        service = self._service
+        started = asyncio.get_running_loop().time()
+        why = "it does not answer"
+        num_passing = num_not_busy = num_others_answered = 0
+        while True:
+            if not await service.ready(started):
+                raise CompletionFailed(self._given_up(why), Cause.INFRASTRUCTURE)
+            try:
+                if num_not_busy > self.max_retries:
+                    if not await self._answers_others(timeout_s):
+                        raise _Passing(why)
+                    # It is this request that it cannot answer, or the trouble has just ended.
+                    num_others_answered += 1
+                    if num_others_answered > 1:
+                        raise CompletionFailed(
+                            f"{self.name} failed {num_not_busy} times on this request ({why}),"
+                            " while it answers others",
+                            Cause.INFRASTRUCTURE,
+                        )
+                reply = await self._attempt(messages, timeout_s)
+            except _Passing as error:
+                why = str(error)
+                self.num_retries += 1
+                num_passing += 1
+                num_not_busy += not error.busy
+                service.failed(why, after_s=error.after_s)
+                await service.pause(num_passing)
+            except _Refused as error:
+                service.succeeded()
+                raise CompletionFailed(str(error), Cause.SAMPLE) from None
+            except CompletionFailed:
+                service.succeeded()
+                raise
+            else:
+                service.succeeded()
+                return reply
+
+    def _given_up(self, why: str) -> str:
+        """The reason of a request that is given up, without a number of seconds that grows: samples
+        are counted by their reasons."""
+        service = self._service
+        if service.outage() is None:
+            return f"{service.name} could not be used ({why})"
+        limit = f"outage_s={service.outage_s:g}"
+        return f"{service.name} was down for longer than {limit} ({service.breaker.why})"
 
     # -- one attempt -------------------------------------------------------------------
 
@@ -165,7 +187,7 @@ class EndpointCompleter:
         request_id = _REQUEST_ID + uuid.uuid4().hex
         try:
             async with asyncio.timeout(timeout_s):
-                raw = await self._bind().client.chat.completions.with_raw_response.create(
+                raw = await self._client.chat.completions.with_raw_response.create(
                     **body,
                     extra_body=dict(self.request),
                     extra_headers={"X-Request-Id": request_id},
@@ -228,68 +250,3 @@ class EndpointCompleter:
         except (_Refused, CompletionFailed):
             return True
         return True
-
-
-class _Attempts:
-    """One request until it is answered or given up."""
-
-    def __init__(self, endpoint: EndpointCompleter, service: Service, timeout_s: float) -> None:
-        self._endpoint, self._service = endpoint, service
-        self._timeout_s = timeout_s
-        self._started = asyncio.get_running_loop().time()
-        self._num_passing = 0
-        self._num_failed = 0
-        """Without the attempts that were told that the endpoint is busy."""
-        self._num_others_answered = 0
-
-    async def run(self, messages: list[Mapping[str, str]]) -> str:
-        endpoint, service = self._endpoint, self._service
-        why = "it does not answer"
-        while True:
-            if not await service.ready(self._started):
-                raise CompletionFailed(self._given_up(why), Cause.INFRASTRUCTURE)
-            try:
-                if self._num_failed > endpoint.max_retries:
-                    await self._suspect(why)
-                reply = await endpoint._attempt(messages, self._timeout_s)
-            except _Passing as error:
-                why = str(error)
-                await self._failed(error)
-            except _Refused as error:
-                service.succeeded()
-                raise CompletionFailed(str(error), Cause.SAMPLE) from None
-            except CompletionFailed:
-                service.succeeded()
-                raise
-            else:
-                service.succeeded()
-                return reply
-
-    def _given_up(self, why: str) -> str:
-        """Without a number of seconds that grows: samples are counted by it."""
-        service = self._service
-        if service.outage() is None:
-            return f"{service.name} could not be used ({why})"
-        limit = f"outage_s={service.outage_s:g}"
-        return f"{service.name} was down for longer than {limit} ({service.breaker.why})"
-
-    async def _failed(self, error: _Passing) -> None:
-        self._endpoint.num_retries += 1
-        self._num_passing += 1
-        self._num_failed += not error.busy
-        self._service.failed(str(error), after_s=error.after_s)
-        await self._service.pause(self._num_passing)
-
-    async def _suspect(self, why: str) -> None:
-        """Many attempts failed. If the endpoint answers others, it is this request that it cannot
-        answer; one more chance, since the trouble may just have ended."""
-        endpoint = self._endpoint
-        if not await endpoint._answers_others(self._timeout_s):
-            raise _Passing(why)
-        self._num_others_answered += 1
-        if self._num_others_answered > 1:
-            raise CompletionFailed(
-                f"{endpoint.name} failed {self._num_failed} times on this request ({why}), while"
-                " it answers others",
-                Cause.INFRASTRUCTURE,
-            )
