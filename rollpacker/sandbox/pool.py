@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from rollpacker.sandbox import bwrap, cgroup, frames, seccomp, zygote
 from rollpacker.sandbox.program import OUT_OF_MEMORY_SIGNAL
 from rollpacker.sandbox.sandbox import (
-    PROFILES,
     PYTHON,
     Capabilities,
     Limits,
@@ -88,12 +87,8 @@ class Pool:
         self._retiring: asyncio.Task[None] | None = None
         self.capabilities = Capabilities(
             backend="bwrap",
-            passed=(),
-            failed=(),
-            profiles=tuple(PROFILES),
             memory=f"cgroup v{self._groups.version}" if self._groups else "no fork",
             can_fork=can_fork,
-            seconds=0.0,
         )
 
     async def open(self) -> None:

@@ -160,17 +160,18 @@ class Capabilities:
     """Limits that a backend was seen to enforce on this machine, by its self-test."""
 
     backend: str
-    passed: tuple[str, ...]
-    """Names of the canary attacks that were contained."""
-    failed: tuple[str, ...]
-    profiles: tuple[str, ...]
-    """Names of those that every backend has."""
+    passed: tuple[str, ...] = ()
+    """Names of the canary attacks that were contained; empty before the self-test."""
+    failed: tuple[str, ...] = ()
+    """Names of the canary attacks that were not contained."""
+    profiles: tuple[str, ...] = tuple(PROFILES)
+    """Names of the profiles that every backend has."""
     memory: str
     """How the memory of a whole run is bounded: "cgroup v2", "cgroup v1" or "no fork"."""
     can_fork: bool
     """Programs may start processes (only where their memory is bounded together)."""
-    seconds: float
-    """The self-test took so long."""
+    seconds: float = 0.0
+    """Seconds that the self-test took."""
 
 
 class Sandbox(Protocol):
