@@ -275,7 +275,8 @@ class AlgorithmConfig:
 
     @property
     def needs_whole_batch(self) -> bool:
-        """Some statistic spans the step, so no advantage is known before every reward is."""
+        """Whether a statistic spans the step, so that no advantage is known before every reward
+        is."""
         return bool(self.whiten) or "batch" in (self.normalize_mean, self.normalize_std)
 
     @property

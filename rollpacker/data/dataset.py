@@ -105,12 +105,12 @@ class DataConfig:
 
     train: DatasetConfig
     eval: DatasetConfig | None = None
-    """None with eval_fraction 0: no evaluation."""
+    """The held-out prompts. None with eval_fraction 0: no evaluation."""
     eval_fraction: float = 0.0
     """Hold out this share of `train`, by a hash of the prompt, so that equal prompts fall on one
     side."""
     max_prompt_tokens: int = 1024
-    """Longer prompts are dropped and counted."""
+    """Most tokens of a prompt. Longer prompts are dropped and counted."""
     max_dropped_fraction: float = 0.1
     """More dropped prompts than this stop the run before it starts."""
     shuffle: bool = True
@@ -161,7 +161,7 @@ class PromptSet:
     chat: bool = False
     """`chat` let text prompts go through the chat template."""
     told: tuple[str, ...] = ()
-    """How prompts are made of the rows, and the first of them, for people: a line each."""
+    """Lines for people: how prompts are made of the rows, and the first prompt."""
 
 
 class Cursor(Protocol):

@@ -23,7 +23,7 @@ class RawRow:
     """A row before a prompt was made of it."""
 
     where: str
-    """For messages: the file and line, or the dataset and row."""
+    """The row's place for messages: the file and line, or the dataset and row."""
     columns: dict[str, Any]
     is_named: bool = False
     """Whether the row's prompt is only a name for it, since the environment says the prompt."""

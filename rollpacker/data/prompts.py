@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 TOO_LONG = "prompt too long"
 IN_EVAL = "prompt also in eval"
 MORE_READ = 200
-"""So many more rows are read to find a few that are not held out."""
+"""Rows that are read besides, to find a few that are not held out."""
 
 
 @dataclass(frozen=True, slots=True)

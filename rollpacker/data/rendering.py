@@ -16,7 +16,7 @@ Messages = list[dict[str, str]]
 Prompt = str | Messages
 
 NUM_SHOWN = 3
-"""How many bad rows a message lists."""
+"""Number of bad rows that a message lists."""
 
 
 class PromptMaker:

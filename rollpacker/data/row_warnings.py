@@ -53,7 +53,7 @@ def row_warnings(rows: Sequence[Located], tokenizer: Any, system_prompt: str | N
 
 
 def _line(rows: Sequence[Located], fits: Callable[[Messages], bool], what: str) -> str | None:
-    """How many rows fit, and where the first is."""
+    """A line with the number of rows that fit, and the place of the first. None: no row fits."""
     places = [where for where, messages in rows if fits(messages)]
     if not places:
         return None

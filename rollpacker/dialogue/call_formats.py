@@ -252,8 +252,8 @@ def call_of(value: Any) -> Call | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Without half characters, which neither a tool nor a tokenizer can take; without infinities
-    (1e999)."""
+    """Whether the value has no half characters, which neither a tool nor a tokenizer can take, and
+    no infinities (1e999)."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (UnicodeEncodeError, ValueError, RecursionError):

@@ -130,8 +130,8 @@ class Encoder:
         yield text[begun:]
 
     def _letters(self, part: str, held: Held, stand_ins: re.Pattern[str]) -> list[int]:
-        """Without the added vocabulary. A tokenizer whose words themselves hold a marker gets it
-        with a space in it."""
+        """The tokens of a part in which something is held, without the added vocabulary. A
+        tokenizer whose words themselves hold a marker gets the marker with a space in it."""
         ids = self._bare_ids(stand_ins.sub(lambda found: held[found.group()], part))
         if self.marker_ids.isdisjoint(ids):
             return ids
@@ -192,7 +192,7 @@ def whole_marker(text: str, length: int, markers: re.Pattern[str]) -> int:
 
 
 def num_alike(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginnings."""
+    """Number of characters that two texts have in common at their beginnings."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -18,7 +18,7 @@ from rollpacker.dialogue.template import DialogueTemplate, TemplateError, stand_
 from rollpacker.dialogue.trajectory import Message
 
 MAX_TOOL_SETS = 256
-"""So many sets of tools that episodes brought are kept ready."""
+"""Most sets of tools of episodes for which a dialogue is kept ready."""
 _THOUGHT, _WORDS = "stand-in-of-a-thought", "stand-in-of-words"
 
 

@@ -30,7 +30,7 @@ class Change:
     index: int
     """Number of the turn or answer, from 1."""
     num_turns: int
-    """How many turns there were when it changed."""
+    """Number of turns in the dialogue when it changed."""
     follows: str
     """The role of the message that made it change: "user", "tool" or "assistant" (the turn itself
     is not written as its generation prompt began it)."""
@@ -46,7 +46,7 @@ class Rewrites:
     refuses."""
 
     changes: tuple[tuple[str, Change], ...]
-    """With the dialogue that showed each; the first of every kind."""
+    """The first change of every kind, each behind the dialogue that showed it."""
 
     @property
     def sentence(self) -> str:

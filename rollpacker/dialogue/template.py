@@ -168,7 +168,7 @@ class DialogueTemplate:
         return text[len(close) :]
 
     def _without(self, end: int | None, text: str) -> str:
-        """Without what the sampled end token has said already."""
+        """The text without the part that the sampled end token has said already."""
         if end is None:
             return text
         mark = self._encoder.text_of(end)

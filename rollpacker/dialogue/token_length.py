@@ -14,7 +14,7 @@ from typing import Any
 from rollpacker.chat_template import byte_letters
 
 _COMPOSED = 4
-"""So many characters become one at most under NFC and NFKC: a letter and three marks."""
+"""Most characters that become one under NFC and NFKC: a letter and three marks."""
 _COMPOSES = {"NFC": _COMPOSED, "NFKC": _COMPOSED, "NFD": 1, "NFKD": 1, "Lowercase": 1}
 _COMPOSES |= {"Prepend": 1, "ByteLevel": 1}
 _KEEPS_ALL = {"ByteLevel", "Digits", "Metaspace"}
@@ -36,9 +36,10 @@ class TokenLength:
 
 
 def token_length(tokenizer: Any) -> TokenLength | None:
-    """None: nobody can say, as where a normalizer or a token may swallow white space, or one
-    unknown token stands for a whole word. Known are vocabularies of bytes or with one token for
-    each byte (BPE, which is what nearly all chat models have), and those of single characters."""
+    """Most characters that a token of this tokenizer covers. None: nobody can say, as where a
+    normalizer or a token may swallow white space, or one unknown token stands for a whole word.
+    Known are vocabularies of bytes or with one token for each byte (BPE, which is what nearly all
+    chat models have), and those of single characters."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

@@ -23,7 +23,7 @@ class Segment:
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...] | None = None
-    """One per token of what the model drew. None: the tokens were given to it."""
+    """Log-probability of each token that the model drew. None: the tokens were given to it."""
 
     def __post_init__(self) -> None:
         assert self.log_probs is None or len(self.log_probs) == len(self.tokens)
@@ -45,7 +45,7 @@ class Trajectory:
     """Where in `tokens` the model saw a prompt that was written anew."""
 
     def and_then(self, segment: Segment) -> Trajectory:
-        """With what came next; empty segments leave no trace."""
+        """The trajectory with one more segment. An empty segment changes nothing."""
         if not segment.tokens:
             return self
         last = self.segments[-1] if self.segments and not self._begins_anew else None
@@ -58,10 +58,10 @@ class Trajectory:
         return Trajectory(self.prompt, (*self.segments, segment), self.rewritten)
 
     def prompted(self, prompt: tuple[int, ...], given: Sequence[int] = ()) -> Trajectory:
-        """With the whole prompt of the next turn. If it begins with all that there is, token by
-        token, the rest of it was given. Else it takes the place of what came before, and what is
-        drawn next is a row of its own; `given` is then what stands in between for those who read
-        the trajectory from its beginning to its end."""
+        """The trajectory with the whole prompt of the next turn. If the prompt begins with all that
+        there is, token by token, the rest of it was given. Else it takes the place of what came
+        before, and what is drawn next is a row of its own; `given` are then the tokens in between
+        for those who read the trajectory from its beginning to its end."""
         if not self.segments:
             return Trajectory(prompt)
         seen = self.context
@@ -71,7 +71,7 @@ class Trajectory:
         return replace(grown, rewritten=(*grown.rewritten, (len(grown.tokens), prompt)))
 
     def ended(self) -> Trajectory:
-        """Without what stands behind the last turn."""
+        """The trajectory without the given tokens behind its last turn."""
         segments = self.segments
         while segments and not segments[-1].is_sampled:
             segments = segments[:-1]
@@ -89,7 +89,7 @@ class Trajectory:
 
     @property
     def num_context(self) -> int:
-        """How many tokens `context` has."""
+        """Number of tokens of `context`."""
         first, prompt = self.rewritten[-1] if self.rewritten else (0, self.prompt)
         return len(prompt) - first + sum([len(one.tokens) for one in self.segments])
 
@@ -175,5 +175,6 @@ class Dialogue(Protocol):
         ...
 
     def rewritten(self) -> str | None:
-        """How the template rewrites what came before, in a sentence. None: dialogues only grow."""
+        """The way in which the template rewrites what came before, in a sentence. None: dialogues
+        only grow."""
         ...

@@ -73,8 +73,8 @@ class Service:
             self.waited_s += loop.time() - since
 
     def _until(self, started: float) -> float:
-        """When the outage has lasted too long. A newcomer may wait for one probe all the same, or
-        nobody would see the service return."""
+        """Loop time at which the outage has lasted too long for a caller. A newcomer may wait for
+        one probe all the same, or nobody would see the service return."""
         since = self.breaker.failing_since
         if since is None:
             return started + self.outage_s

@@ -145,7 +145,7 @@ class EngineCompleter:
 
 
 def _settle(future: asyncio.Future[EngineOutput], result: EngineOutput | EngineError) -> None:
-    """From any thread."""
+    """Give the future its result or its error. May be called from any thread."""
 
     def settle() -> None:
         if future.done():

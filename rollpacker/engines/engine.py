@@ -26,7 +26,7 @@ Redraws = tuple[tuple[int, int], ...]
 """(first token, redraw): from that token on the noise is of that redraw. Before the first: of 0."""
 
 NOT_NUMBERS = "the model's logits are not numbers"
-"""How the reason of a `SampleFailed` begins whose logits held a NaN."""
+"""Beginning of the reason of a `SampleFailed` whose logits held a NaN."""
 
 
 class EngineError(RuntimeError):
@@ -35,7 +35,7 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one response is drawn."""
+    """Parameters of the draw of one response."""
 
     max_response_tokens: int
     temperature: float = 1.0
@@ -55,7 +55,7 @@ class Carried:
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
-    """One per token, of the weights that it was drawn from."""
+    """Log-probability of each token under the weights that it was drawn from."""
     verify: bool = True
     """Draw every token anew with its own noise, all in one pass, and keep those before the first
     that comes out differently: the response is then the one that generation from scratch gives.
@@ -65,8 +65,8 @@ class Carried:
     that came out differently are drawn once more, with noise of another redraw, sixteen times at
     most. With `verify` only."""
     ceiling: int | None = None
-    """Once one came out differently, a response of more tokens is not taken either. None: any
-    is."""
+    """Most tokens of a response in which a token came out differently; a longer one is drawn once
+    more, too. None: any length is accepted."""
     redraws: Redraws = ()
     """`Response.redraws` of the launch that left them."""
 
@@ -78,15 +78,16 @@ class GenerationRequest:
     """The samples of one prompt carry the same tuple; adjacent ones are prefilled once."""
     sampling: SamplingParams
     forced_length: int | None = None
-    """For benchmarks: end exactly after this many tokens, whatever is sampled. Ends as "stop"."""
+    """For benchmarks: the response ends with "stop" exactly after this many tokens, whatever is
+    drawn. None: it ends by itself."""
     noise: SampleId | None = None
     """The sample whose noise the response is drawn with. None: the request's own."""
     turn: int = 1
     """Number of the turn in its trajectory, from 1. The prompt of a later turn is all that came
     before it."""
     keep: bool = False
-    """Once it has ended with "stop", keep what was computed of it if there is room: a later request
-    of the sample will begin with the same tokens."""
+    """Whether to keep, if there is room, what was computed of a response that ends with "stop": a
+    later request of the sample will begin with the same tokens."""
     carried: Carried | None = None
 
 
@@ -100,8 +101,8 @@ class Response:
     tokens: tuple[int, ...]
     """Response tokens as drawn, the end token included. Nobody re-tokenizes them."""
     log_probs: tuple[float, ...]
-    """One per drawn token: its log-probability under the distribution it was drawn from, that is
-    after temperature, top-k and top-p (natural logarithm). Greedy: under the plain softmax."""
+    """Log-probability of each drawn token (natural logarithm) under the distribution that it was
+    drawn from, that is after temperature, top-k and top-p. Greedy: under the plain softmax."""
     finish_reason: str
     """"stop", "length", or "aborted": it was stopped on its way. Of a trajectory, `Conclude`'s."""
     version: int
@@ -212,7 +213,8 @@ class Engine(Protocol):
         ...
 
     def status(self) -> EngineStatus:
-        """How much it has to do, and has done. Raises `EngineError` if it is closed or dead."""
+        """Counts of the engine's samples, tokens and steps. Raises `EngineError` if it is closed or
+        dead."""
         ...
 
     async def close(self) -> None:

@@ -87,7 +87,7 @@ class Inbox:
             self._unkept.extend(samples)
 
     def begin_weights(self, version: int) -> None:
-        """Nothing may be submitted until `end_weights`. Raises `EngineError` while samples run."""
+        """Refuse samples until `end_weights`. Raises `EngineError` while samples run."""
         with self._condition:
             self.check_here()
             self._check_idle(f"the weights cannot change to version {version}")
@@ -98,7 +98,7 @@ class Inbox:
         self._weights_change = False
 
     def leave(self) -> None:
-        """Nothing may be asked for until `come_back`. Raises `EngineError` while samples run."""
+        """Refuse everything until `come_back`. Raises `EngineError` while samples run."""
         with self._condition:
             self.check_open()
             self._check_idle("the device's memory cannot be let go of")
@@ -164,4 +164,4 @@ class Inbox:
 
 
 def _tell_nobody(error: BaseException) -> None:
-    """Nobody listens yet, or any more."""
+    """Stands for the listener to errors where there is none yet, or none any more."""

@@ -36,7 +36,7 @@ from rollpacker.weights.probe import weight_probe
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
-"""How long `close` waits for the decode step at hand."""
+"""Seconds that `close` waits for the decode step that runs."""
 
 Numbered = tuple[int, EngineOutput]
 """An output and when its request was launched, which orders what ends in one step."""
@@ -150,7 +150,7 @@ class LoopEngine(ABC):
             own[name].copy_(value)
 
     def _forget_kept(self) -> None:
-        """Nothing that was computed so far is of use any more. While nothing runs."""
+        """Drop what was computed with the weights so far. Called while nothing runs."""
         return
 
     @property
@@ -174,11 +174,11 @@ class LoopEngine(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Once, before the first turn."""
+        """Called once, before the first turn."""
 
     @abstractmethod
     def _rest(self) -> None:
-        """Nothing runs any more, or the worker dies."""
+        """Called when nothing runs any more, and when the worker dies."""
 
     # -- the worker --------------------------------------------------------------------------------
 
@@ -235,8 +235,8 @@ def untouched(entry: Pending, version: int) -> Response:
 def why_impossible(
     entry: Pending, *, vocabulary_size: int, max_positions: int | None, can_read: bool
 ) -> str | None:
-    """Why no engine of this model could ever run the request; None if one may. `max_positions`:
-    the model's context. `can_read`: there is a tokenizer."""
+    """The reason why no engine of this model could ever run the request. None: one may.
+    `max_positions`: the model's context. `can_read`: there is a tokenizer."""
     prompt, limit = entry.request.prompt_tokens, entry.limit
     if not prompt:
         return "the prompt has no tokens"

@@ -137,7 +137,7 @@ class EpisodeThread(threading.Thread):
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(GivenUp))
 
     def end(self) -> None:
-        """Once it has done what it has to do."""
+        """End the thread once it has done what it has to do."""
         self._jobs.put(None)
 
 
@@ -167,7 +167,8 @@ class _Memory:
         """Bytes that a thread takes, which are nobody's fault."""
 
     def limit(self, num_bytes: int) -> None:
-        """To so much more than it has now. Where the system does not tell, there is no limit."""
+        """Limit the memory to what it is now and `num_bytes` more. Where the system does not tell,
+        there is no limit."""
         with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as file:
             line = next(line for line in file if line.startswith("VmData:"))
             self._limit = (int(line.split()[1]) << 10) + num_bytes

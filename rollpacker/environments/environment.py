@@ -62,13 +62,13 @@ class EnvironmentConfig:
     workers: int | Literal["auto"] = "auto"
     """Processes of environments, each with many episodes. auto: one per processor, at most 8."""
     per_host: int | None = None
-    """With `runtime=ray`: so many processes beside the engines of each host, instead of `workers`
-    beside the run's own. None: all of them there."""
+    """Processes of environments beside the engines of each host, with `runtime=ray`, instead of
+    `workers` beside the run's own process. None: all of them are beside the run's own."""
     memory_mb: int | None = None
     """Memory in MiB that one process may have beyond what it took to load. More raises
     `MemoryError` in the environment. None: no limit."""
     max_result_chars: int = 16384
-    """Longer results of tools are cut, with a note for the model."""
+    """Characters of a tool's result. Longer results are cut, with a note for the model."""
     deterministic: bool | None = None
     """Whether the same actions bring the same answers, so that a lost episode can be played again.
     None: as the environment, or each of the tools, says itself by an attribute `deterministic`;
@@ -142,14 +142,14 @@ class Answered:
     """The answer of an environment to one message of the model."""
 
     messages: tuple[Message, ...]
-    """For the model; may be empty where the episode is over."""
+    """Messages for the model. May be empty where the episode is over."""
     reward: float | None = None
     """The reward of this turn. None: there is none."""
     done: bool = False
     truncated: bool = False
     """Whether the episode ended for a limit of its own, rather than by what happened."""
     seconds: float = 0.0
-    """In the environment, without any waiting."""
+    """Seconds in the environment, without any waiting."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Such as tool calls and failed ones, by name."""
     calls: tuple[ToolCall, ...] = ()
@@ -242,8 +242,8 @@ class Environments(Protocol):
         ...
 
     def end(self, episode: SampleId) -> None:
-        """Nobody needs the episode any more. Idempotent; returns at once. Who still waits for an
-        answer of it gets `Lost` ("cancelled")."""
+        """Forget the episode, which nobody needs any more. Idempotent; returns at once. A call that
+        still waits for its answer gets `Lost` ("cancelled")."""
         ...
 
     async def close(self) -> None:

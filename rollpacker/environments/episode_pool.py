@@ -22,7 +22,7 @@ from rollpacker.workers.pool import GROW_AFTER_S, MAX_FAILED_STARTS, WorkerPool
 from rollpacker.workers.pool_calls import PoolCall, PoolWorker, WorkerLost
 
 MAX_EPISODES = 1000
-"""In one process."""
+"""Most episodes in one process."""
 ANSWER_WITHIN_S = 2.0
 """A process that does not react for so long hangs. All its episodes are lost with it, so it has
 longer than one of a reward function."""

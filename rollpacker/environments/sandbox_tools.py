@@ -35,7 +35,7 @@ MAX_FOLDER_BYTES = 8 << 20
 """An episode's files are kept in memory between calls, of many episodes at once."""
 MAX_OUTPUT_BYTES = 1 << 20
 _OWN_S = 2.0
-"""For our own program to come to its end."""
+"""Seconds that our own program may take to come to its end."""
 _PROFILE = Profile(
     name="tools",
     folders=(("bin", "/usr/bin"),),

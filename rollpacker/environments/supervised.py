@@ -69,7 +69,7 @@ class _Life:
     last: Begun | Answered | None = None
     """The answer to it."""
     call: PoolCall | None = None
-    """At which it is."""
+    """The call that is under way. None: no call is."""
 
 
 @dataclass(slots=True)
@@ -383,7 +383,7 @@ class SupervisedEnvironments:
         return Lost(reason=why, cause=cause, seconds=seconds)
 
     def _report(self, kind: str, more: str = "") -> None:
-        """Once per kind."""
+        """Log a warning, once for each kind."""
         if kind not in self._told:
             self._told.add(kind)
             logger.warning("environment %s%s", kind, more)

@@ -76,7 +76,7 @@ class _Episode:
     running: set[int] = field(default_factory=set)
     """Calls of it that have not ended."""
     is_over: bool = False
-    """Nobody needs it any more."""
+    """Whether nobody needs the episode any more."""
 
 
 class _Server:

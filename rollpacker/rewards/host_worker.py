@@ -30,7 +30,7 @@ class _Logged(logging.Handler):
     def __init__(self, line: Line) -> None:
         super().__init__()
         self.loop: asyncio.AbstractEventLoop | None = None
-        """Once it runs, the line is the loop's."""
+        """The loop that owns the line. None before it runs."""
         self._line = line
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -77,7 +77,8 @@ def refuse_bound(rewards: Sequence[RewardConfig]) -> None:
 def reward_setup(
     rewards: Sequence[RewardConfig], sandbox: SandboxConfig, *, heartbeat_s: float
 ) -> RewardSetup:
-    """For hosts that find what this process finds."""
+    """The setup of hosts that find what this process finds. Raises `RewardError` as `refuse_bound`
+    does."""
     refuse_bound(rewards)
     return RewardSetup(
         rewards=tuple(rewards),
@@ -168,7 +169,7 @@ class HostedReward:
 
     @property
     def unsandboxed(self) -> bool:
-        """On one of the hosts nothing isolates what runs in its sandbox."""
+        """Whether nothing isolates what runs in the sandbox of one of the hosts."""
         return self._unsandboxed
 
     @property

@@ -21,7 +21,7 @@ class RewardError(RuntimeError):
 
 
 class Progress(NamedTuple):
-    """How far a run is, for rewards that change with it."""
+    """Progress of a run, for rewards that change with it."""
 
     steps_done: int = 0
     num_steps: int = 1
@@ -74,7 +74,7 @@ class RewardInput:
 
 
 class Cause(StrEnum):
-    """Why there is no verdict."""
+    """The cause of a missing verdict."""
 
     SAMPLE = "sample"
     """This response cannot be judged: an unreadable reply, a reward that raises on it. Asking again
@@ -142,7 +142,7 @@ class Reward(Protocol):
         ...
 
     def broken(self) -> str | None:
-        """Why there will be no verdict any more, in words."""
+        """The reason why there will be no verdict any more, in words. None: there will be."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -199,7 +199,7 @@ class RewardConfig:
     name: str | None = None
     """The reward's name in metrics. None: the function's own name."""
     shape: Shape = "auto"
-    """How the function wants to be called. auto: by its signature."""
+    """The framework whose way of calling the function expects. auto: told by its signature."""
     max_failed_calls: int | None = 32
     """A function that gives no sample a verdict in so many calls in a row (it raises, overruns,
     returns what is no number) ends the run, resumable. Lost workers, endpoints that are down and

@@ -36,8 +36,8 @@ class RewardModelConfig:
     """A Hugging Face folder. Chat prompts go through its chat template, the completion as the
     assistant's message; a text prompt is followed by the completion as it is."""
     max_tokens: int | None = None
-    """Longer texts lose their beginning, since the score is read at the end. None: the model's own
-    limit."""
+    """Most tokens of a text. Longer texts lose their beginning, since the score is read at the end.
+    None: the model's own limit."""
     batch_size: int = 8
     """Texts in one forward pass, in the order of their length."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -90,7 +90,8 @@ class RewardModel:
         self._max_tokens = min(config.max_tokens or own, own)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """One value each, in their order; NaN where the model's output is not a number."""
+        """One value for each completion, in their order; NaN where the model's output is not a
+        number."""
         tokens = [self._tokens(*pair) for pair in zip(prompts, completions, strict=True)]
         order = sorted(range(len(tokens)), key=lambda index: len(tokens[index]))
         values = [math.nan] * len(tokens)

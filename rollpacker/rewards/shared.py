@@ -25,7 +25,7 @@ _LOGGED_EVERY_S = 2.0
 
 @contextmanager
 def logged_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """For the log alone."""
+    """Progress that is shown in the log alone."""
     told = time.monotonic()
 
     def tell(done: int) -> None:

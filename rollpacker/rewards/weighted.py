@@ -209,7 +209,7 @@ class WeightedReward:
     async def _verdicts_of(
         self, one: Weighted, samples: Sequence[RewardInput], timeout_s: float | None
     ) -> list[Verdict]:
-        """None for samples that are not this reward's."""
+        """The verdicts of one reward; None for samples that it does not judge."""
         chosen = [sample for sample in samples if one.applies_to(sample.task)]
         if not chosen:
             return [None] * len(samples)
@@ -302,7 +302,7 @@ class WeightedReward:
         return "; ".join(outages) or None
 
     def broken(self) -> str | None:
-        """Why there will be no verdict any more, in words."""
+        """The reason why there will be no verdict any more, in words. None: there will be."""
         parts = (one.part for one in self._parts if isinstance(one.part, RewardFunction))
         return next((why for part in parts if (why := part.broken())), None)
 

@@ -197,7 +197,7 @@ class Users:
             ]
 
     def started(self) -> None:
-        """Once bubblewrap was. Raises OSError."""
+        """Tell this object that bubblewrap was started. Raises OSError."""
         if not self.fds:
             return
         self._close_theirs()

@@ -192,12 +192,12 @@ class Group:
         if place.version == 1:
             self._peak = os.open(self._memory / "memory.max_usage_in_bytes", os.O_RDWR)
         self._num_killed = 0
-        """When the run began."""
+        """Number of processes that the kernel had ended for memory when the run began."""
 
     async def settle(self) -> None:
-        """Before a run: the memory of the one before is no longer counted. Whoever reads about a
-        process in /proc holds its memory beyond its end, and the process that waits for the next
-        run, here already, may be ended by the kernel for it."""
+        """Wait, before a run, until the memory of the run before is no longer counted. Whoever
+        reads about a process in /proc holds its memory beyond its end, and the process that waits
+        for the next run, here already, may be ended by the kernel for it."""
         usage = self._memory / ("memory.current" if self._version == 2 else "memory.usage_in_bytes")
         until = asyncio.get_running_loop().time() + _SETTLE_LIMIT_S
         while self._limit and int(usage.read_text()) > self._limit // 2:
@@ -206,7 +206,7 @@ class Group:
             await asyncio.sleep(0.001)
 
     def begin(self, memory_bytes: int) -> None:
-        """Before a run. Raises OSError."""
+        """Set the memory limit of a run before it begins. Raises OSError."""
         if memory_bytes != self._limit:
             if self._version == 2:
                 self._write("memory.max", memory_bytes)
@@ -226,7 +226,8 @@ class Group:
             (self._memory / name).write_text(str(value))
 
     def end(self) -> tuple[bool, int]:
-        """After a run: whether the kernel ended processes for memory; peak bytes (0: unknown)."""
+        """Whether the kernel ended processes of the run for memory, and its peak in bytes (0:
+        unknown). Called after a run."""
         peak = int(os.pread(self._peak, 32, 0)) if self._peak >= 0 else 0
         return self._count_killed() > self._num_killed, peak
 

@@ -31,7 +31,7 @@ MARGIN_S = 10.0
 container, the way there and back."""
 CONNECT_S = 5.0
 DEFAULT_PAUSE_S = 1.0
-"""Before the next attempt, where an overloaded service names no pause."""
+"""Seconds before the next attempt, where an overloaded service names no pause."""
 MIN_PAUSE_S = 0.1
 
 _REPLY_BEGINS = re.compile(rb'\s*\{\s*"(status|message|(compile|run)_result|executor|files)')
@@ -79,7 +79,7 @@ class Wire:
     async def post(
         self, request: dict[str, Any], limits: Limits, key: str | None = None
     ) -> RunResult:
-        """One attempt, within the wall limit and `MARGIN_S`. Raises `Trouble`."""
+        """Make one attempt, within the wall limit and `MARGIN_S`. Raises `Trouble`."""
         total_s = limits.wall_s + MARGIN_S
         try:
             async with asyncio.timeout(total_s):
@@ -173,7 +173,7 @@ def _bytes(content: str | bytes) -> bytes:
 
 
 def _encodable(text: str) -> str:
-    """Without lone surrogates, at which many a service stumbles."""
+    """The text without lone surrogates, at which many a service stumbles."""
     return text.encode(errors="replace").decode()
 
 

@@ -44,7 +44,7 @@ ATTEMPTS = 4
 """Attempts of one run; half as many if the service did not answer in time."""
 PROBE_EVERY_S = 2.0
 FIRST_PAUSE_S = 0.25
-"""Before the second attempt; doubled before each later one."""
+"""Seconds before the second attempt; doubled before each later one."""
 ESSENTIAL = frozenset(
     {
         *("runs", "environment", "host files", "writes", "network", "signals", "output"),

@@ -176,7 +176,8 @@ class Pool:
         return await self._started(profile)
 
     async def _replace(self, worker: Worker) -> None:
-        """At once, so that the next run need not wait for one to start."""
+        """Start another worker in its place at once, so that the next run need not wait for
+        that."""
         await self._end(worker)
         if self._closing.is_set():
             return

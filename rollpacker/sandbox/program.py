@@ -116,7 +116,8 @@ def _read_all(fd: int) -> bytes:
 
 
 def _main(program: int, ready: int) -> None:
-    """In an interpreter of its own, with a file that holds the program and the pipe for `READY`."""
+    """Run the program in a new interpreter. `program` is the descriptor of a file that holds it,
+    `ready` that of the pipe for `READY`."""
     posix.environ.pop(FOR_THE_C_LIBRARY, None)
     posix.unsetenv(FOR_THE_C_LIBRARY)
     add_exit()

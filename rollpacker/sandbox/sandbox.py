@@ -56,7 +56,7 @@ class Profile:
     """
 
     name: str
-    """For messages and lists of processes."""
+    """The profile's name in messages and in lists of processes."""
     packages: tuple[str, ...] = ()
     """Installed packages that programs may import, by import name. All others are hidden."""
     distributions: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ class Limits:
     wall_s: float = 10.0
     """Enforced from outside."""
     cpu_s: float | None = None
-    """None: the wall limit, rounded up to whole seconds, plus 1."""
+    """Seconds of processor time. None: the wall limit, rounded up to whole seconds, plus 1."""
     memory_bytes: int = 512 << 20
     """Memory of all processes of the run together."""
     output_bytes: int = 1 << 20
@@ -143,7 +143,7 @@ class RunResult:
 
     status: Status
     exit_code: int | None = None
-    """None if it did not exit by itself."""
+    """The exit status. None: the program did not exit by itself."""
     stdout: bytes = b""
     stderr: bytes = b""
     truncated: bool = False
@@ -152,7 +152,7 @@ class RunResult:
     cpu_s: float = 0.0
     peak_memory_bytes: int = 0
     detail: str = ""
-    """For `sandbox_error`: what failed, and which worker."""
+    """For a `sandbox_error`: what failed, and which worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ class Capabilities:
     profiles: tuple[str, ...] = tuple(PROFILES)
     """Names of the profiles that every backend has."""
     memory: str
-    """How the memory of a whole run is bounded: "cgroup v2", "cgroup v1" or "no fork"."""
+    """The bound on the memory of a whole run: "cgroup v2", "cgroup v1" or "no fork"."""
     can_fork: bool
     """Programs may start processes (only where their memory is bounded together)."""
     seconds: float = 0.0

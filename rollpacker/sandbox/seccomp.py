@@ -40,7 +40,7 @@ _CLONE_REFUSED = 0x7E02_A000
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """One half of an argument, masked, must be one of the values."""
+    """A condition of one half of an argument: masked, it must be one of the values."""
 
     argument: int
     values: tuple[int, ...]

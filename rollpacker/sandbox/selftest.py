@@ -277,7 +277,7 @@ async def _endless(box: Sandbox, bait: _Bait) -> bool:
 
 
 async def _descriptors(box: Sandbox, bait: _Bait) -> bool:
-    """Nothing is open but the three standard ones."""
+    """Look for open descriptors: there may be none but the three standard ones."""
     out = (await _run(box, bait, canaries.DESCRIPTORS)).stdout
     return out == b"looked\n"
 

@@ -88,7 +88,8 @@ def _boot_id() -> str:
 
 
 def _read(path: Path) -> _Known | None:
-    """None: not there, or not readable; then it is tested again."""
+    """The result of an earlier self-test. None: there is none, or it cannot be read; then it is run
+    again."""
     try:
         found = json.loads(path.read_text())
         return tuple(found["passed"]), tuple(found["failed"]), float(found["seconds"])

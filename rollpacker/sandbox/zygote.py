@@ -185,7 +185,7 @@ class PreparedRun:
                     return FLOODED
 
     def _read(self, fd: int) -> bool:
-        """One chunk. Returns whether there can be more."""
+        """Read one chunk. Returns whether there can be more."""
         return self.output[fd].add(fd, _CHUNK) > 0
 
     def _drain(self, cap: int) -> bool:
@@ -207,7 +207,7 @@ class PreparedRun:
             return False
 
     def has_ended(self) -> bool:
-        """While it waits for its request."""
+        """Whether the prepared run has ended while it waits for its request."""
         return os.waitpid(self.pid, os.WNOHANG)[0] != 0
 
     def _end_everything(self) -> None:

@@ -17,11 +17,11 @@ from rollpacker.workers.child import Child, state
 from rollpacker.workers.child import children as child_pids
 
 GRACE_S = 0.5
-"""After a run's limit, for the worker to end it and to reply."""
+"""Seconds after a run's limit in which the worker may end it and reply."""
 LOOK_S = 0.05
-"""While a run is under way its worker is looked at this often."""
+"""Seconds between two looks at the worker of a run."""
 START_LIMIT_S = 60.0
-"""For a new worker to report itself."""
+"""Seconds that a new worker may take to report itself."""
 
 
 class WorkerError(Exception):
@@ -196,7 +196,8 @@ class Worker:
             self._ask_to_cancel()
 
     def _ask_to_cancel(self) -> None:
-        """After the request, or the worker would not know which run is meant."""
+        """Ask the worker to end its run. Sent after the request, or the worker would not know which
+        run is meant."""
         assert self._writer is not None
         self._writer.write(frames.header(b"c", self.num_runs, Limits(), 0))
 

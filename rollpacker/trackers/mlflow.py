@@ -78,7 +78,7 @@ class MlflowTracker(Tracker):
         self.shown.log_batch(self._run_id, metrics=metrics)
 
     def send_samples(self, step: int, table: SamplesTable) -> None:
-        """In the form of MLflow's `log_table`, which needs pandas."""
+        """Send the table in the form of MLflow's `log_table`, which itself needs pandas."""
         file = f"samples/step_{step:06d}.json"
         values = {"columns": table.columns, "data": table.rows}
         self.shown.log_text(self._run_id, json.dumps(values), file)

@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 OPEN_S = 60.0
-"""How long a library may take to open its run."""
+"""Seconds that a library may take to open its run."""
 CALL_S = 120.0
-"""How long it may take over any one thing after that."""
+"""Seconds that a library may take over any one thing after that."""
 CLOSE_S = 60.0
-"""How long the run's end waits for what is still to be sent."""
+"""Seconds that the run's end waits for what is still to be sent."""
 
 Leaves = Iterator[tuple[str, Any]]
 Status = Literal["ok", "interrupted", "failed"]
@@ -47,7 +47,8 @@ all of them."""
 
 
 class TrackerProblem(Exception):
-    """Why a tracker cannot be used, and what to do about it, in words that follow its name."""
+    """A tracker cannot be used. The message says why and what to do about it, in words that follow
+    its name."""
 
 
 def check_connection(url: str, cure: str) -> None:
@@ -100,7 +101,8 @@ class Tracker(Callback):
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._late_at: float | None = None
-        """When what the thread is doing has taken too long. None: it does nothing."""
+        """Time on the monotonic clock at which the thread's task has taken too long. None: the
+        thread does nothing."""
         self._given_up = False
         self._record: dict[str, Any] = {"run_id": None, "sent": NOTHING}
         self._hooks = (sys.excepthook, sys.exit)

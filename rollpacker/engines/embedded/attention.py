@@ -26,11 +26,11 @@ class UnsupportedModelError(ValueError):
 
 
 class Scores(NamedTuple):
-    """How a layer scores queries against keys."""
+    """The way in which a layer scores queries against keys."""
 
     scaling: float
     sliding_window: int | None
-    """So many tokens does one see, itself included; None: all before it."""
+    """Number of tokens that a query sees, its own included. None: it sees all tokens before it."""
     softcap: float | None
     """See `capped_attention`."""
 

@@ -13,8 +13,8 @@ import numpy as np
 
 MAX_BUCKETS = 4
 CALL_COST_ELEMENTS = 25_000
-"""One more attention call costs about as much as reading this many key elements (measured on a CPU
-with 16 to 64 elements a head: 40 microseconds a call, 14 for 416 x 16 keys)."""
+"""Cost of one more attention call, in key elements that could be read in the same time. Measured on
+a CPU with 16 to 64 elements a head: 40 microseconds a call, 14 for 416 x 16 keys."""
 SORT_HORIZON_STEPS = 8
 """Moving rows must pay for its copies within so many steps."""
 MOVE_COST = 3

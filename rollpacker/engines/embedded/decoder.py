@@ -37,7 +37,7 @@ MAX_SLOTS = 1024
 PREFILL_TOKENS = {"cpu": 4096}
 PREFILL_TOKENS_ACCELERATOR = 16384
 PREFILL_LOGITS = 1 << 26
-"""At most so many logits at once in a prefill."""
+"""Most logits that a prefill may make at once."""
 
 Prompt = tuple[int, ...]
 
@@ -107,7 +107,8 @@ class Decoder:
         return self.slots.fits(1, entry.width)
 
     def num_admissible(self, waiting: Iterable[Pending]) -> int:
-        """How many of these, from the first on, can join the live rows and surely be finished."""
+        """Number of these requests, from the first one on, that can join the live rows and surely
+        be finished."""
         return self.would_have(waiting)[0] - self.rows.num_rows
 
     def would_have(self, waiting: Iterable[Pending]) -> tuple[int, int]:
@@ -144,7 +145,8 @@ class Decoder:
         self._plan = None
 
     def forget_prompt(self) -> None:
-        """Nothing waits any more, and the weights may change."""
+        """Drop the prompt that is kept for waiting samples: none waits any more, and the weights
+        may change."""
         self._kept = None
 
     def let_go(self) -> None:
@@ -247,7 +249,7 @@ class Decoder:
     # -- decoding ----------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """One token for every live row."""
+        """Draw one token for every live row."""
         if self._plan is None:
             self._plan = WidthPlan(self._mark_even(self._make_plan()))
         tokens, log_probs = self._forward(self._plan.next_step(), self.rows.next_noise())

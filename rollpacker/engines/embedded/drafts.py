@@ -22,7 +22,7 @@ from rollpacker.core.ids import PromptId
 from rollpacker.engines.embedded.rows import Pending, RowTable
 
 MAX_ROWS = 128
-"""With more rows live nothing is drafted, and nothing is looked up."""
+"""Most live rows with which drafts are looked up and tried."""
 LONGEST_MATCH = 32
 SHORTEST_MATCH = 2
 """Fewest equal tokens that count as a match. The token that follows a single equal one is the right
@@ -37,13 +37,15 @@ over r rows costs 1 + a r, one that computes t tokens for each of them b + c r +
 after timings of the kind that `benchmarks/draft_costs.py` makes; c is a guess.
 `benchmarks/drafts.py` shows the effect."""
 LOOK_COST = (0.15, 0.05)
-"""In the same units: looking for drafts, and per row that is looked at."""
+"""Cost of a look for drafts, and of each row that is looked at, in units of a plain step's
+overhead."""
 LOOK_SHARE = 0.01
 """Share of the time that looks which find nothing may take."""
 LOOK_ROWS = 8
 """Where nothing was drafted just before, so many rows are looked at first."""
 MIN_GAIN = 1.15
-"""Nothing is drafted that promises fewer tokens per second than so many times a plain step's."""
+"""Least gain of drafts in tokens per second, as a multiple of a plain step's. Drafts that promise
+less are not tried."""
 MIN_BALANCE = 0.98
 """Drafting pauses when it gave fewer than so many times a plain step's tokens per second."""
 BALANCE_STEPS = 32
@@ -61,7 +63,7 @@ _PRIOR = (0.3, 0.5, 0.5, 0.7, 0.85, 0.9)
 """Chance that a drafted token is right, by the class of its match's length, before anything was
 drafted: somewhat below what `benchmarks/drafts.py` finds on the quickstart."""
 _PRIOR_TOKENS = 8.0
-"""So many tokens' worth is that opinion."""
+"""Weight of these chances, in drafted tokens."""
 NOTES_PER_LOOK = 8
 """Drafts after which the expected numbers of tokens are computed anew."""
 _SIZE_CLASS = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5)
@@ -114,7 +116,7 @@ class RowText(Text):
             self.kind, self.matched = RESUMED, same if len(followed) == len(new) else 0
 
     def ahead(self, num_tokens: int) -> str:
-        """At most so many tokens of what the row follows."""
+        """The next tokens of the text that the row follows, at most so many."""
         if self.source is None:
             return ""
         part = self.source.text[self.place : self.place + num_tokens]
@@ -144,7 +146,8 @@ class EndedText(Text):
 
 @dataclass(slots=True)
 class Acceptance:
-    """How many of the drafted tokens were right of late, by kind and class of match length."""
+    """Counts of drafted tokens and of right ones among them, by kind and class of match length.
+    Older ones weigh less."""
 
     right: np.ndarray = field(
         default_factory=lambda: np.tile(np.array(_PRIOR) * _PRIOR_TOKENS, (len(KINDS), 1))
@@ -176,8 +179,8 @@ class Acceptance:
 
 @dataclass(slots=True)
 class Pacing:
-    """When to look for drafts: as often as looks in vain may cost, and not while drafts do not
-    pay."""
+    """Decides when to look for drafts: as often as looks in vain may cost, and not while drafts do
+    not pay."""
 
     row_cost: float
     """Cost of a row in a plain step, in units of the step's overhead."""
@@ -297,7 +300,8 @@ class Drafter:
     def _best_length(
         self, rows: RowTable, which: Sequence[int], num_rows: int
     ) -> tuple[int, list[RowText], list[str]]:
-        """How many tokens to draft if all rows are like these; their texts; what may follow."""
+        """The best number of tokens to draft if all rows are like these, the texts of these rows,
+        and the tokens that may follow each. 0 tokens if a plain step is better."""
         texts = self._read(rows, which)
         expected = self.acceptance.expected_tokens()
         groups: dict[PromptId, list[RowText]] = {}
@@ -321,7 +325,7 @@ class Drafter:
         return (int(self._lengths[best]) if gains[best] >= MIN_GAIN else 0), texts, ahead
 
     def judge(self, num_new: np.ndarray) -> None:
-        """How many tokens the step with these drafts gave each row."""
+        """Note how many tokens the step with these drafts gave each row."""
         for (kind, size, num_drafted), new in zip(self._proposed, num_new.tolist(), strict=True):
             if num_drafted:
                 self.acceptance.note(kind, size, num_drafted, new - 1)

@@ -136,7 +136,8 @@ class TorchEngine(LoopEngine):
         return outputs
 
     def _step(self) -> int:
-        """One decode step, of drafted tokens if there are some. Returns how many tokens it gave."""
+        """Make one decode step, of drafted tokens if there are some. Returns the number of tokens
+        that it gave."""
         rows = self._decoder.rows
         drafts = self._drafter.propose(rows) if self._drafter is not None else None
         if self._drafter is None or drafts is None:

@@ -35,14 +35,15 @@ from rollpacker.engines.engine import Carried
 MAX_REDRAWS = 16
 """An end that the complement rule refuses is drawn once more at most so often."""
 MAX_GUESS = 255
-"""Longer guesses are cut: a response that differs early then costs one short pass."""
+"""Most tokens of a guess. Longer guesses are cut: a response that differs early then costs one
+short pass."""
 EXTEND_SCORES = {"cpu": 1 << 24}
 EXTEND_SCORES_ACCELERATOR = 1 << 27
-"""At most so many attention scores of one head in a pass, which is the size of its mask."""
+"""Most attention scores of one head in a pass, which is the size of its mask."""
 
 DRAW_LOGITS = 1 << 24
-"""At most so many are drawn from at once: their probabilities have twice the digits, several times
-over."""
+"""Most logits that tokens are drawn from at once: their probabilities have twice the digits,
+several times over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +153,9 @@ class Extender:
         self._cut_at_strings(rows, num_new)
 
     def _pass_without(self, rows: np.ndarray) -> None:
-        """One token for these rows, whose guesses made logits that are no numbers: a wrong guess
-        may have, and spoils the tokens before it too, since a key that is no number cannot be
-        masked."""
+        """Give each of these rows one token without its guess. The guesses made logits that are not
+        numbers: a wrong guess may do so, and spoils the tokens before it too, since a key that is
+        not a number cannot be masked."""
         for row, position in zip(rows, self._rows.host_column("position")[rows], strict=True):
             self._decoder.slots.clear(int(row), int(position))
         self._pass(rows, [Guess(())] * len(rows), np.ones(len(rows), np.int64))

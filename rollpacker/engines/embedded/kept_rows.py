@@ -72,8 +72,8 @@ class KeptRows:
         self.num_tokens = 0
 
     def settle(self, new: Sequence[SampleId], num_rows: int, width: int) -> None:
-        """So many rows are left, of so many positions at most. Of the new ones here those stay, the
-        first first, for which there is memory."""
+        """Drop those of the new samples, the last ones first, for which there is no memory beside
+        the rows that are left: `num_rows` rows of at most `width` positions."""
         if self._is_over and self._is_wasteful(num_rows * width):
             self._slots.shrink(num_rows, width)
         for sample in reversed(new):

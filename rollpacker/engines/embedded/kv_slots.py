@@ -18,9 +18,11 @@ from rollpacker.engines.embedded.attention import Scores, biased_attention, caus
 from rollpacker.engines.embedded.buckets import Bucket
 
 PromptCache = list[Tensor]
-"""Per layer the keys [key-value heads, tokens, head_dim] of one row, then per layer its values."""
+"""The keys [key-value heads, tokens, head_dim] of one row, layer by layer, then its values in the
+same way."""
 PAIRWISE_MOVES = 4
-"""Up to so many moved rows are copied one by one at their own length, more at the longest."""
+"""Most moved rows that are copied one by one, each at its own length. More rows are copied
+together, at the longest length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class KVSlots:
 
     @property
     def budget_tokens(self) -> int:
-        """So many positions keep to the budget."""
+        """Number of positions that keep to the budget."""
         return self.budget_bytes // self.bytes_per_token
 
     def fits(self, num_slots: int, width: int) -> bool:
@@ -129,7 +131,7 @@ class KVSlots:
         return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self.dtype).view(size)
 
     def flat_positions(self, positions: Tensor) -> dict[int, Tensor]:
-        """Per number of key-value heads: where row r's `positions[r]` lies in the flat storage."""
+        """Where row r's `positions[r]` lies in the flat storage, by number of key-value heads."""
         num_rows, column = positions.shape[0], positions.unsqueeze(1)
         return {
             heads: (offsets.narrow(0, 0, num_rows) + column).view(-1)

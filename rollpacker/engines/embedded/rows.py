@@ -88,14 +88,16 @@ class Pending:
         return sample_key(request.sampling.seed, whose, redraw, request.turn)
 
     def draw_with(self, start: int, redraw: int) -> int:
-        """From token `start` on it is drawn with noise of this redraw, whose key this returns."""
+        """Note that tokens from `start` on are drawn with noise of this redraw. Returns the
+        redraw's key."""
         self.redraws[:] = [one for one in self.redraws if one[0] < start]
         if redraw != (self.redraws[-1][1] if self.redraws else 0):
             self.redraws.append((start, redraw))
         return self.key(redraw)
 
     def redraw_from(self, start: int) -> int:
-        """From token `start` on it is drawn with noise of a redraw that it had not yet."""
+        """Note that tokens from `start` on are drawn with noise of a redraw that was not used yet.
+        Returns the redraw's key."""
         carried = self.request.carried
         before = (*self.redraws, *(carried.redraws if carried is not None else ()))
         return self.draw_with(start, 1 + max([redraw for _, redraw in before], default=0))
@@ -299,13 +301,13 @@ class RowTable:
         self._fill_noise(rows)
 
     def redraw_from(self, row: int, start: int) -> None:
-        """From token `start` on the row is drawn with noise of a redraw that it had not yet, once
-        `cut` was called."""
+        """Draw the row's tokens from `start` on with noise of a redraw that was not used yet. Call
+        `cut` first."""
         self._columns["redraw"][row] += 1
         self._columns["key"][row] = self.pending[row].redraw_from(start)
 
     def draw_with(self, row: int, start: int, redraw: int) -> None:
-        """From token `start` on the row is drawn with noise of this redraw."""
+        """Draw the row's tokens from `start` on with noise of this redraw."""
         self._columns["key"][row] = self.pending[row].draw_with(start, redraw)
 
     def _widen_outputs(self) -> None:

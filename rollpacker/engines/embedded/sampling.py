@@ -78,7 +78,7 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
-    """To the right, zeros coming in: torch's own shift repeats the sign."""
+    """Shift to the right with zeros coming in; torch's own shift repeats the sign."""
     return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 

@@ -127,7 +127,8 @@ def _adapted(model: PreTrainedModel) -> list[str]:
 
 
 def _places(model: torch.nn.Module) -> set[str]:
-    """In vLLM: the modules of its model that can have adapters, by their names in files."""
+    """The modules of vLLM's model that can have adapters, by their names in files. Runs in vLLM's
+    process."""
     loras: Any = model.lora_manager
     packed: dict[str, list[str]] = loras.packed_modules
     names = [n for n in loras.modules if n.rpartition(".")[2] in loras.supported_lora_modules]

@@ -45,7 +45,7 @@ class Anew:
 
 
 class Draw:
-    """How one request is drawn, and what has been drawn so far."""
+    """The parameters and the noise of one request, and what has been drawn so far."""
 
     __slots__ = ("anew", "key", "log_probs", "offset", "sampling", "tokens")
 
@@ -116,7 +116,7 @@ def _signed(key: int) -> int:
 
 
 class Settings:
-    """How each of some requests is drawn."""
+    """The draw parameters of several requests, as tensors."""
 
     def __init__(
         self, sampling: Sequence[SamplingParams], vocabulary_size: int, device: torch.device

@@ -237,7 +237,7 @@ class VllmEngine(LoopEngine):
         return reason
 
     def _is_over(self, entry: Pending, tokens: Sequence[int]) -> Literal["stop", "length"] | None:
-        """How a response has ended that was carried in; None if it goes on."""
+        """How a response that was carried in has ended. None: it goes on."""
         if self._stops(entry, tokens, len(tokens)):
             return "stop"
         if len(tokens) < entry.limit:

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class Live:
-    """One response."""
+    """A response on its way through vLLM."""
 
     draw: Draw
     request: Request
-    """While vLLM has it: its own record of it, which says what it has taken and how often it was
-    put back."""
+    """vLLM's own record of the request while vLLM has it. It says which tokens vLLM has taken and
+    how often the request was put back."""
 
     def __init__(self, entry: Pending) -> None:
         carried = entry.request.carried or Carried(tokens=(), log_probs=(), verify=False)
@@ -46,7 +46,7 @@ class Live:
         self.num_redraws = 0
         entry.draw_with(0, entry.carried_redraw(0)[0])
         self.num_preemptions = 0
-        """When vLLM had it before."""
+        """Number of preemptions before vLLM's current record."""
         self.num_reused = 0
         """Number of tokens before a later turn that vLLM found in its prefix cache."""
 

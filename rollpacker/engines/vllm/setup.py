@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 TESTED = {"vllm": ((0, 32), (0, 33)), "transformers": ((5, 16), (5, 20))}
-"""From the first version on, to before the second. The engine reads vLLM's own records of its
-requests, which are nobody's interface."""
+"""Versions that the engine is written for: from the first to before the second. The engine reads
+vLLM's own records of its requests, which are nobody's interface."""
 BLOCK_TOKENS = 32
 """Prompts that are shorter share no keys and values."""
 KV_CACHE_GIB = 1.0
-"""On a CPU; on a GPU vLLM takes what is left of the memory."""
+"""Memory for keys and values on a CPU, in GiB. On a GPU vLLM takes what is left of the memory."""
 SHARE_OF_FREE = 0.9
 """Share of the GPU memory that is free when vLLM starts, which vLLM may take."""
 _NEED_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -106,8 +106,8 @@ def close_vllm(engine: LLMEngine) -> None:
 
 
 def pack_output_layer(model: torch.nn.Module) -> None:
-    """On a CPU vLLM computes logits with a copy of the output matrix in another layout, which a
-    reload does not renew where the matrix is the embedding's."""
+    """Renew vLLM's copy of the output matrix, with which it computes logits on a CPU. A reload does
+    not renew it where the matrix is the embedding's."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for layer in model.modules():

@@ -77,7 +77,7 @@ class _Piece(NamedTuple):
     draw: Draw
     anew: Anew
     place: int
-    """In the response, of the first one."""
+    """Number of the first token in the response."""
     num_tokens: int
     row: int
     """Row of the hidden state before the first token."""

@@ -25,7 +25,8 @@ PROBE_TOKENS = 16
 """The fixed prompt after which both sides' log-probabilities are compared."""
 TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_HALF = 1.0
-"""How far they may be apart, in float32 and in any shorter format."""
+"""Largest difference between both sides' log-probabilities, in float32 and in any shorter
+format."""
 
 
 class Copy:

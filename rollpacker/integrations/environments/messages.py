@@ -74,7 +74,7 @@ def opening(*parts: str | None, system_prompt: str | None) -> list[Message]:
 
 
 def said(text: str) -> list[Message]:
-    """One message of the environment; none where it says nothing."""
+    """One message of the environment with this text; no message for an empty text."""
     return [{"role": "user", "content": text}] if text else []
 
 

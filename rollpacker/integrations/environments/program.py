@@ -162,7 +162,7 @@ class _Process:
             os.close(errors.writer)
         self._output, self._errors = output, errors
         self.ended: asyncio.Future[str] = asyncio.ensure_future(self._end())
-        """How it ended; all that it printed was read by then."""
+        """Done with how the program ended, once all that it printed was read."""
 
     def reward(self) -> Any:
         """The reward in the program's last line. None: that line has no reward."""
@@ -202,7 +202,7 @@ class _Tail:
         os.set_blocking(self._reader, False)
         self._kept = b""
         self.over: asyncio.Future[None] = self._loop.create_future()
-        """Done when nobody can write to it any more."""
+        """Done when nobody can write to the pipe any more."""
         self._loop.add_reader(self._reader, self._read)
 
     @property

@@ -55,7 +55,8 @@ class Session:
         self.reward: Any = None
         """The reward that the program posted. None: it posted none."""
         self.called: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
-        """Done with the next call; or fails with what the program did wrong."""
+        """Done with the program's next call. It fails if the program did something that cannot be
+        trained on."""
         self._said: list[str] = []
         """All messages so far, the model's too, as `chat.as_said` has them."""
         self._tools: tuple[dict[str, Any], ...] = ()

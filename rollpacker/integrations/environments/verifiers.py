@@ -83,7 +83,8 @@ class Servers:
 
 
 class _Running:
-    """One stretch of that. A task of its own enters and leaves, as verifiers' servers want it."""
+    """The time from the first open episode to the last, in which verifiers' servers run. They are
+    entered and left in one task, as verifiers requires."""
 
     def __init__(self, config: Any) -> None:
         from verifiers.v1.utils.loaders import load_environment

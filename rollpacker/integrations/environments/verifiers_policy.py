@@ -41,7 +41,7 @@ class Call:
     """The whole dialogue, as on the wire."""
     tools: tuple[dict[str, Any], ...]
     answer: asyncio.Future[Mapping[str, Any]]
-    """To be given the model's next message."""
+    """The future that is to be given the model's next message."""
 
 
 class PolicyHarness(Harness[HarnessConfig]):  # type: ignore[misc]
@@ -146,7 +146,7 @@ class PolicyClient(Client):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.called: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
-        """Done when the model is called; whoever takes the call puts a new one here."""
+        """Done when the model is called. Whoever takes the call puts a new future here."""
 
     async def get_response(self, dialect: Any, body: dict[str, Any], *_: Any, **__: Any) -> Any:
         if self.called.done():

@@ -104,7 +104,8 @@ class RolloutFunction(TrainerCallback):
         self._num_evaluations = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RolloutFunction:
-        """One training has one; data sets are copied by those who rename a column."""
+        """The object itself: a training has one, and data sets are copied by those who rename a
+        column."""
         return self
 
     # -- what the trainer calls --------------------------------------------------------------
@@ -298,9 +299,8 @@ def _job(
 
 
 def num_generations(args: Any, max_steps: int, batches_per_epoch: int) -> int:
-    """How often TRL asks for responses in so many optimizer steps. An epoch has
-    `batches_per_epoch` of them; what does not fill an optimizer step at its end makes a smaller
-    one."""
+    """Number of times that TRL asks for responses in `max_steps` optimizer steps. An epoch has
+    `batches_per_epoch` of them; the rest at the end of an epoch makes a smaller optimizer step."""
     every: int = args.steps_per_generation * args.num_iterations
     accumulated: int = args.gradient_accumulation_steps
     micro_steps = batches_per_epoch * every

@@ -79,7 +79,7 @@ TOKENIZER = "that of the checkpoint"
 
 LIMIT = "generation_s of rollout_function"
 LOOKS = 20
-"""How often a deadline's time is looked at the engine for a sign of life."""
+"""Looks at the engine for a sign of life, per deadline."""
 
 Groups = list[list[Response]]
 """The samples of each prompt, in launch order."""
@@ -175,8 +175,8 @@ class Rollouts:
         return f"rollpacker: {self.bus.job.version} steps in {wall:.1f} s: {', '.join(parts)}"
 
     def save(self, checkpoint: Path) -> None:
-        """Beside what TRL saves. In the middle of the updates of one generation there is nothing
-        that a resume could go on from."""
+        """Save the job and what waits beside what TRL saves. Saves nothing in the middle of the
+        updates of one generation: a resume could not go on from there."""
         job, folder = self.bus.job, checkpoint / FOLDER
         if job.phase is not Phase.COMMITTING:
             return

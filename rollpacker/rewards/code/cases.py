@@ -76,13 +76,13 @@ class IoTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """One function, or method of a class `Solution`."""
+    """A call of one function, or of a method of a class `Solution`."""
 
     function: str
     args: tuple[Tree, ...]
     kwargs: Mapping[str, Tree]
     expected: tuple[Tree, ...]
-    """Any of these is right."""
+    """Right results: any of them passes."""
 
 
 @dataclass(frozen=True, slots=True)

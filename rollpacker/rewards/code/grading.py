@@ -32,7 +32,7 @@ MAX_PROGRAM_BYTES = 200_000
 MAX_COMPLETION_CHARACTERS = 4_000_000
 PYTHON = frozenset({"python", "python3", "py", "py3"})
 _NAMED = 5
-"""So many bad rows are named in one message."""
+"""Most bad rows that a message names."""
 
 _FENCE = re.compile(r" {0,3}(`{3,})([^`\n]*)")
 
@@ -157,7 +157,7 @@ class CodeConfig:
     allow_bad_tests: float = 0.0
     """Start although up to this share of the reference solutions fails their tests."""
     max_tests: int | None = None
-    """Only the first so many tests of a row. None: all."""
+    """Tests of a row that are run, from the first on. None: all."""
     memory_mb: int | None = None
     """Memory of one run in MiB. None: what the sandbox is set to."""
 
@@ -288,8 +288,8 @@ class CodeReward:
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed | None]:
-        """One verdict each. `timeout_s` limits every run of a program; without it the deadline's
-        `max_s` does."""
+        """One verdict for each sample. `timeout_s` limits every run of a program; without it the
+        deadline's `max_s` does."""
         await self.open()
         limits = self._limits(timeout_s or self._longest_s())
         return list(await asyncio.gather(*(self._score(sample, limits) for sample in samples)))
@@ -329,7 +329,7 @@ class CodeReward:
 async def _why_wrong(
     solution: str, tests: Sequence[Test], box: Sandbox, limits: Limits
 ) -> str | None:
-    """Why a reference solution is not right; None if it is."""
+    """The reason why a reference solution is not right. None: it is right."""
     program = extract(solution)
     if program is None:
         return "the reference solution is no program"

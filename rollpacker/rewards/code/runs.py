@@ -20,9 +20,10 @@ from rollpacker.sandbox.sandbox import Limits, RunResult, Sandbox, Status
 MAX_CALLS = 1000
 """Most calls that one test may make."""
 MAX_PASSES = 200
-"""How often the code of one test is run to find its calls."""
+"""Most times that the code of one test is run to find its calls."""
 INLINE_BYTES = 1 << 15
-"""Longer output is read in a thread, so that the event loop goes on."""
+"""Most bytes of output that are read in the event loop. Longer output is read in a thread, so that
+the loop goes on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ class RewardFunction:
         return None
 
     def broken(self) -> str | None:
-        """Why the function will not give a verdict any more, if it has not for so many calls."""
+        """The reason why the function will not be called any more. None: it is still called."""
         return self._patience.ended
 
     async def close(self) -> None:
@@ -344,7 +344,7 @@ class Patience:
     def __init__(self, name: str, most: int | None) -> None:
         """`most`: so many end it; None: it has no end."""
         self.ended: str | None = None
-        """Why, once it has."""
+        """The reason, once there have been too many failed calls. None before."""
         self._name = name
         self._most = most
         self._num_failed = 0
@@ -376,7 +376,7 @@ def _sent(spec: str) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Limit:
-    """How long one call may take, and what a message calls that limit."""
+    """The seconds that one call may take, and the name of that limit in messages."""
 
     seconds: float
     name: str

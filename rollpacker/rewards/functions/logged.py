@@ -20,7 +20,7 @@ from rollpacker.rewards.functions.returned import WrongReturn, shortened
 NAMES = ("log_metric", "log_extra", "trainer_state")
 
 MAX_TEXT = 4000
-"""Longer texts of an extra are cut off."""
+"""Most characters of a text in an extra."""
 MAX_LOGGED = 100
 """Names that one call may log."""
 
@@ -76,7 +76,7 @@ class Logged:
         return name in logged or len(logged) < MAX_LOGGED
 
     def reply(self) -> dict[str, Any]:
-        """For JSON; empty if nothing was logged."""
+        """All that was logged, for JSON; empty if nothing was."""
         means = {name: math.fsum(of) / len(of) for name, of in self._metrics.items()}
         found = {"metrics": means, "extras": self._extras}
         return {name: value for name, value in found.items() if value}

@@ -12,7 +12,7 @@ import logging
 logger = logging.getLogger(__name__)
 
 MAX_LINES = 20
-"""So many lines of one reward are shown: more would hide what the run itself has to say."""
+"""Most lines of one reward that are shown: more would hide what the run itself has to say."""
 
 
 class Printed:

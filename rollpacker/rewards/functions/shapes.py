@@ -85,7 +85,7 @@ class _Style:
     needs that column."""
     per_sample: bool = False
     num_positional: int = 0
-    """So many of the fields are passed by position, in order."""
+    """Number of the fields that are passed by position, in order."""
     all_columns: bool = True
     """`**kwargs` get every column."""
 

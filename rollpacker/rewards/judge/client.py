@@ -65,7 +65,7 @@ def _bounded_client_class(http: Any) -> Any:
 
 
 def connection_trouble(error: BaseException) -> str:
-    """Why there was no answer, in a few words."""
+    """The reason why there was no answer, in a few words."""
     cause = error.__cause__ or error
     text = " ".join(str(cause).split())
     return f"{type(cause).__name__}: {text}" if text else type(cause).__name__

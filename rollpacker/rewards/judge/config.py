@@ -46,19 +46,19 @@ class JudgeConfig:
     votes: int = 1
     """Ask so often and take the median; more than half must be readable."""
     max_reasks: int = 1
-    """How often an unreadable reply is asked for again."""
+    """Number of times that an unreadable reply is asked for again."""
     reply_id: bool = True
     """The reply must repeat an id that only the request has. Turn it off for judges too small to
     copy one."""
     temperature: float | None = 0.0
-    """None: it is not sent."""
+    """Sampling temperature of the judge. None: it is not sent."""
     max_reply_tokens: int = 1024
     request: Mapping[str, Any] | None = None
     """Further fields of each request."""
     max_retries: int = 6
-    """How often a request that failed is sent again, while the endpoint is up."""
+    """Number of times that a request that failed is sent again, while the endpoint is up."""
     outage_s: float = 1800.0
-    """So many seconds samples wait for an endpoint that is down or too busy."""
+    """Seconds that samples wait for an endpoint that is down or too busy."""
     canary_rate: float = 0.005
     """Share of samples beside which an answer without content is asked about."""
     seed: int = 0

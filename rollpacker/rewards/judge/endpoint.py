@@ -163,7 +163,8 @@ class EndpointCompleter:
     # -- one attempt -------------------------------------------------------------------
 
     async def _attempt(self, messages: list[Mapping[str, str]], timeout_s: float) -> str:
-        """One reply; with the schema first, and without it where the endpoint refuses it."""
+        """Ask for one reply, with the schema first, and without it where the endpoint refuses
+        it."""
         if self.schema is None:
             return await self._send(messages, timeout_s, None)
         try:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POSITIVE = 0.5
-"""From this value on a verdict is positive: on a canary, an alarm."""
+"""Least value of a positive verdict. A positive verdict on a canary is an alarm."""
 ALARM_EVERY = 20
 """The first passed canary is reported, and then every so many."""
 PROBE_S = 20.0

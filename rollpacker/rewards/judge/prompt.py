@@ -19,7 +19,7 @@ from rollpacker.rewards.judge.verdicts import Scale
 Messages = list[dict[str, str]]
 
 MAX_SENTENCE_WORDS = 40
-"""How long a reason is asked for."""
+"""Most words of a judge's reason, as the judge is told."""
 
 UNKNOWN = "\ufffd"
 """Stands for what cannot be shown."""

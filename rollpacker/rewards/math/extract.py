@@ -21,7 +21,7 @@ _ANSWER_IS = re.compile(r"answer\s{0,4}(?:is|:|=)\s{0,4}:?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
-    """How large an answer may be. Beyond them it is not looked at."""
+    """Largest size of an answer. An answer beyond a cap is not looked at."""
 
     chars: int
     nesting: int
@@ -244,12 +244,13 @@ _LOOSE = re.compile(
     r"\s*([-+*/^_]|\\(?:cdot|times|div)(?![A-Za-z]))\s*|([({|]|\\[A-Za-z]+)\s+|\s+([)}])"
 )
 _INNER = frozenset("\\{}^_+-*/")
-"""Beside an expression: it is a part of a longer one."""
+"""Characters beside an expression that make it a part of a longer one."""
 _UNSURE = re.compile(r"nan|infty|inf|∞|0\^|0/0|\{0\}|/0")
 
 
 def squash(text: str) -> str:
-    """Without spaces, dollar signs, and sizes of brackets; `1 1/2` does not become `11/2`."""
+    """The text without spaces, dollar signs, and sizes of brackets; `1 1/2` does not become
+    `11/2`."""
     return _NO_SPACE.sub("", _BETWEEN_DIGITS.sub("_", text))
 
 
@@ -277,7 +278,8 @@ def restates(answer: str, prompt: str | list[dict[str, Any]] | Any, gold: str) -
 
 
 def _tight(text: str) -> str:
-    """Without what does not show, and without spaces beside what joins."""
+    """The text without characters that do not show, and without spaces beside characters that
+    join."""
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\\[,;:!]|\$|\s+", " ", text)
     return _LOOSE.sub(lambda m: m[1] or m[2] or m[3], text).strip()
 

@@ -228,7 +228,7 @@ class MathReward:
         await self._sandbox()
 
     async def _sandbox(self) -> Sandbox:
-        """One that can compare. Raises `RewardError`."""
+        """A sandbox that can compare answers. Raises `RewardError`."""
         box = await self._shared.sandbox()
         if lacking := await box.lacks(PROFILE):
             if self._shared.config.url is None:  # the sandbox has this interpreter's packages
@@ -261,7 +261,7 @@ class MathReward:
         return gold, answer
 
     async def _ask(self, gold: str, answer: str, timeout_s: float) -> Scored | Failed:
-        """One run for one answer: nothing that it does can reach another."""
+        """Compare one answer in a run of its own: nothing that it does can reach another."""
         box = await self._shared.sandbox()
         verdicts, problem = await self._run(box, [(gold, answer)], timeout_s)
         if verdicts is None:

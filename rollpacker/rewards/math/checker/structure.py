@@ -23,7 +23,7 @@ from rollpacker.rewards.math.checker.text import (
 
 
 class Value(NamedTuple):
-    """One value: `name = side = side`. Without a name, several sides are an equation."""
+    """A value of an answer: `name = side = side`. Without a name, several sides are an equation."""
 
     sides: tuple[str, ...]
     name: str | None = None

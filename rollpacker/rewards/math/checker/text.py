@@ -161,7 +161,8 @@ def joined_thousands(text: str) -> str:
 
 
 def squashed(text: str) -> str:
-    """Without spaces and marks, but for a space between two digits: `1 1/2` is not `11/2`."""
+    """The text without spaces and marks, but for a space between two digits: `1 1/2` is not
+    `11/2`."""
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)|\u2063", "", text)
 
 
