@@ -106,9 +106,9 @@ class AlgorithmConfig:
     """token: each token's own probability ratio. sequence: the geometric mean over its response
     (GSPO). sequence-product: their product over its response (RLOO)."""
     clip_low: float | None = None
-    """The probability ratio is clipped below at 1 - clip_low ..."""
+    """The probability ratio is clipped below at 1 - clip_low."""
     clip_high: float | None = None
-    """... and above at 1 + clip_high."""
+    """The probability ratio is clipped above at 1 + clip_high."""
     clip_dual: float | None = None
     """With a negative advantage the ratio counts at most this much (more than 1). None: off."""
     loss_aggregation: LossAggregation | None = None
@@ -270,7 +270,7 @@ class AlgorithmConfig:
 
     @property
     def needs_scores(self) -> bool:
-        """Advantages depend on more than rewards: `Trainer.score` comes first."""
+        """Whether advantages depend on more than rewards, so that `Trainer.score` comes first."""
         return self.needs_critic or self.policy_in_scores
 
     @property

@@ -52,7 +52,7 @@ class Algorithm:
 
 @dataclass(frozen=True, slots=True)
 class OwnFunction:
-    """Somebody's function and what it wants to know."""
+    """A user's function and the arguments that it takes."""
 
     said_by: str
     """The key and value that name it, for messages: algorithm.loss_function=my.py:g."""

@@ -27,7 +27,7 @@ _TRIED = "tried on made-up tensors before the run"
 
 
 class _AnyReward(dict[str, Tensor]):
-    """Rewards by name before it is known which names there are: whatever is asked for is there."""
+    """Rewards by name for trying a function, before the names are known: every name is there."""
 
     def __init__(self, rewards: Tensor) -> None:
         super().__init__({"reward": rewards})

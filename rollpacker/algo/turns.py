@@ -42,7 +42,7 @@ class Turns:
         return values.repeat_interleave(self._lengths)
 
     def sums(self, values: Tensor) -> Tensor:
-        """Rewards with those of its tokens [K] added to each turn's [T]."""
+        """The rewards of turns [T] with the values of each turn's tokens [K] added."""
         turn = torch.arange(len(self.lengths)).repeat_interleave(self._lengths)
         return self.rewards.index_add(0, turn, values)
 

@@ -25,9 +25,9 @@ class Chat:
     """How the texts of a data set become prompts."""
 
     renders: bool
-    """Each text is a user's message for the template. Messages always go through it."""
+    """Whether each text is a user's message for the template. Messages always go through it."""
     why: str
-    """One line, with the key that changes it."""
+    """A line that says why, with the key that changes it."""
 
 
 def chat_of(

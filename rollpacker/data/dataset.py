@@ -42,7 +42,7 @@ class DatasetConfig:
     """File, folder or glob (jsonl, parquet), or a dataset's folder or name on the hub
     (huggingface)."""
     split: str = "train"
-    """huggingface only."""
+    """huggingface only: name of the split."""
     subset: str | None = None
     """huggingface only: the dataset's configuration name."""
     tasks: tuple[TaskConfig, ...] = ()
@@ -101,7 +101,7 @@ class DatasetConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Where prompts come from (`data.*`)."""
+    """The data sets that prompts come from (`data.*`)."""
 
     train: DatasetConfig
     eval: DatasetConfig | None = None
@@ -112,7 +112,7 @@ class DataConfig:
     max_prompt_tokens: int = 1024
     """Most tokens of a prompt. Longer prompts are dropped and counted."""
     max_dropped_fraction: float = 0.1
-    """More dropped prompts than this stop the run before it starts."""
+    """Largest share of dropped prompts. A larger one stops the run before it starts."""
     shuffle: bool = True
 
     def __post_init__(self) -> None:
@@ -151,15 +151,15 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """All usable prompts of one split, tokenized, in the file's order."""
+    """The usable prompts of one split, tokenized, in the file's order."""
 
     rows: tuple[PromptRow, ...]
     fingerprint: str
     """SHA-256 over prompts, tokens and columns; a resume compares it."""
     num_dropped: Mapping[str, int] = field(default_factory=dict)
-    """Rows left out, by reason."""
+    """Number of rows that were left out, by reason."""
     chat: bool = False
-    """`chat` let text prompts go through the chat template."""
+    """Whether `chat` let text prompts go through the chat template."""
     told: tuple[str, ...] = ()
     """Lines for people: how prompts are made of the rows, and the first prompt."""
 
@@ -174,7 +174,7 @@ class Cursor(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Every epoch is through."""
+        """Whether every epoch is through."""
         ...
 
     def state(self) -> dict[str, Any]: ...

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 TOO_LONG = "prompt too long"
 IN_EVAL = "prompt also in eval"
 MORE_READ = 200
-"""Rows that are read besides, to find a few that are not held out."""
+"""Rows that are read in addition, to find a few that are not held out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +318,8 @@ def _told(
     few: bool = False,
     are_named: bool = False,
 ) -> tuple[str, ...]:
-    """`few`: there are more rows than these. `are_named`: their prompts are the environment's."""
+    """Lines for people about a split. `few`: there are more rows than these. `are_named`: the
+    environment says their prompts."""
     if are_named:
         prompts = "the environment says the prompts (rollpacker play shows one)"
         return (f"data.{name}: {len(rows)} rows; {prompts}",)
@@ -359,7 +360,7 @@ def _report_tokens(
 def _report_too_long(
     name: str, num_rows: int, too_long: list[str], config: DataConfig, limit: int
 ) -> None:
-    """Log the dropped prompts; a `DataError` if they are too many."""
+    """Log the dropped prompts. Raises `DataError` if they are too many."""
     more = f" and {len(too_long) - NUM_SHOWN} more" if len(too_long) > NUM_SHOWN else ""
     what = (
         f"data.{name}: {len(too_long)} of {num_rows} prompts have more than {limit} tokens:"
@@ -380,7 +381,7 @@ def _report_too_long(
 
 
 def _fingerprint(rows: Sequence[PromptRow], twice: str | None) -> str:
-    """`twice`: a column that is there as `answer` too, and counts as that alone."""
+    """SHA-256 of these rows. `twice`: a column that is there as `answer` too, and is left out."""
     digest = hashlib.sha256()
     for row in rows:
         columns = {key: value for key, value in row.columns.items() if key != twice}
@@ -403,7 +404,8 @@ def _plain(value: Any) -> Any:
 
 
 def _has_text(value: Any) -> bool:
-    """False for objects that print as their address, which no two runs share."""
+    """Whether the object has a text. False for objects that print as their address, which no two
+    runs share."""
     kind: type[object] = type(value)
     return (kind.__repr__, kind.__str__) != (object.__repr__, object.__str__)
 

@@ -25,7 +25,8 @@ class PromptMaker:
     def __init__(
         self, config: DatasetConfig, columns: Sequence[str], *, chat: bool = False
     ) -> None:
-        """`columns`: those that any row has. `chat`: texts go through the chat template."""
+        """`columns`: names of the columns that any row has. `chat`: whether texts go through the
+        chat template."""
         self._config = config
         self._columns = columns
         self._chat = chat

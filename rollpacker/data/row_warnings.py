@@ -10,7 +10,7 @@ from rollpacker.data.chat import visible
 from rollpacker.data.rendering import Messages
 
 Located = tuple[str, Messages]
-"""Where a row is, and its messages as the chat template gets them."""
+"""The place of a row, and its messages as the chat template gets them."""
 
 
 def row_warnings(rows: Sequence[Located], tokenizer: Any, system_prompt: str | None) -> list[str]:

@@ -32,7 +32,7 @@ class Found:
     content: str
     calls: list[Call] = field(default_factory=list)
     malformed: list[str] = field(default_factory=list)
-    """Each as it was written, its markers too."""
+    """Texts that began as a call and are none, each as it was written, with its markers."""
 
 
 Format = Callable[[str, Tools], Found]
@@ -57,7 +57,7 @@ Body = Callable[[str, Tools], Call | None]
 
 
 def tagged(body: Body, opening: str = "<tool_call>", closing: str = "</tool_call>") -> Format:
-    """Calls between markers: those of Hermes, Qwen, GLM."""
+    """A format with calls between markers, as Hermes, Qwen and GLM have them."""
 
     def read(text: str, tools: Tools) -> Found:
         words, calls, malformed = [], [], []
@@ -78,7 +78,7 @@ def tagged(body: Body, opening: str = "<tool_call>", closing: str = "</tool_call
 
 
 _MAX_SPELT = 16
-"""Closing markers inside arguments that are looked past: a turn may repeat one without end."""
+"""Most closing markers inside arguments that are looked past: a turn may repeat one without end."""
 
 
 def _up_to(
@@ -102,7 +102,7 @@ def _up_to(
 
 
 def json_call(body: str, tools: Tools) -> Call | None:
-    """`{"name": ..., "arguments": {...}}`; Llama says `parameters`."""
+    """The call in `{"name": ..., "arguments": {...}}`; Llama writes `parameters`."""
     return call_of(_json(body))
 
 
@@ -159,7 +159,8 @@ lets no other thread run."""
 
 
 def mistral(text: str, tools: Tools) -> Found:
-    """`[TOOL_CALLS]` and a JSON list, or before each call and then `name[ARGS]{...}`."""
+    """Reads calls behind `[TOOL_CALLS]`: a JSON list, or `name[ARGS]{...}` with the marker before
+    each call."""
     words, *parts = text.split("[TOOL_CALLS]")
     calls: list[Call] = []
     malformed: list[str] = []
@@ -179,7 +180,8 @@ def mistral(text: str, tools: Tools) -> Found:
 
 
 def deepseek(text: str, tools: Tools) -> Found:
-    """`function`, a separator, the name and a block of JSON; or the name, a separator, JSON."""
+    """Reads calls that are `function`, a separator, the name and a block of JSON; or the name, a
+    separator, JSON."""
     left, bar, right = "<\uff5c", "\u2581", "\uff5c>"
 
     def body(inside: str, tools: Tools) -> Call | None:
@@ -231,7 +233,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def _json(text: str) -> Any:
-    """`_NOTHING` for what is no JSON."""
+    """The value of a JSON text; `_NOTHING` for what is no JSON."""
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError):

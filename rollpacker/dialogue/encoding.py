@@ -118,7 +118,8 @@ class Encoder:
         )
 
     def _parts(self, text: str, stand_ins: re.Pattern[str]) -> Iterable[str]:
-        """Cut at the template's markers around each stretch of words in which something is held."""
+        """Parts of the text, cut at the template's markers around each stretch of words in which
+        something is held."""
         begun = at = 0
         for found in [*self._spaced.finditer(text), None]:
             end = len(text) if found is None else found.start()

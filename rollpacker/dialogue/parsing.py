@@ -125,7 +125,8 @@ class TemplateDialogue:
         return "", ""
 
     def _thought_of(self, text: str) -> tuple[str | None, str]:
-        """Thinking that was cut off is all of the turn."""
+        """The thinking in a turn's text, None if there is none, and the rest of the text. Thinking
+        that was cut off is all of the turn."""
         if not self._closing:
             return None, text
         before, is_closed, behind = text.partition(self._closing)

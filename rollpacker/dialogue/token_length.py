@@ -72,7 +72,7 @@ def _parts_of(whole: Any) -> list[dict[str, Any]] | None:
 
 
 def _is_by_characters(backend: Any, cut: list[dict[str, Any]]) -> bool:
-    """Each character is a word, and each word a token."""
+    """Whether each character is a word of its own, and each word a token."""
     kinds = [(one["type"], one.get("pattern"), one.get("behavior")) for one in cut]
     alone = [("Split", {"Regex": r"[\s\S]"}, "Isolated")]
     return type(backend.model).__name__ == "WordLevel" and kinds == alone

@@ -42,7 +42,7 @@ class Trajectory:
     prompt: tuple[int, ...]
     segments: tuple[Segment, ...] = ()
     rewritten: Rewritten = ()
-    """Where in `tokens` the model saw a prompt that was written anew."""
+    """Places in `tokens` where the model saw a prompt that was written anew."""
 
     def and_then(self, segment: Segment) -> Trajectory:
         """The trajectory with one more segment. An empty segment changes nothing."""
@@ -81,7 +81,7 @@ class Trajectory:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All that the model sees before its next token."""
+        """All tokens that the model sees before its next one."""
         if not self.rewritten:
             return self._behind(self.prompt)
         first, prompt = self.rewritten[-1]
@@ -112,7 +112,7 @@ class Trajectory:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All that came after the prompt."""
+        """All tokens behind the prompt."""
         return self._behind(())
 
     @property

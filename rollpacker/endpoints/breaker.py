@@ -45,7 +45,8 @@ class Breaker:
         self._probe_at = 0.0
         self._line: deque[asyncio.Future[None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        """Runs while somebody waits in line, and is cancelled with the last of them."""
+        """Timer of the next probe while somebody waits in line. It is cancelled with the last of
+        them."""
 
     @property
     def failing_since(self) -> float | None:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from rollpacker.imports import require
 
 MAX_RETRY_AFTER_S = 60.0
-"""However long an endpoint asks to be left alone."""
+"""Most seconds of a pause that an endpoint can ask for."""
 
 
 class CompressedAnswer(Exception):

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from rollpacker.endpoints.breaker import Breaker
 
 Probe = Callable[[], Awaitable[bool]]
-"""Asks the simplest thing there is, and tells whether it was answered."""
+"""Sends the simplest request there is. Returns whether it was answered."""
 
 
 class Service:

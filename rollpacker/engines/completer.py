@@ -26,7 +26,8 @@ from rollpacker.engines.engine import (
 
 CONCURRENCY = 16
 KV_CACHE_GIB = 1.0
-"""Unless the caller says otherwise: the policy's engine wants the rest."""
+"""Memory in GiB for keys and values, unless the caller says otherwise: the policy's engine needs
+the rest."""
 
 
 class EngineCompleter:

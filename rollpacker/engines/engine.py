@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from rollpacker.weights.buffer import WeightSource
 
 Redraws = tuple[tuple[int, int], ...]
-"""(first token, redraw): from that token on the noise is of that redraw. Before the first: of 0."""
+"""Pairs (first token, redraw): from that token on the noise is of that redraw. Before the first
+pair it is of redraw 0."""
 
 NOT_NUMBERS = "the model's logits are not numbers"
 """Beginning of the reason of a `SampleFailed` whose logits held a NaN."""
@@ -39,14 +40,15 @@ class SamplingParams:
 
     max_response_tokens: int
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature. 0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 is off."""
+    """Number of likeliest tokens that are drawn from. 0: all."""
     stop: tuple[str, ...] = ()
     """Strings that end a response; the response keeps the tokens up to and with the stop string."""
     seed: int = 0
-    """Noise is keyed by the seed, the request's `noise` and the position, and by nothing else."""
+    """Seed of the noise. The noise depends on the seed, the request's `noise`, the turn and the
+    position, and on nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ class Carried:
     """Most tokens of a response in which a token came out differently; a longer one is drawn once
     more, too. None: any length is accepted."""
     redraws: Redraws = ()
-    """`Response.redraws` of the launch that left them."""
+    """`Response.redraws` of the launch that left these tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +101,13 @@ class Response:
     sample: SampleId
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
-    """Response tokens as drawn, the end token included. Nobody re-tokenizes them."""
+    """Response tokens as drawn, the end token included. They are never tokenized again."""
     log_probs: tuple[float, ...]
     """Log-probability of each drawn token (natural logarithm) under the distribution that it was
     drawn from, that is after temperature, top-k and top-p. Greedy: under the plain softmax."""
     finish_reason: str
-    """"stop", "length", or "aborted": it was stopped on its way. Of a trajectory, `Conclude`'s."""
+    """"stop", "length", or "aborted": it was stopped before its end. A trajectory has the reason of
+    its `Conclude`."""
     version: int
     redraws: Redraws = ()
     """The redraws whose noise parts of the response were drawn with, where earlier ends of it were
@@ -140,7 +143,8 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """One thing that an engine reports. `time_s` of the event is 0: the driver stamps it."""
+    """An event that an engine reports, with its response. `time_s` of the event is 0: the driver
+    stamps it."""
 
     event: SampleGenerated | SampleAborted | SampleFailed
     response: Response | None = None
@@ -157,7 +161,8 @@ arrives."""
 
 
 class Engine(Protocol):
-    """Commands down, outputs up. `submit` and `abort` are thread-safe and return at once."""
+    """An engine: commands go in, outputs come out. `submit` and `abort` are thread-safe and return
+    at once."""
 
     def start(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
         """Begin to work. `on_error` is called once, from any thread, if the engine as a whole
@@ -228,7 +233,7 @@ class EngineStatus:
     num_waiting: int
     version: int
     generated_tokens: int
-    """Since the engine was made."""
+    """Number of tokens that were generated since the engine was made."""
     decode_steps: int
     drafted_tokens: int = 0
     """Tokens that decode steps tried ahead of their turn (`rollout.engine.draft_tokens`)."""
@@ -281,7 +286,7 @@ class EngineConfig:
 
     @property
     def is_tensor_parallel(self) -> bool:
-        """Several devices can share it."""
+        """Whether several devices can share the engine."""
         return self.name in TENSOR_PARALLEL
 
     @property

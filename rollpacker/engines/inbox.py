@@ -12,7 +12,8 @@ from rollpacker.engines.engine import EngineError, GenerationRequest, Listener
 
 
 class Inbox:
-    """Requests, aborts and who is told. Every method may be called from any thread."""
+    """The requests and aborts for an engine, and its listener. Every method may be called from any
+    thread."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -38,7 +39,7 @@ class Inbox:
             raise EngineError(f"the engine died: {self._error}") from self._error
 
     def check_here(self) -> None:
-        """Raises `EngineError` also if the engine has let go of its device."""
+        """Raises `EngineError` if the engine is closed, dead or has freed its device's memory."""
         self.check_open()
         if self._is_away:
             raise EngineError("the engine has let go of its device's memory: reload it first")
@@ -53,7 +54,8 @@ class Inbox:
             self._listener, self._on_error = listener, on_error
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Raises `EngineError` for a sample that is here already, and while weights change."""
+        """Add these requests. Raises `EngineError` for a sample that is in flight already, and
+        while weights change."""
         with self._condition:
             self.check_here()
             if self._weights_change:
@@ -94,7 +96,7 @@ class Inbox:
             self._weights_change = True
 
     def end_weights(self) -> None:
-        """Samples may come again."""
+        """Accept samples again."""
         self._weights_change = False
 
     def leave(self) -> None:
@@ -105,7 +107,7 @@ class Inbox:
             self._is_away = True
 
     def come_back(self) -> None:
-        """All is as before `leave`."""
+        """Accept calls again, as before `leave`."""
         self._is_away = False
 
     def _check_idle(self, what: str) -> None:
@@ -150,7 +152,8 @@ class Inbox:
             return not self._in_flight, self._listener
 
     def die(self, error: BaseException) -> Callable[[BaseException], None]:
-        """Later calls raise. Returns who is to be told: nobody, if it has died before."""
+        """Note that the engine is dead: later calls raise. Returns the function to call with the
+        error, which does nothing if the engine was dead before."""
         with self._condition:
             if self._error is not None:
                 return _tell_nobody

@@ -159,18 +159,19 @@ class LoopEngine(ABC):
         return self._model.device.type == self._host.source
 
     def _let_go(self) -> None:
-        """Free what is on the device, while nothing runs."""
+        """Free what is on the device. Called while nothing runs."""
         self._host.offload([*self._model.parameters(), *self._model.buffers()])
 
     def _take_back(self) -> None:
-        """Undo that. Raises `EngineError`."""
+        """Put back on the device what `_let_go` has freed. Raises `EngineError`."""
         self._host.reload()
 
     # -- what a subclass does, in the worker's thread ----------------------------------------------
 
     @abstractmethod
     def _turn(self) -> list[Numbered]:
-        """Take the inbox, or bring the live samples on by one step. What ended by that."""
+        """Take what is in the inbox, or bring the live samples on by one step. Returns the outputs
+        of samples that this has ended."""
 
     @abstractmethod
     def _begin(self) -> None:

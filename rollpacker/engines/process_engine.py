@@ -261,7 +261,7 @@ class ProcessEngine:
             listener(outputs)
 
     def _outputs(self, report: Report) -> list[EngineOutput]:
-        """Whole outputs of the samples that are in flight."""
+        """The outputs of a report as a listener gets them, for samples that are in flight."""
         found = []
         for event, response in report.outputs:
             prompt = self._prompts.pop(event.sample, None)
@@ -284,7 +284,7 @@ class ProcessEngine:
         on_error(error)
 
     def _end(self, error: Exception) -> None:
-        """Have the process ended, once; who waits for an answer gets `error`."""
+        """Have the process ended, once. Whoever waits for it to be ready gets `error`."""
         if self._is_over:
             return
         self._is_over = True

@@ -1,4 +1,4 @@
-"""Every engine, one row each. Light: no torch."""
+"""The table of all engines, one row each. Light: no torch."""
 
 from __future__ import annotations
 

@@ -24,11 +24,12 @@ parameters}}`."""
 
 
 class EnvironmentSetupError(RuntimeError):
-    """Environments are set up wrongly (not: one failed in an episode, which is `Lost`)."""
+    """Environments are set up wrongly. An environment that failed in an episode is a `Lost`
+    instead."""
 
 
 SANDBOX_TOOLS = ("python", "shell")
-"""Tools of ours that run what a model wrote, in the sandbox."""
+"""Our own tools, which run what a model wrote in the sandbox."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +152,7 @@ class Answered:
     seconds: float = 0.0
     """Seconds in the environment, without any waiting."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Such as tool calls and failed ones, by name."""
+    """Numbers such as tool calls and failed ones, by name."""
     calls: tuple[ToolCall, ...] = ()
     """The calls of tools, in order."""
 
@@ -163,7 +164,7 @@ class Episode:
     prompt: tuple[Message, ...] | None = None
     """The prompt as the environment said it. None: it is the row's own prompt."""
     messages: tuple[Message, ...]
-    """All behind the prompt: the model's and the environment's, by turns."""
+    """All messages behind the prompt: the model's and the environment's, by turns."""
     rewards: tuple[float | None, ...] = ()
     """The environment's, by turn; None where it gave none. A turn that was cut off has none."""
     num_drawn: tuple[int, ...] = ()
@@ -174,7 +175,7 @@ class Episode:
     policy_s: tuple[float, ...] = ()
     """Seconds from asking for a turn to its last token, by turn."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Sums over turns."""
+    """Sums of the answers' metrics over turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

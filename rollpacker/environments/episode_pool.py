@@ -86,7 +86,7 @@ class EpisodePool(WorkerPool):
         return await self._answer(call)
 
     def give_up(self, call: PoolCall) -> None:
-        """Let nobody wait for this call any more. Idempotent."""
+        """Stop waiting for this call. Idempotent."""
         if not call.future.done():
             self._cancel(call)
             call.settle(GivenUp())
@@ -169,7 +169,7 @@ class EpisodePool(WorkerPool):
         return self._max_workers - others + bool(self._suspected and self._lacks_apart())
 
     def _plan_growth(self) -> None:
-        """Replace what is missing, but not for ever what never gets ready."""
+        """Start missing processes soon. A process that never gets ready is not tried for ever."""
         hopeless = self._num_failed_starts >= MAX_FAILED_STARTS and not self._waiting
         if self._grow_timer is None and self._num_to_start() > 0 and not hopeless:
             self._grow_timer = self.loop.call_later(GROW_AFTER_S, self._grow)

@@ -220,7 +220,7 @@ class Folder:
         return "\n".join(told)
 
     def _keep(self, answer: Mapping[str, Any]) -> bool:
-        """Take what is in the folder now. Returns whether that can be kept."""
+        """Keep the files that are in the folder now. Returns whether they can be kept."""
         try:
             files = {
                 n: base64.b64decode(text, validate=True)

@@ -169,7 +169,7 @@ def _plain(value: Any) -> Any:
 
 
 def _flag(name: str, value: Any) -> bool:
-    """True or False, or 1 or 0 as some count. Raises `WrongReturn`."""
+    """The truth value of True or False, or of 1 or 0. Raises `WrongReturn`."""
     if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     told = shortened(repr(value)) if isinstance(value, str | int | float) else _kind(value)
@@ -182,7 +182,8 @@ def _kind(value: Any) -> str:
 
 
 def messages_of(said: Any) -> list[dict[str, Any]]:
-    """Messages as they are, one alone, or a text of the user's. Raises `WrongReturn`."""
+    """The messages in a returned value: messages, one message alone, or a text, which is the
+    user's. Raises `WrongReturn`."""
     if said is None or said == "":
         return []
     if isinstance(said, str):
@@ -200,7 +201,7 @@ def messages_of(said: Any) -> list[dict[str, Any]]:
 
 
 def number(reward: Any) -> float | None:
-    """Raises `WrongReturn`."""
+    """The reward as a float. None stays None. Raises `WrongReturn`."""
     if reward is None:
         return None
     try:
@@ -213,7 +214,8 @@ def number(reward: Any) -> float | None:
 
 
 def with_observation(prompt: Any, said: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """TRL's: what `reset` says stands at the end of the prompt's last message."""
+    """The prompt of a row with the text that `reset` returned, as TRL has it: at the end of the
+    prompt's last message."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, Sequence) or not prompt or len(said) != 1:

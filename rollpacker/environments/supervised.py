@@ -120,7 +120,8 @@ class SupervisedEnvironments:
         self.is_deterministic: bool = said if config.deterministic is None else config.deterministic
         self._pool: EpisodePool | None = None
         self._places: deque[Host] = deque()
-        """Where processes are started: the next one on the first. None: beside this one."""
+        """Places where processes are started; the next one is started at the first place. Empty:
+        beside this process."""
         self._numbers = itertools.count(1)
         self._episodes: dict[SampleId, _Episode] = {}
         self._told: set[str] = set()
@@ -141,7 +142,8 @@ class SupervisedEnvironments:
     # -- processes --------------------------------------------------------------------------
 
     def be_on(self, places: Sequence[Host]) -> None:
-        """Have a process at each of these places, rather than beside this one. Before `open`."""
+        """Have processes at these places, one at each, rather than beside this process. Call it
+        before `open`."""
         assert self._pool is None, "open already"
         self._places.extend(places)
         while self._spares:

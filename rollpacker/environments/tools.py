@@ -219,7 +219,8 @@ class ToolBox:
         return answer | {"content": content}, ToolCall(name, seconds, is_well)
 
     def _understood(self, name: str, arguments: Any) -> tuple[Function, dict[str, Any]]:
-        """Raises `ValueError`, whose message the model is told."""
+        """The function and the arguments of a call. Raises `ValueError`, whose message the model is
+        told."""
         function = self._tools.get(name)
         if function is None:
             raise ValueError(f'there is no tool "{name}"; there are: {", ".join(self._tools)}.')
@@ -255,7 +256,8 @@ def _as_json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and arrays of numpy and torch as numbers and lists; all else as a text."""
+    """A value that JSON has: numbers and arrays of numpy and torch as numbers and lists, all else
+    as a text."""
     tolist = getattr(value, "tolist", None)
     return tolist() if callable(tolist) else str(value)
 

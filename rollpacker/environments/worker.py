@@ -39,7 +39,7 @@ _SAID_IN_FULL = (
     *("ImportSpecError", "MissingPackageError", "EnvironmentSetupError", "SandboxUnavailable"),
     *("AdapterError", "DataError"),
 )
-"""Errors, by name, whose message is for the user as it is."""
+"""Names of errors whose message is shown to the user as it is."""
 
 
 def main(line: int | Line) -> None:
@@ -74,7 +74,7 @@ class _Episode:
     played: Played
     calls: Calls
     running: set[int] = field(default_factory=set)
-    """Calls of it that have not ended."""
+    """Calls of the episode that have not ended."""
     is_over: bool = False
     """Whether nobody needs the episode any more."""
 

@@ -34,7 +34,7 @@ class RewardSetup:
     folder: str
     """The run's working folder. A host that has none of that name works elsewhere."""
     paths: tuple[str, ...]
-    """Where the run's process finds modules."""
+    """Folders in which the run's process finds modules."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ Verdict = Scored | Failed
 
 PROGRAM = "rollpacker.rewards.host_worker"
 BEATS = 5
-"""Signs of life in the time after which a silent one is lost."""
+"""Signs of life that a host gives in the time after which silence means that it is lost."""
 
 
 class RewardHostsLost(RuntimeError):
@@ -259,13 +259,13 @@ class HostedReward:
         )
 
     def begun(self, process: _HostProcess, unsandboxed: bool) -> None:
-        """Deal checks to it from now on."""
+        """Note that the process can judge: it gets checks from now on."""
         self._unsandboxed |= unsandboxed
         self.book.ready(process.number)
         self._tell()
 
     def lost(self, process: _HostProcess, loss: Loss) -> None:
-        """Begin another one in its place, or give the place up."""
+        """Start another process in the place of a lost one, or give the place up."""
         number, why = process.number, loss.reason
         del self._living[number]
         for name, count in process.status.metrics.items():
@@ -286,7 +286,7 @@ class HostedReward:
         self._tell()
 
     def _tell(self) -> None:
-        """Let all look again who wait for a change."""
+        """Wake up everybody who waits for a change."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -308,7 +308,7 @@ class _HostProcess:
     """The process of one reward host, from its start to its loss; meets `Owner`."""
 
     def __init__(self, hosted: HostedReward, number: int) -> None:
-        """Starts it. Raises `OSError`."""
+        """Starts the process. Raises `OSError`."""
         self.number = number
         self.status = Status()
         self._hosted = hosted

@@ -33,7 +33,7 @@ class ReasoningGymConfig:
     require_stop: bool = False
     """A response that was cut off scores 0."""
     allow_evaluation: bool = False
-    """Accept tasks whose scorers run the model's answer as code."""
+    """Whether to accept tasks whose scorers run the model's answer as code."""
 
     def __post_init__(self) -> None:
         try:

@@ -90,7 +90,7 @@ class Cause(StrEnum):
 class Scored:
     value: float
     parts: Mapping[str, float | None] = field(default_factory=dict)
-    """Each reward's own value, by name; None where it does not apply."""
+    """The value of each reward, by name; None where it does not apply."""
     turns: tuple[float, ...] = ()
     """Parts of the value that the turns of a trajectory earned; they add up to it. Empty: the value
     is that of the whole trajectory, which counts at the last turn in the verdict of all rewards."""
@@ -110,7 +110,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """No verdict. Never a zero."""
+    """A sample has no verdict. That is never a zero."""
 
     reason: str
     parts: Mapping[str, float | None] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Failed:
 
 
 class Reward(Protocol):
-    """All rewards of a run, as the controller sees them."""
+    """The protocol of all rewards of a run together, as the controller sees them."""
 
     names: tuple[str, ...]
     """Names of the parts, in order."""

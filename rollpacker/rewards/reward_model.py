@@ -22,7 +22,7 @@ from rollpacker.warn_once import WarnOnce
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 4096
-"""Where neither the user nor the model names a limit."""
+"""Most tokens of a text where neither the user nor the model names a limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class RewardModelConfig:
     """`arguments` of the reward. Raises `ValueError` for what cannot be."""
 
     WORKERS: ClassVar[int] = 1
-    """Each holds a copy of the model."""
+    """Workers by default: each holds a copy of the model."""
 
     model_path: str
     """A Hugging Face folder. Chat prompts go through its chat template, the completion as the
@@ -41,7 +41,7 @@ class RewardModelConfig:
     batch_size: int = 8
     """Texts in one forward pass, in the order of their length."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA if there is one."""
+    """The device. auto: CUDA if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on CUDA, else float32. In float32 a score does not depend on what else is in
     the batch, but for rounding (less than 1e-5 of it); bfloat16 rounds to about 1e-2."""
@@ -257,7 +257,7 @@ def _device(name: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers reports missing weights in a table; the error says it in a line."""
+    """Keep transformers from reporting missing weights in a table; the error says it in a line."""
     from transformers.utils import logging as transformers_logging
 
     level = transformers_logging.get_verbosity()

@@ -47,7 +47,7 @@ class _Opened:
 
 
 class Shared:
-    """Opened at first use, in each event loop."""
+    """The parts that rewards share. They are opened at first use, in each event loop."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Shared:
         engine_completer: MakeCompleter | None = None,
         workers: int | None = None,
     ) -> None:
-        """`workers`: runs at a time; None: the backend's own number."""
+        """`workers`: runs at a time. None: the backend's own number."""
         self.config = sandbox
         self._workers = workers
         self.engine_completer = engine_completer

@@ -124,7 +124,8 @@ class WeightedReward:
                     )
 
     def _tell_idle(self, one: Weighted, num_rows: int, tasks: set[str | None]) -> None:
-        """No mistake for certain: the rows of an evaluation may have fewer tasks."""
+        """Warn that a reward judges none of the rows. It may be no mistake: the rows of an
+        evaluation may have fewer tasks."""
         there = sorted("none" if task is None else repr(task) for task in tasks)
         more = f" and {len(there) - 5} more" if len(there) > 5 else ""
         logger.warning(
@@ -193,7 +194,7 @@ class WeightedReward:
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed]:
-        """Judge a batch; one verdict each, same order."""
+        """Judge a batch. Returns one verdict each, in the same order."""
         if not samples:
             return []
         if len(self._parts) == 1:  # saves a task for each call

@@ -97,7 +97,7 @@ def _site_folder(package: str) -> str:
 
 
 def _site_folders(profile: Profile) -> set[str]:
-    """Folders that must be there for those of a profile to be put into."""
+    """Folders that must exist for those of a profile to be put into."""
     return {folder for name, _ in profile.folders for folder in _and_above(_site_folder(name))}
 
 
@@ -114,7 +114,8 @@ def _python_folders() -> list[str]:
 
 
 def _package_folders(shown: Sequence[str]) -> list[str]:
-    """Installed packages lie within what is shown, but are not for programs."""
+    """Folders of installed packages, which are inside of what is shown, but are not for
+    programs."""
     above = ("", f"/{_python_name()}", "/python3")
     found = []
     for top in shown:

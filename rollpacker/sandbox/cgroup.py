@@ -26,12 +26,13 @@ _SETTLE_LIMIT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where groups can be made."""
+    """A place where control groups can be made."""
 
     version: int
     memory: Path
     tasks: Path | None
-    """Has the controller "pids"; in version 2 the same folder. None: there is none."""
+    """Folder of the controller "pids"; in version 2 the same folder. None: there is no such
+    controller."""
     cpu: Path | None = None
     """Has the controller "cpu", likewise. A group there has the same weight as one ordinary process
     beside it, which is the default and wants no setting."""
@@ -43,7 +44,8 @@ class Place:
 
 
 def find_place() -> Place | None:
-    """Tried out by making a group. None: this process may not, or there is no such controller."""
+    """Find a place by making a group there. None: this process may not, or there is no memory
+    controller."""
     groups = own_groups(Path("/proc/self/cgroup"), Path("/proc/self/mountinfo"))
     unified = groups.get("")
     if unified is not None:
@@ -70,7 +72,7 @@ def find_place() -> Place | None:
 
 
 def own_groups(cgroup: Path, mountinfo: Path) -> dict[str, Path]:
-    """Folder of this process's group, by controller; "" is version 2."""
+    """Folders of this process's own groups, by controller; "" is version 2."""
     mounts: dict[str, tuple[str, str]] = {}
     for line in _lines(mountinfo):
         before, _, after = line.partition(" - ")
@@ -115,7 +117,8 @@ def _controllers_of_a_child(folder: Path) -> set[str]:
 
 
 def _may_enter(group: Path) -> bool:
-    """Tried with a process of its own; in version 2 it depends on a common ancestor."""
+    """Whether processes may enter the group, tried with one: in version 2 it depends on a common
+    ancestor."""
     pid = os.posix_spawn("/bin/sleep", ["sleep", "5"], {})
     try:
         (group / "cgroup.procs").write_text(str(pid))
@@ -152,7 +155,7 @@ def _pid_namespace() -> int:
 
 
 def _started(pid: int) -> str:
-    """Clock ticks after boot; "" if there is no such process."""
+    """Start time of a process in clock ticks after boot; "" if there is no such process."""
     text = "".join(_lines(Path(f"/proc/{pid}/stat")))
     return text.rpartition(")")[2].split()[19] if text else ""
 
@@ -172,7 +175,7 @@ class Group:
     """The control group of one worker, which its runs enter one after the other."""
 
     def __init__(self, place: Place, name: str, max_tasks: int) -> None:
-        """Raises OSError."""
+        """Makes the group. Raises `OSError`."""
         self._version = place.version
         unique = f"{next(_NUMBERS)}-{name}"  # this process may have several pools
         own = _name(unique)
@@ -221,7 +224,7 @@ class Group:
         self._num_killed = self._count_killed()
 
     def _write(self, name: str, value: int) -> None:
-        """Kernels without swap accounting lack some of the files."""
+        """Write a limit of the group. Kernels without swap accounting lack some of the files."""
         with contextlib.suppress(FileNotFoundError):
             (self._memory / name).write_text(str(value))
 

@@ -37,7 +37,8 @@ def cpu_limit_s(limits: Limits) -> float:
 def payload(
     program: str, stdin: str | bytes, files: Mapping[str, str | bytes], limits: Limits
 ) -> bytes:
-    """Raises ValueError for files that leave the folder or do not fit into it."""
+    """The payload of a request. Raises `ValueError` for files that leave the folder or do not fit
+    into it."""
     parts = [_field(as_bytes(program)), _field(as_bytes(stdin)), zygote.LENGTH.pack(len(files))]
     for name, data in checked_files(files, limits).items():
         parts += (_field(as_bytes(name)), _field(data))
@@ -49,7 +50,8 @@ def _field(data: bytes) -> bytes:
 
 
 def as_bytes(value: str | bytes) -> bytes:
-    """Lone surrogates go through: what is wrong with them is for the interpreter to say."""
+    """The text in UTF-8. Lone surrogates stay: the interpreter is to say what is wrong with
+    them."""
     return value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
 
 

@@ -53,7 +53,8 @@ class Trouble(Exception):
 
 
 class Wire:
-    """Requests and replies. Reads no more of a reply than it may, and follows nobody."""
+    """Sends requests and reads replies. Reads no more of a reply than it may, and follows no
+    redirect."""
 
     def __init__(self, url: str, token: str | None, connections: int) -> None:
         try:

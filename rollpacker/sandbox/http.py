@@ -37,7 +37,7 @@ from rollpacker.warn_once import WarnOnce
 logger = logging.getLogger(__name__)
 
 WORKERS = 16
-"""Requests at a time, unless told."""
+"""Requests at a time, unless the config says another number."""
 OUTAGE_S = 1800.0
 """A service may be down for so long before runs end in `sandbox_error`."""
 ATTEMPTS = 4

@@ -64,7 +64,8 @@ class Pool:
     """Meets `Sandbox`. Belongs to the loop, and to the thread, that opened it."""
 
     def __init__(self, *, workers: int, defaults: Limits, allow_fork: bool = True) -> None:
-        """`allow_fork`: where memory can be bounded. Raises SandboxUnavailable."""
+        """`allow_fork`: whether programs may start processes where memory can be bounded. Raises
+        `SandboxUnavailable`."""
         self._defaults = defaults
         self._bwrap = bwrap.find_bwrap()
         self._groups = cgroup.find_place()

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WORK = "/tmp/work"
-"""Where a run works."""
+"""Folder in which a run works."""
 READY = b"k"
-"""Written when what comes next is the program's own doing."""
+"""Byte that is written when the program's own code begins."""
 THREAD_STACK = 8 << 20
 """Bytes. The C library's default is the limit of the first thread's stack, which is larger here."""
 OUT_OF_MEMORY_SIGNAL = 64
@@ -83,7 +83,7 @@ def _show(error: BaseException) -> None:
 
 
 def _finish() -> None:
-    """Threads, exit functions and buffers, in an interpreter's order."""
+    """End threads, call exit functions and flush buffers, in an interpreter's order."""
     import atexit
 
     if "threading" in sys.modules:
@@ -94,7 +94,8 @@ def _finish() -> None:
 
 
 def _quietly(action: "Callable[[], object]") -> None:
-    """Whatever the program has made of it, the others still come."""
+    """Call the action and ignore what it raises: whatever the program has made of it, later actions
+    still come."""
     try:
         action()
     except BaseException:
@@ -102,7 +103,7 @@ def _quietly(action: "Callable[[], object]") -> None:
 
 
 def add_exit() -> None:
-    """`exit` and `quit`, which an interpreter started with -S lacks."""
+    """Add `exit` and `quit`, which an interpreter started with -S lacks."""
     import builtins
     from _sitebuiltins import Quitter
 

@@ -20,12 +20,13 @@ I_ACCEPT = "I accept that model-written code runs without isolation"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxConfig:
-    """Where untrusted programs run (`sandbox.*`)."""
+    """The sandbox for untrusted programs (`sandbox.*`)."""
 
     backend: Literal["auto", "bwrap", "http"] = "auto"
-    """auto: http if a url is set, else bwrap."""
+    """The backend. auto: http if a url is set, else bwrap."""
     url: str | None = None
-    """http only: of a service that speaks SandboxFusion's protocol, such as http://host:8080."""
+    """http only: address of a service that speaks SandboxFusion's protocol, such as
+    http://host:8080."""
     token_env: str | None = None
     """http only: the environment variable that holds the bearer token."""
     memory_mb: int = 512
@@ -99,15 +100,15 @@ class Limits:
     """Limits of one run."""
 
     wall_s: float = 10.0
-    """Enforced from outside."""
+    """Seconds that the run may take, enforced from outside."""
     cpu_s: float | None = None
     """Seconds of processor time. None: the wall limit, rounded up to whole seconds, plus 1."""
     memory_bytes: int = 512 << 20
     """Memory of all processes of the run together."""
     output_bytes: int = 1 << 20
-    """Kept of stdout, and of stderr; a run that writes more is ended."""
+    """Bytes that are kept of stdout, and of stderr; a run that writes more is ended."""
     disk_bytes: int = 64 << 20
-    """Files in the run's own temporary folder, its only writable place."""
+    """Bytes of files in the run's own temporary folder, its only writable place."""
     max_files: int = 1024
 
     def __post_init__(self) -> None:
@@ -124,13 +125,13 @@ class Status(StrEnum):
     """How a run ended. None of them says that its answer is right."""
 
     OK = "ok"
-    """Exit status 0, which a program can choose."""
+    """The program exited with status 0, which it can choose."""
     NONZERO = "nonzero"
     TIMEOUT = "timeout"
-    """Wall or processor time."""
+    """The program ran out of wall or processor time."""
     MEMORY = "memory"
     OUTPUT = "output"
-    """Wrote more than it may."""
+    """The program wrote more than it may."""
     KILLED = "killed"
     """Ended by a signal that the program itself caused."""
     SANDBOX_ERROR = "sandbox_error"
@@ -147,7 +148,7 @@ class RunResult:
     stdout: bytes = b""
     stderr: bytes = b""
     truncated: bool = False
-    """Output was cut off."""
+    """Whether output was cut off."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
     peak_memory_bytes: int = 0
@@ -169,7 +170,8 @@ class Capabilities:
     memory: str
     """The bound on the memory of a whole run: "cgroup v2", "cgroup v1" or "no fork"."""
     can_fork: bool
-    """Programs may start processes (only where their memory is bounded together)."""
+    """Whether programs may start processes, which they may only where their memory is bounded
+    together."""
     seconds: float = 0.0
     """Seconds that the self-test took."""
 

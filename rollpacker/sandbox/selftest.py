@@ -51,7 +51,7 @@ class _Bait:
         return self.folder / "secret.txt"
 
     def program(self, body: str) -> str:
-        """`body` behind a line that says where the bait is."""
+        """A program that is `body` behind a line that says where the bait is."""
         bait = {
             "folder": str(self.folder),
             "secret_file": str(self.secret_file),
@@ -65,7 +65,7 @@ class _Bait:
         return f"bait = {bait!r}\n{body}"
 
     def marked(self) -> list[int]:
-        """Processes on this machine that carry the mark."""
+        """Process ids on this machine that carry the mark."""
         found = []
         for comm in (process / "comm" for process in Path("/proc").glob("[0-9]*")):
             with contextlib.suppress(OSError):
@@ -233,7 +233,8 @@ async def _memory(box: Sandbox, bait: _Bait) -> bool:
 
 
 async def _memory_of_children(box: Sandbox, bait: _Bait) -> bool:
-    """Several processes together may not have more than one: no fork, or a bound on them all."""
+    """Start processes that together take more memory than one may: there is no fork, or a bound on
+    them all."""
     limits = Limits(wall_s=1.0, memory_bytes=128 << 20)
     running = asyncio.ensure_future(_run(box, bait, canaries.CHILDREN, limits))
     most = 0
@@ -245,7 +246,8 @@ async def _memory_of_children(box: Sandbox, bait: _Bait) -> bool:
 
 
 def _private_bytes(pid: int) -> int:
-    """Resident memory that is no file's; what processes share is counted once between them."""
+    """Resident memory of a process that is no file's. Memory that processes share is divided
+    between them."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         shares = [line.split() for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem"))]
@@ -283,7 +285,8 @@ async def _descriptors(box: Sandbox, bait: _Bait) -> bool:
 
 
 async def _kernel(box: Sandbox, bait: _Bait) -> bool:
-    """New namespaces, ptrace and a dozen other calls are refused; capabilities are gone."""
+    """Call what the filter refuses: new namespaces, ptrace and a dozen others. Capabilities are
+    gone."""
     out = (await _run(box, bait, canaries.KERNEL)).stdout
     return b"getpid works" in out and b"looked" in out and b"ALLOWED" not in out
 

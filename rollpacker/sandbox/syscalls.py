@@ -88,11 +88,11 @@ def _numbers(table: str) -> dict[str, dict[str, int]]:
 
 
 PLAIN = _numbers(_PLAIN_TABLE)
-"""Allowed whatever their arguments."""
+"""Calls that are allowed whatever their arguments."""
 CHECKED = _numbers(_CHECKED_TABLE)
-"""Allowed with some arguments (`seccomp.py` says which)."""
+"""Calls that are allowed with some arguments (`seccomp.py` says which)."""
 FORK = _numbers(_FORK_TABLE)
-"""Start a process, beside `clone`."""
+"""Calls that start a process, beside `clone`."""
 SESSION = _numbers(_SESSION_TABLE)
 """Begin a session. Where no control group shares out the processors, the kernel does so by session
 (autogroups), and a program with a hundred sessions would have a hundred shares."""

@@ -28,7 +28,7 @@ from rollpacker.sandbox.program import add_exit, run_program
 
 MAGIC = b"rp1"
 START = struct.Struct("<3sI")
-"""Magic, bytes of the filter that follow."""
+"""First message to a zygote: magic, and the number of bytes of the filter that follow."""
 REQUEST = struct.Struct("<3scQddQQQQQ")
 """Magic, b"r" (run) or b"c" (cancel), id, wall_s, cpu_s, memory, output and disk bytes, number of
 files, bytes of the payload that follow."""
@@ -62,7 +62,7 @@ _SIGINT, _SIGKILL, _SIGXCPU = 2, 9, 24
 
 
 def receive_exactly(fd: int, size: int) -> bytes:
-    """Raises EOFError."""
+    """Read so many bytes. Raises `EOFError`."""
     parts = bytearray()
     while len(parts) < size:
         part = os.read(fd, min(size - len(parts), _LARGE))
@@ -275,7 +275,7 @@ def _next_request(control: int) -> bytes:
 
 
 def _serve_one(run: PreparedRun, control: int, header: bytes) -> bool:
-    """Returns False if the request ends early."""
+    """Serve one request. Returns False if the request ends early."""
     _, _, run_id, wall_s, cpu_s, _, cap, *_, size = REQUEST.unpack(header)
     send_all(run.request, header)
     if not _hand_over(control, run.request, size):
@@ -286,7 +286,7 @@ def _serve_one(run: PreparedRun, control: int, header: bytes) -> bool:
 
 
 def _hand_over(source: int, target: int, size: int) -> bool:
-    """Returns False if it ends early."""
+    """Hand a request to a prepared run. Returns False if the request ends early."""
     passing = Kept(_LARGE)
     while size:
         part = passing.add(source, min(size, _LARGE))
@@ -447,7 +447,7 @@ def main() -> None:
 
 
 def _forget_own_modules() -> None:
-    """Programs cannot import them, nor see that they were imported."""
+    """Remove our own modules: programs cannot import them, nor see that they were imported."""
     sys.path.remove(OWN)
     for name in [name for name in sys.modules if name.partition(".")[0] == "rollpacker"]:
         del sys.modules[name]

@@ -48,7 +48,7 @@ class Reply:
 
 
 class Worker:
-    """Start it once; close it whatever happened."""
+    """One zygote process. It is started once, and must be closed whatever happened."""
 
     def __init__(self, name: str, profile: Profile, group: Group | None) -> None:
         self.name = name
@@ -58,7 +58,8 @@ class Worker:
         self.group = group
         self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
         self._child: Child | None = None
-        """bubblewrap; `pid` is the zygote's, as this process sees it, once that has started."""
+        """The process of bubblewrap; its `pid` is that of the zygote, as this process sees it, once
+        the zygote has started."""
         self._writer: asyncio.StreamWriter | None = None
         self._impatient: asyncio.TimerHandle | None = None
         self._asked = False
@@ -66,7 +67,7 @@ class Worker:
         self._waited_share = 0.0
 
     async def start(self, program: str, call_filter: bytes) -> None:
-        """Raises WorkerError."""
+        """Start the zygote and wait for its report. Raises `WorkerError`."""
         try:
             await self._spawn(program)
             assert self._writer is not None
@@ -98,7 +99,7 @@ class Worker:
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
 
     def _find_zygote(self) -> None:
-        """Raises OSError while there is none."""
+        """Find the zygote's process id. Raises `OSError` while there is no zygote."""
         assert self._child is not None
         if self.pid == self._child.process.pid:
             self._child.pid = _only_grandchild(self.pid)
@@ -123,7 +124,7 @@ class Worker:
         return f"{self} died" if state(self.pid) in ("", "Z", "X") else ""
 
     async def run(self, request: bytes, limits: Limits) -> Reply:
-        """`request`: the payload. Raises WorkerError."""
+        """Run one program. `request` is the payload. Raises `WorkerError`."""
         self.num_runs += 1
         self._asked = False
         self._waited_share = 0.0

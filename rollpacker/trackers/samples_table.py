@@ -17,7 +17,7 @@ _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\
 
 
 class SamplesTable(NamedTuple):
-    """Every row has a value for each column: a number, a text or None."""
+    """A table in which every row has a value for each column: a number, a text or None."""
 
     columns: list[str]
     rows: list[list[float | str | None]]

@@ -76,7 +76,7 @@ class Opening(NamedTuple):
     run_name: str
     config: dict[str, Any]
     folder: Path
-    """Where the library may keep files; it exists."""
+    """An existing folder in which the library may keep files."""
     run_id: str | None
     """The library's own name of the run that is gone on with. None: a new run."""
     last_step: int
@@ -112,7 +112,8 @@ class Tracker(Callback):
         return missing(self.name, extra=self.name, what=f"the tracker {self.name}")
 
     def check(self) -> str:
-        """Where the run would be shown. Raises `TrackerProblem`, within seconds."""
+        """The place where the run would be shown, in words. Raises `TrackerProblem`, within
+        seconds."""
         raise NotImplementedError
 
     def open(self, run: Opening) -> tuple[str, str]:
@@ -164,7 +165,7 @@ class Tracker(Callback):
             self._give_up(f"it did not take everything within {CLOSE_S:g} s of the run's end")
 
     def _put(self, task: Callable[..., None], *arguments: Any, limit_s: float = CALL_S) -> None:
-        """Have the thread do it, unless the library has not come back from what was before."""
+        """Give the thread a task, unless the library takes too long over an earlier one."""
         if (late_at := self._late_at) is not None and time.monotonic() > late_at:
             self._give_up("it did not answer in time")
         if not self._given_up:

@@ -16,19 +16,20 @@ CALL_COST_ELEMENTS = 25_000
 """Cost of one more attention call, in key elements that could be read in the same time. Measured on
 a CPU with 16 to 64 elements a head: 40 microseconds a call, 14 for 416 x 16 keys."""
 SORT_HORIZON_STEPS = 8
-"""Moving rows must pay for its copies within so many steps."""
+"""Steps within which the saved reading must pay for the copies of moved rows."""
 MOVE_COST = 3
 """A position that moves costs as much as so many that a step attends to (measured on a CPU)."""
 
 
 class Bucket(NamedTuple):
-    """Rows [start, stop) attend over the first `width` positions."""
+    """A range of rows [start, stop) that attend over the first `width` positions."""
 
     start: int
     stop: int
     width: int
     is_even: bool = False
-    """Known to be exactly as wide as every one of its rows, which so need no mask."""
+    """Whether the bucket is known to be exactly as wide as every one of its rows, which then need
+    no mask."""
 
 
 def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:

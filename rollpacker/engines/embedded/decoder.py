@@ -48,7 +48,7 @@ class KeptPrompt:
 
     prompt: Prompt
     logits: Tensor
-    """[vocabulary], after the prompt's last token."""
+    """Logits [vocabulary] after the prompt's last token."""
     cache: PromptCache
 
 
@@ -141,7 +141,8 @@ class Decoder:
         self._plan = None
 
     def forget_plan(self) -> None:
-        """Rows went on, or back, by something else than a decode step."""
+        """Drop the plan of buckets, since rows went on, or back, by something else than a decode
+        step."""
         self._plan = None
 
     def forget_prompt(self) -> None:
@@ -172,14 +173,15 @@ class Decoder:
             self._plain.reserve(self.slots.width)
 
     def _join(self, entries: list[Pending], kept: KeptPrompt) -> None:
-        """Samples whose prompt was prefilled before copy its keys and values."""
+        """Add samples whose prompt was prefilled before: they copy its keys and values."""
         first = self.rows.num_rows
         noise = self.rows.add(entries)
         self.slots.restore(kept.cache, slice(first, self.rows.num_rows))
         self.draw_first(first, kept.logits.expand(len(entries), -1), noise)
 
     def _prefill_batches(self, groups: list[list[Pending]]) -> Iterable[list[list[Pending]]]:
-        """Groups, sorted by prompt length, in batches that keep to the token budget."""
+        """Batches of the groups, which are sorted by prompt length, that keep to the token
+        budget."""
         budget = PREFILL_TOKENS.get(self._device.type, PREFILL_TOKENS_ACCELERATOR)
         max_kept = max(1, PREFILL_LOGITS // self.rows.vocabulary_size)
         batch: list[list[Pending]] = []

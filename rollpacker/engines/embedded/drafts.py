@@ -42,12 +42,13 @@ overhead."""
 LOOK_SHARE = 0.01
 """Share of the time that looks which find nothing may take."""
 LOOK_ROWS = 8
-"""Where nothing was drafted just before, so many rows are looked at first."""
+"""Rows that are looked at first where nothing was drafted just before."""
 MIN_GAIN = 1.15
 """Least gain of drafts in tokens per second, as a multiple of a plain step's. Drafts that promise
 less are not tried."""
 MIN_BALANCE = 0.98
-"""Drafting pauses when it gave fewer than so many times a plain step's tokens per second."""
+"""Least tokens per second of drafting, as a multiple of a plain step's. Drafting pauses when it
+gave fewer."""
 BALANCE_STEPS = 32
 """Steps after which older ones count half in that balance."""
 PAUSE_STEPS = 64
@@ -85,7 +86,7 @@ class RowText(Text):
 
     group: PromptId
     num_seen: int
-    """Response tokens that are in `text`."""
+    """Number of response tokens that are in `text`."""
     redraw: int
     """The row's redraw by the complement rule, which may take tokens back."""
     earlier: Text | None = None
@@ -133,12 +134,13 @@ class EndedText(Text):
     num_tokens: int = 0
 
     def add(self, tokens: np.ndarray) -> None:
-        """Costs next to nothing: most groups have ended before anyone looks for drafts."""
+        """Add a response that has ended. It is not read yet: most groups have ended before anyone
+        looks for drafts."""
         self.unread.append(tokens)
         self.num_tokens += len(tokens)
 
     def read(self) -> None:
-        """Bring `text` up to date."""
+        """Append the responses that were not read yet to `text`."""
         for tokens in self.unread:
             self.text += _text(tokens) + _SEPARATOR
         self.unread.clear()
@@ -350,7 +352,8 @@ class Drafter:
     def _longest_match(
         self, text: RowText, siblings: Sequence[RowText]
     ) -> tuple[int, Text, int, int] | None:
-        """(kind, source, place after the match, tokens matched). Of equals the row's own text."""
+        """The longest match of the row's newest tokens: (kind, source, place after the match,
+        tokens matched). Among equal matches that in the row's own text. None: there is no match."""
         best, found = SHORTEST_MATCH - 1, None
         most = min(LONGEST_MATCH, len(text.text))
         for kind, source in self._sources(text, siblings):

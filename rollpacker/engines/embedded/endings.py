@@ -15,7 +15,7 @@ STOP_TAIL_TOKENS = 8
 
 
 class Endings:
-    """Looks at responses of one model."""
+    """Finds the ends of responses of one model."""
 
     def __init__(
         self,

@@ -52,7 +52,8 @@ class Guess:
 
     tokens: Sequence[int]
     log_probs: Sequence[float] | None = None
-    """If there are any the tokens are not drawn: they are taken, with these."""
+    """Log-probabilities of the tokens, which are then taken as they are. None: the tokens are drawn
+    anew."""
 
 
 class Extender:
@@ -188,8 +189,8 @@ class Extender:
     def _read(
         self, rows: np.ndarray, starts: np.ndarray, prompts: Sequence[tuple[int, ...]]
     ) -> Tensor:
-        """Feed these rows their prompts from these places on. Logits [rows, vocabulary] after
-        them."""
+        """Feed these rows their prompts from `starts` on. Returns logits [rows, vocabulary] after
+        the prompts."""
         done, most = starts.copy(), self._most(self._max_tokens)
         logits = torch.zeros(0)
         ends = np.array([len(prompt) for prompt in prompts])

@@ -54,7 +54,8 @@ def _cost(span: Span) -> int:
 
 
 class NewTokens(NamedTuple):
-    """Row `rows[i]` gets `lengths[i]` tokens, the first at position `starts[i]`."""
+    """Tokens that rows get in one pass: row `rows[i]` gets `lengths[i]` of them, the first at
+    position `starts[i]`."""
 
     rows: np.ndarray
     starts: np.ndarray
@@ -72,7 +73,8 @@ class ExtendStep:
     """
 
     def __init__(self, slots: KVSlots, new: NewTokens, call_cost: float = float("inf")) -> None:
-        """`call_cost`: of a span, in rows x tokens x width; where it is infinite there is one."""
+        """`call_cost`: cost of one more span, in rows x tokens x width. Infinite: there is one
+        span."""
         rows, starts, lengths = new
         self._slots = slots
         self._row_of_token = np.repeat(rows, lengths)
@@ -80,9 +82,9 @@ class ExtendStep:
         positions = np.arange(lengths.sum()) - np.repeat(first - starts, lengths)
         self._positions = positions
         self.positions = torch.from_numpy(positions).to(slots.device)
-        """[tokens]"""
+        """Positions of the pass's tokens [tokens]."""
         self.last = first + lengths - 1
-        """Where in [tokens] the last one of each row is: [rows]"""
+        """Index in [tokens] of each row's last token [rows]."""
         self._spans = [
             _SpanStep(slots, new.of(span), int(first[span.start]), span)
             for span in plan_spans(lengths, starts + lengths, call_cost)
@@ -129,7 +131,7 @@ class _SpanStep:
         self._padded: Tensor | None = None
         """The token of the pass at each place of [rows x tokens]. None: no row is padded."""
         self._real: Tensor | None = None
-        """Where in [rows x tokens] the real ones are."""
+        """Indices in [rows x tokens] of the real tokens. None: no row is padded."""
         real = np.arange(span.num_tokens) < lengths[:, None]
         if not real.all():
             padded = first + (np.cumsum(lengths) - lengths)[:, None] + place
@@ -168,7 +170,8 @@ class _SpanStep:
         return part.narrow(0, self._first_row, self._num_rows)
 
     def _bias(self, sliding_window: int | None, groups: int) -> Tensor:
-        """[rows, 1, groups x tokens, width]: 0 where a token may look, minus infinity elsewhere."""
+        """The bias [rows, 1, groups x tokens, width]: 0 where a token may look, minus infinity
+        elsewhere."""
         bias = self._biases.get(sliding_window)
         if bias is None:
             lines = self._slots.bias_line(sliding_window).unfold(0, self._width, 1)

@@ -38,7 +38,7 @@ class KeptRows:
         return len(self._rows[sample].tokens) if sample in self._rows else 0
 
     def keep(self, sample: SampleId, tokens: tuple[int, ...], row: int) -> None:
-        """Copy what this row has of these tokens. `settle` says whether it can stay."""
+        """Copy what this row has of these tokens. `settle` decides whether the copy can stay."""
         self.let_go([sample])
         self._rows[sample] = KeptRow(tokens, self._slots.snapshot(row, len(tokens)))
         self.num_tokens += len(tokens)

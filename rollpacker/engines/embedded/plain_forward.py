@@ -34,7 +34,7 @@ _TORCH_PARTS = {nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, SiLUActivation}
 @dataclass(frozen=True, slots=True)
 class _Linear:
     weight: Tensor
-    """[in, out], a view of the parameter."""
+    """The matrix [in, out], a view of the parameter."""
     bias: Tensor | None
     adapter: _Adapter | None = None
 
@@ -44,9 +44,9 @@ class _Adapter:
     """A low-rank addition to a matrix, which may have more digits than the matrix."""
 
     down: Tensor
-    """[in, rank], a view of the parameter."""
+    """The matrix [in, rank], a view of the parameter."""
     up: Tensor
-    """[rank, out], a view of the parameter."""
+    """The matrix [rank, out], a view of the parameter."""
     scaling: float
 
 
@@ -54,9 +54,9 @@ class _Adapter:
 class _Norm:
     weight: Tensor
     eps: Tensor
-    """[1], in float32."""
+    """The norm's epsilon [1], in float32."""
     mean_factor: float
-    """1 / width."""
+    """1 / width: the factor that makes a mean of a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class PlainForward:
         )
 
     def reserve(self, width: int) -> None:
-        """Rotations for positions below `width`."""
+        """Compute the rotations for positions below `width`."""
         old_width = len(self._rotations)
         if width <= old_width:
             return
@@ -195,7 +195,8 @@ class PlainForward:
     def _hidden(
         self, tokens: Tensor, positions: Tensor, num_rows: int, step: RolloutStep
     ) -> Tensor:
-        """Hidden states [tokens, width] of so many rows' tokens, one row after the other."""
+        """Hidden states [tokens, width] of the tokens of `num_rows` rows, one row after the
+        other."""
         hidden: Tensor = self._embedding.index_select(0, tokens)
         rotations = self._rotations.index_select(0, positions)
         cos, sin = rotations.narrow(1, 0, 1), rotations.narrow(1, 1, 1)
@@ -217,7 +218,7 @@ class PlainForward:
         num_rows: int,
         step: RolloutStep,
     ) -> Tensor:
-        """Attention's heads side by side, [tokens, heads x head_dim]."""
+        """The outputs of all heads side by side, [tokens, heads x head_dim]."""
         head_dim, num_heads = self._head_dim, layer.num_heads
         value = _project(normed, layer.value)
         # Query and key heads are normed and rotated together.
@@ -242,7 +243,7 @@ class PlainForward:
 
 
 def _by_row(heads: Tensor, num_rows: int) -> Tensor:
-    """[rows x tokens, heads, head_dim] as [rows, heads, tokens, head_dim]."""
+    """The heads [rows x tokens, heads, head_dim] in the order [rows, heads, tokens, head_dim]."""
     if heads.shape[0] == num_rows:
         return heads.unsqueeze(2)
     rows = torch.unflatten(heads, 0, (num_rows, -1))

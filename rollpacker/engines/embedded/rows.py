@@ -59,7 +59,7 @@ class Pending:
     request: GenerationRequest
     sequence: int
     redraws: list[tuple[int, int]] = field(default_factory=list)
-    """`Response.redraws`, of what is generated so far."""
+    """`Response.redraws` of the tokens that are generated so far."""
 
     @property
     def limit(self) -> int:
@@ -67,7 +67,7 @@ class Pending:
 
     @property
     def width(self) -> int:
-        """Cache positions it can need: the last token is never fed back."""
+        """Cache positions that the row can need: its last token is never fed back."""
         return len(self.request.prompt_tokens) + self.limit - 1
 
     @property
@@ -165,7 +165,7 @@ class RowTable:
         return self._columns[name][: self.num_rows]
 
     def _set_mode(self) -> None:
-        """Find out what a draw has to heed, after rows came or went."""
+        """Find out which parts of a draw the live rows need. Called after rows came or went."""
         temperature, top_k, top_p = (
             self.host_column(name) for name in ("temperature", "top_k", "top_p")
         )
@@ -178,7 +178,7 @@ class RowTable:
     # -- noise -------------------------------------------------------------------------------------
 
     def next_noise(self) -> Tensor:
-        """Noise of every slot for the step at hand, float64 [slots, size] on the device."""
+        """Noise of every slot for the next step, float64 [slots, size] on the device."""
         num_steps = self._noise.shape[1]
         if self._noise_column >= num_steps:
             self._noise_column = max(0, num_steps - NOISE_BLOCK_UNEVEN) if self._is_uneven else 0
@@ -350,7 +350,7 @@ class RowTable:
         )
 
     def remove(self, gone: np.ndarray) -> tuple[list[int], list[int]]:
-        """Take rows out; the last ones fill their places. Returns who moved (from, to)."""
+        """Take rows out; the last rows fill their places. Returns the moves, as (from, to)."""
         remaining = self.num_rows - len(gone)
         self._free_stores.extend(self._columns["store"][gone].tolist())
         dead = np.zeros(self.num_rows, np.bool_)
@@ -364,7 +364,7 @@ class RowTable:
         return movers.tolist(), holes.tolist()
 
     def rearrange(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Row source[i] becomes row target[i]."""
+        """Move rows: row source[i] becomes row target[i]."""
         if not len(source):
             return
         for column in self._columns.values():

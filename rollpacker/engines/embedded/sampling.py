@@ -43,14 +43,14 @@ def sample_key(seed: int, sample: SampleId, redraw: int = 0, turn: int = 1) -> i
 
 
 def num_groups(vocabulary_size: int) -> int:
-    """Groups of the first round, or the vocabulary's size if there is but one round."""
+    """Number of groups in the first round, or the vocabulary's size if there is but one round."""
     if vocabulary_size <= WIDE_VOCABULARY:
         return vocabulary_size
     return 1 << math.ceil(math.log2(vocabulary_size) / 2)
 
 
 def noise_size(vocabulary_size: int) -> int:
-    """Exponentials per token: one per group, then one per token of a group."""
+    """Number of exponentials per token: one per group, then one per token of a group."""
     groups = num_groups(vocabulary_size)
     return groups if groups == vocabulary_size else groups - (-vocabulary_size // groups)
 
@@ -144,7 +144,8 @@ def _winners(probs: Tensor, noise: Tensor) -> Tensor:
 
 
 def _truncate(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the top_k likeliest tokens, of those the fewest that reach top_p; renormalize."""
+    """Keep the top_k likeliest tokens, and of these the fewest that reach top_p. The result is
+    normalized."""
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     ranked = ranked.masked_fill(rank >= top_k[:, None], 0.0)

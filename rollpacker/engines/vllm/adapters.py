@@ -116,7 +116,7 @@ def _write(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _configs(model: Any) -> list[Any]:
-    """peft's, one an adapter."""
+    """The configs of peft's adapters, one for each adapter."""
     return list(model.peft_config.values())
 
 
@@ -136,5 +136,6 @@ def _places(model: torch.nn.Module) -> set[str]:
 
 
 def _is_one_of(name: str, places: frozenset[str]) -> bool:
-    """Where vLLM's code for a model also sees, its names have something before them."""
+    """Whether this name, or a longer one that ends with it, is among the places: where vLLM's code
+    for a model also sees, names have something before them."""
     return name in places or any(place.endswith(f".{name}") for place in places)

@@ -37,7 +37,7 @@ class Anew:
     __slots__ = ("keys", "log_probs", "tokens")
 
     def __init__(self, keys: Sequence[int]) -> None:
-        """`keys`: of each token's noise."""
+        """`keys`: the key of each token's noise."""
         self.keys = [_signed(key) for key in keys]
         self.tokens: list[int] = []
         """Tokens that were drawn in the places of the carried ones so far."""
@@ -52,15 +52,15 @@ class Draw:
     def __init__(
         self, sampling: SamplingParams, key: int, *, offset: int = 0, anew: Anew | None = None
     ) -> None:
-        """`offset`: response tokens that the request's prompt ends with. `anew`: they are drawn
-        too."""
+        """`offset`: number of response tokens that the request's prompt ends with. `anew`: these
+        tokens, if they are drawn too."""
         assert anew is None or len(anew.keys) == offset
         self.sampling = sampling
         self.key = _signed(key)
         self.offset = offset
         self.anew = anew
         self.tokens: Sequence[int] = ()
-        """vLLM's own list of what it took, which grows."""
+        """vLLM's own list of the tokens that it took, which grows."""
         self.log_probs: list[float] = []
         """Log-probabilities of these tokens, and maybe of one more token that vLLM threw away."""
 
@@ -153,7 +153,7 @@ class Settings:
 
 
 class _Batch:
-    """Requests that are decoded together, until that changes."""
+    """Requests that are decoded together. Made anew when they change."""
 
     def __init__(
         self, rows: Sequence[tuple[int, Draw]], vocabulary_size: int, device: torch.device

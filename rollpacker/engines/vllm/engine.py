@@ -97,7 +97,7 @@ class VllmEngine(LoopEngine):
         # The worker's own.
         self._live: dict[int, Live] = {}
         self._num_ended = 0
-        """Generated tokens of those that are gone."""
+        """Number of generated tokens of responses that have left."""
         self._num_steps = 0
         self._is_closed = False
         try:
@@ -139,7 +139,7 @@ class VllmEngine(LoopEngine):
 
     @property
     def _scheduler(self) -> Any:
-        """vLLM's. It holds the record of every request that is not done with."""
+        """vLLM's scheduler. It holds the record of every request that has not ended."""
         return self._vllm.engine_core.engine_core.scheduler
 
     # -- the worker --------------------------------------------------------------------------------
@@ -160,7 +160,8 @@ class VllmEngine(LoopEngine):
         return outputs
 
     def _add(self, entry: Pending) -> Numbered | None:
-        """Hand a request to vLLM. What there is to report instead, if there is nothing to do."""
+        """Hand a request to vLLM. Returns the output to report at once, if there is nothing to
+        generate."""
         reason = self._why_impossible(entry)
         if reason is not None:
             return failure(entry, reason)
@@ -172,7 +173,7 @@ class VllmEngine(LoopEngine):
         return None
 
     def _begin_live(self, live: Live) -> None:
-        """Let vLLM have it, from what it has on."""
+        """Hand a response to vLLM, which goes on from the tokens that it has."""
         entry, given = live.entry, live.begin()
         # What comes from the prefix cache is not read, and so not drawn anew.
         draws_anew = live.draw.anew is not None
@@ -187,7 +188,7 @@ class VllmEngine(LoopEngine):
         self._live[entry.sequence] = live
 
     def _hand_over(self, number: int, draw: Draw, prompt: list[int], **sampling: Any) -> Request:
-        """Let vLLM have a request. Returns its record of it."""
+        """Hand a request to vLLM. Returns vLLM's record of it."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind

@@ -39,7 +39,7 @@ class Live:
         self.given = list(carried.tokens)
         """Tokens that it has without what vLLM has added since it was handed over; ..."""
         self.log_probs = list(carried.log_probs)
-        """... one for each of them."""
+        """Log-probabilities of these tokens."""
         self.num_kept: int | None = None
         """Number of carried tokens that came out the same. None: they have not been drawn anew
         yet."""
@@ -129,13 +129,13 @@ class Live:
         return num_tokens
 
     def note_reused(self, num_tokens: int | None) -> None:
-        """vLLM, which has it, found so many tokens in its prefix cache."""
+        """Note that vLLM, which has the response, found so many tokens in its prefix cache."""
         request = self.entry.request
         if request.turn > 1 and num_tokens:
             self.num_reused = min(num_tokens, len(request.prompt_tokens))
 
     def leave(self) -> None:
-        """vLLM no longer has it."""
+        """Take over what vLLM has generated, since vLLM no longer has the response."""
         self.num_preemptions += self.request.num_preemptions
         if not self.is_unseen:
             new = self.request.output_token_ids
@@ -143,7 +143,7 @@ class Live:
             self.log_probs = [*self.log_probs, *self.draw.log_probs[: len(new)]]
 
     def cut(self, num_tokens: int) -> None:
-        """Forget what it has beyond so many."""
+        """Forget all tokens beyond the first `num_tokens`."""
         del self.given[num_tokens:], self.log_probs[num_tokens:]
 
     # -- ends that are not taken -------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Live:
 
     @property
     def is_too_long(self) -> bool:
-        """vLLM, which has it, has taken it beyond its ceiling."""
+        """Whether vLLM, which has the response, has taken it beyond its ceiling."""
         return len(self.tokens) > self._ceiling and self.num_redraws < MAX_REDRAWS
 
     def draw_again(self, *, stopped: bool) -> bool:

@@ -39,7 +39,7 @@ class Workers:
         self._num_loads = 0
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Bring them to these weights."""
+        """Give the workers these weights."""
         self._num_loads += 1
         with self._buffer.writing(self._num_loads) as shared:
             for name, tensor in named:

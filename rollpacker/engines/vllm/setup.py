@@ -1,4 +1,5 @@
-"""Opens a vLLM engine in this process: what it must be, what it is told, what it may not change."""
+"""Opens a vLLM engine in this process: the required versions, its arguments, and the settings of
+this process that it may not change."""
 
 from __future__ import annotations
 
@@ -36,16 +37,17 @@ TESTED = {"vllm": ((0, 32), (0, 33)), "transformers": ((5, 16), (5, 20))}
 """Versions that the engine is written for: from the first to before the second. The engine reads
 vLLM's own records of its requests, which are nobody's interface."""
 BLOCK_TOKENS = 32
-"""Prompts that are shorter share no keys and values."""
+"""Tokens of a block of keys and values. Prompts that are shorter share none."""
 KV_CACHE_GIB = 1.0
 """Memory for keys and values on a CPU, in GiB. On a GPU vLLM takes what is left of the memory."""
 SHARE_OF_FREE = 0.9
 """Share of the GPU memory that is free when vLLM starts, which vLLM may take."""
 _NEED_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
-"""Hybrids whose code vLLM shares with models that see."""
+"""Kinds of hybrid models whose code vLLM shares with models that see."""
 _HYBRIDS_ON_CPU = ("qwen3_5_text",)
 _STATE_SIZES_ON_CPU = (64, 128)
-"""Heads of linear attention that its CPU kernels know, the same for keys and values."""
+"""Sizes of heads for which vLLM's linear attention on a CPU has kernels, the same for keys and
+values."""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -62,7 +64,8 @@ suffice."""
 
 
 _the_only_one = threading.Lock()
-"""vLLM keeps what an engine shares with its workers in globals of the process."""
+"""Held while there is an engine: vLLM keeps what an engine shares with its workers in globals of
+the process."""
 
 
 def open_vllm(
@@ -100,7 +103,7 @@ def open_vllm(
 
 
 def close_vllm(engine: LLMEngine) -> None:
-    """Let go of its memory. Once."""
+    """Free the engine's memory. Called once."""
     engine.engine_core.shutdown()
     _the_only_one.release()
 

@@ -50,7 +50,8 @@ def watch(runner: Any, draws: Draws) -> str | None:
 def _draw_anew(
     runner: Any, draws: Draws, hidden_states: Tensor, num_scheduled: Mapping[str, int]
 ) -> None:
-    """`hidden_states` [tokens of the step, hidden]; so many of them are each request's."""
+    """Draw carried tokens from the hidden states before them. `hidden_states` [tokens of the step,
+    hidden]; `num_scheduled` says how many of these are each request's."""
     found: list[_Piece] = []
     for name, num_tokens in num_scheduled.items():
         state = runner.requests[name]

@@ -63,7 +63,7 @@ class Copy:
         self._compare()
 
     def _load_base(self) -> None:
-        """All weights but the adapter's. vLLM drops the adapter."""
+        """Give vLLM all weights but the adapter's. vLLM drops the adapter."""
         named = list(base_weights(self._model))
         if self._workers is not None:
             self._workers.load(named)
@@ -73,7 +73,7 @@ class Copy:
 
     @property
     def can_sleep(self) -> bool:
-        """vLLM was opened such that it can let go of its memory."""
+        """Whether vLLM was opened such that it can free its memory."""
         return bool(self._vllm.model_config.enable_sleep_mode)
 
     def sleep(self) -> None:

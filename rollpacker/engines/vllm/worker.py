@@ -25,7 +25,7 @@ DrawTokens = drawing_with(_draws)
 
 
 class Extension:
-    """Methods that vLLM's worker gets."""
+    """Methods that vLLM's worker gets from here."""
 
     def take_log_probs(self, numbers: Sequence[int]) -> list[list[float]]:
         """Log-probabilities of each of these requests, which have ended and are forgotten here.

@@ -92,7 +92,7 @@ class GymnasiumEnvironment:
     def step(
         self, message: Message
     ) -> tuple[Sequence[Message], float | None, bool, bool, dict[str, Any]]:
-        """Gymnasium's five values; the last is empty."""
+        """Play one step. Returns Gymnasium's five values; the last is empty."""
         action = text_of(message) if self._is_text else self._action(text_of(message))
         if action is None:
             return said(f"That names no action. {self._choices()}"), None, False, False, {}

@@ -142,7 +142,7 @@ class _Process:
     """The program, what it prints last, and its end."""
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
-        """Raises `OSError`."""
+        """Starts the program. Raises `OSError`."""
         output, errors = _Tail(), _Tail()
         try:
             self._child = Child.start(
@@ -224,7 +224,7 @@ class _Tail:
                 self.over.set_result(None)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop reading and close the pipe. Idempotent."""
         if self._reader >= 0:
             self._loop.remove_reader(self._reader)
             os.close(self._reader)

@@ -34,7 +34,7 @@ from rollpacker.serving.http import (
 )
 
 _IN_VAIN = {"x-should-retry": "false"}
-"""OpenAI's clients heed it."""
+"""Headers of an error, which tell OpenAI's clients not to repeat the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Session:
     # -- for the environment -----------------------------------------------------------------------
 
     def answer(self, message: Mapping[str, Any]) -> None:
-        """Answer the call with the model's message; the next one can be waited for."""
+        """Answer the call with the model's message. `called` is then the next call."""
         assert self._pending is not None, "the model was not called"
         wire = chat.on_wire(message)
         self._said.append(chat.as_said(chat.read_back(wire)))
@@ -167,7 +167,7 @@ class ProgramEndpoint:
             raise
 
     async def leave(self, session: Session) -> None:
-        """Idempotent."""
+        """Close a session, and the server with the last one. Idempotent."""
         session.close()
         self._sessions.pop(session.token, None)
         if not self._sessions and self._server is not None:

@@ -227,7 +227,8 @@ def _tools_of(config: Any, name: str) -> tuple[ToolSchema, ...]:
 
 
 def _reward_of(episode: Any) -> float:
-    """Raises for an episode that failed: an error of the environment is no reward of zero."""
+    """The reward of an episode. Raises `RuntimeError` for an episode that failed: an error of the
+    environment is no reward of zero."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         said = f"{errors[-1].type}: {errors[-1].message}" if errors else "no reason is given"

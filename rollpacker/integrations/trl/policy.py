@@ -40,7 +40,7 @@ class LentModel:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, the model is the engine's; the trainer must not run it."""
+        """A context in which the model is the engine's, and the trainer must not run it."""
         model = self._model
         attention = model.config._attn_implementation
         replaced = vars(model).pop("forward", None)

@@ -195,7 +195,7 @@ class RolloutFunction(TrainerCallback):
             self._rollouts.save(_checkpoint(args, state.global_step))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Let go of the engine, and say where the seconds went."""
+        """Close the engine, and print where the seconds went."""
         if self._rollouts is not None and state.is_world_process_zero:
             print(self.report())
         self._close()
@@ -232,7 +232,8 @@ class RolloutFunction(TrainerCallback):
         self._lent = None
 
     def _evaluate(self, prompts: list[Any], trainer: Any) -> list[Response]:
-        """All are awaited: the prompts of an evaluation are fixed."""
+        """The responses to the prompts of an evaluation. All are awaited, since an evaluation has
+        fixed prompts."""
         engine = self._engine(trainer.model, trainer.processing_class)
         assert self._lent is not None
         self._num_evaluations += 1

@@ -87,7 +87,8 @@ Found = queue.SimpleQueue[Groups | BaseException]
 
 
 class Rollouts:
-    """Belongs to the thread that trains; hears the engine in the engine's own."""
+    """The rollouts of one training. Belongs to the thread that trains; outputs come in the engine's
+    thread."""
 
     def __init__(
         self,
@@ -100,7 +101,8 @@ class Rollouts:
         generation_s: float,
         waiting: Waiting | None = None,
     ) -> None:
-        """`prompts`: by row. `waiting`: what deferred prompts had when the job was saved."""
+        """`prompts`: the prompt of each row. `waiting`: the tokens of deferred prompts when the job
+        was saved."""
         self.engine = engine
         self.cursor = cursor
         self.waiting: Waiting = waiting or {}
@@ -161,11 +163,11 @@ class Rollouts:
         return self._metrics()
 
     def seconds(self) -> dict[str, float]:
-        """Where they went so far, by cause (see `CAUSES`)."""
+        """Seconds of the training so far, by cause (see `CAUSES`)."""
         return self._time.seconds(self._history.step.peak_live)
 
     def report(self) -> str:
-        """Where the seconds went so far, in one line."""
+        """The seconds of the training so far, by cause, in one line."""
         seconds = self.seconds()
         wall = sum(seconds.values())
         parts = []

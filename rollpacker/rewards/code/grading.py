@@ -155,7 +155,7 @@ class CodeConfig:
     """The column with a correct solution for rows that have one, run before training. None: do not
     run them."""
     allow_bad_tests: float = 0.0
-    """Start although up to this share of the reference solutions fails their tests."""
+    """Share of the reference solutions that may fail their tests."""
     max_tests: int | None = None
     """Tests of a row that are run, from the first on. None: all."""
     memory_mb: int | None = None
@@ -171,7 +171,8 @@ class CodeConfig:
 
 
 class CodeReward:
-    """Programs judged by the tests of their row. Meets `RewardPart`."""
+    """The built-in reward `code`: programs are judged by the tests of their row. Meets
+    `RewardPart`."""
 
     DEADLINE = AdaptiveDeadlineConfig()
     WORKERS = os.cpu_count()
@@ -179,14 +180,16 @@ class CodeReward:
     def __init__(
         self, config: CodeConfig, *, entry: RewardConfig, name: str, shared: Shared
     ) -> None:
-        """`entry`: what every reward has; `shared`: whose sandbox runs the programs."""
+        """`entry`: the reward's entry in the config. `shared`: holds the sandbox that runs the
+        programs."""
         self.name = name
         self._config = config
         self._entry = entry
         self._shared = shared
         self._box: Sandbox | None = None
         self._has_references = False
-        """Rows that were checked had some; those of an evaluation may do without."""
+        """Whether rows that were checked before had reference solutions. Rows of an evaluation may
+        then do without."""
 
     # -- before the run ----------------------------------------------------------------
 
@@ -250,7 +253,7 @@ class CodeReward:
         )
 
     async def _failing(self, known: Sequence[tuple[int, str, _Read]]) -> dict[int, str]:
-        """Rows whose reference solution is not right, and why."""
+        """Numbers of the rows whose reference solution is not right, each with the reason."""
         box = await self._shared.sandbox()
         limits = self._limits(self._longest_s())
         left = list(reversed(known))
@@ -356,7 +359,7 @@ def _counted(bad: int, total: int) -> str:
 
 
 def _listed(bad: Mapping[int, str]) -> str:
-    """Rows by number, and each reason once."""
+    """Text that names rows by number, and each reason once."""
     rows: dict[str, list[str]] = {}
     for number, reason in list(bad.items())[:_NAMED]:
         rows.setdefault(reason, []).append(str(number))

@@ -20,7 +20,7 @@ from typing import Any
 
 MAX_DEPTH = 100
 MAX_ITEMS = 200_000
-"""Taken from an iterator."""
+"""Most items that are taken from an iterator."""
 MAX_BITS = 400_000
 """Most bits of an integer: about 120,000 digits."""
 SMALL = 10**15

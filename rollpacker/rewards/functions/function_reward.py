@@ -142,7 +142,8 @@ class RewardFunction:
     # -- workers ----------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Let this loop use the worker that is there already, or start one when a call comes."""
+        """Make the pool of this loop. It gets the worker that exists already, or starts one when a
+        call comes."""
         self._pool()
 
     def _pool(self) -> WorkerPool:
@@ -238,7 +239,8 @@ class RewardFunction:
         return self._count(self._verdicts(reply, len(samples)))
 
     def _count(self, verdicts: list[Verdict], *, even_so: bool = False) -> list[Verdict]:
-        """Hand on what a call came to. After too many without a verdict nobody is called again."""
+        """Count the verdicts of a call and return them. After too many calls without a verdict the
+        function is not called again."""
         if self._patience.saw(verdicts, even_so=even_so) and self._patience.ended is not None:
             for pool in self._pools.values():
                 pool.give_up_waiting(self._patience.ended)
@@ -291,7 +293,7 @@ class RewardFunction:
         return self._failed(shortened(why), "a worker was lost", Cause.INFRASTRUCTURE)
 
     def _raised(self, reply: Mapping[str, Any]) -> Failed:
-        """Return the failure in short. The whole story goes to the log, once per kind of error."""
+        """The failure in short. The whole story goes to the log, once per kind of error."""
         kind, said = reply["error"], reply["said"]
         self._report(kind, reply["where"])
         return Failed(reason=f"{self.name} raised {kind}: {said}")
@@ -342,7 +344,8 @@ class Patience:
     """Counts the calls in a row that gave no sample a verdict, and says when to call no more."""
 
     def __init__(self, name: str, most: int | None) -> None:
-        """`most`: so many end it; None: it has no end."""
+        """`most`: number of failed calls after which the function is called no more. None: no
+        limit."""
         self.ended: str | None = None
         """The reason, once there have been too many failed calls. None before."""
         self._name = name

@@ -39,10 +39,10 @@ class TrainerState:
 
 
 class Logged:
-    """Takes what one call logs."""
+    """Collects what one call of a reward function logs."""
 
     def __init__(self, count: int, progress: tuple[int, int] = (0, 1)) -> None:
-        """`count`: completions of the call. `progress`: steps done, and all of them."""
+        """`count`: completions of the call. `progress`: steps done, and all steps of the run."""
         self._count = count
         self._state = TrainerState(*progress)
         self._metrics: dict[str, list[float]] = {}
@@ -63,7 +63,7 @@ class Logged:
             self._metrics.setdefault(str(name), []).append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Raises `WrongReturn` unless there is one value per completion."""
+        """Log one value per completion. Raises `WrongReturn` for another number of values."""
         listed = list(values)
         if len(listed) != self._count:
             raise WrongReturn(

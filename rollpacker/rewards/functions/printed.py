@@ -16,10 +16,10 @@ MAX_LINES = 20
 
 
 class Printed:
-    """Belongs to one reward or environment; its workers share it."""
+    """Counts and shows the lines of one reward or environment; its workers share it."""
 
     def __init__(self, kind: str = "reward") -> None:
-        """`kind`: what messages call it."""
+        """`kind`: the word for it in messages."""
         self._kind = kind
         self._num_lines = 0
 
@@ -38,7 +38,7 @@ class Printed:
             )
 
     def close(self, name: str) -> None:
-        """Tell how many lines were not shown. Printing again begins a new count."""
+        """Log the number of lines that were not shown. Printing again begins a new count."""
         if self._num_lines > MAX_LINES:
             num_more = self._num_lines - MAX_LINES
             logger.warning("%s %s printed %d more lines", self._kind, name, num_more)

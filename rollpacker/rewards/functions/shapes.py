@@ -46,7 +46,8 @@ class Signature:
 
     @classmethod
     def of(cls, parameters: Sequence[Mapping[str, Any]] | None) -> Signature:
-        """Read what a worker tells of its function, or None for a function that does not tell."""
+        """The signature that a worker reports of its function. `parameters` is None for a function
+        that has no signature."""
         if parameters is None:
             return cls((), (), (), True)
         named = [p for p in parameters if p["kind"] in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
@@ -87,7 +88,7 @@ class _Style:
     num_positional: int = 0
     """Number of the fields that are passed by position, in order."""
     all_columns: bool = True
-    """`**kwargs` get every column."""
+    """Whether `**kwargs` get every column."""
 
 
 def _column(name: str, sample: RewardInput) -> Any:
@@ -95,7 +96,8 @@ def _column(name: str, sample: RewardInput) -> Any:
 
 
 def _chat(sample: RewardInput) -> Any:
-    """TRL's: of several turns all messages, the environment's too."""
+    """A completion in TRL's form: a text, messages, or of several turns all messages, the
+    environment's too."""
     if sample.episode is not None:
         return [dict(message) for message in sample.episode.messages]
     if isinstance(sample.prompt, str):
@@ -184,7 +186,7 @@ class Binding:
         self.shape = shape_of(signature) if config.shape == "auto" else config.shape
         self._style = _STYLES[self.shape]
         self.per_sample = self._style.per_sample
-        """Each call judges one sample."""
+        """Whether each call judges one sample."""
         self.all_columns = signature.all_name
         """The name of the parameter that takes further columns. None: there is none."""
         self._config = config

@@ -26,7 +26,7 @@ class Finding:
 
     text: str
     certain: bool
-    """Every response would meet it."""
+    """Whether every response would meet the fault."""
 
 
 def made_up(row: RewardInput) -> list[RewardInput]:

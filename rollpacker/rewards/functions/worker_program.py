@@ -54,7 +54,8 @@ def main(line: int | Line) -> None:
 
 
 def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
-    """Return what the controller needs to know of the function, or why it cannot be had."""
+    """What the controller needs to know of the function, and the function; or the reason why it
+    cannot be had, and None."""
     try:
         spec, is_factory, arguments = pickle.loads(payload)
         function = pickle.loads(spec) if isinstance(spec, bytes) else load_function(spec)
@@ -119,7 +120,7 @@ class LoadedFunction:
         return self._function(*args, **kwargs | self._arguments), call
 
     def answer(self, payload: bytes) -> dict[str, Any]:
-        """Call the function and return the reply, whatever comes of that."""
+        """Call the function and return the reply: values, or the error."""
         started = time.perf_counter()
         try:
             returned, call = self._call(payload)
@@ -134,7 +135,7 @@ class LoadedFunction:
         return self._loop.run_until_complete(self._awaited(returned, call, started))
 
     async def answer_async(self, payload: bytes) -> dict[str, Any]:
-        """Do as `answer` does for a coroutine function."""
+        """Call a coroutine function and return the reply, as `answer` does."""
         started = time.perf_counter()
         try:
             returned, call = self._call(payload)

@@ -71,8 +71,8 @@ def has_content(answer: str, *, min_chars: int = 1, reference: str | None = None
 
 
 def _counts(character: str) -> bool:
-    """Letters, digits, and symbols that no mark-up is made of: infinity counts, a dollar does
-    not."""
+    """Whether a character counts as content: letters, digits, and symbols that no mark-up is made
+    of. Infinity counts, a dollar does not."""
     if character.isascii():
         return character.isalnum()
     if character == UNKNOWN:

@@ -34,7 +34,7 @@ class Completer(Protocol):
 
 
 class CompletionFailed(RuntimeError):
-    """No reply to this request."""
+    """A request has no reply; the message says why."""
 
     def __init__(self, reason: str, cause: Cause, *, wrong_set_up: bool = False) -> None:
         """`cause` as of a verdict. `wrong_set_up`: no request can succeed until the user changes

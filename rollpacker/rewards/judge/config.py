@@ -62,11 +62,11 @@ class JudgeConfig:
     canary_rate: float = 0.005
     """Share of samples beside which an answer without content is asked about."""
     seed: int = 0
-    """Decides which samples these are."""
+    """Seed that decides which samples these are."""
     probe: bool = True
     """Ask once before the run starts, and refuse to start if there is no answer."""
     as_scale: Scale = field(init=False, repr=False, compare=False)
-    """`scale`, read."""
+    """The scale as an object."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "as_scale", _read_scale(self.scale))

@@ -34,7 +34,7 @@ _REQUEST_ID = "rollpacker-"
 
 
 class _Passing(Exception):
-    """This attempt failed for a reason that may pass."""
+    """An attempt failed for a reason that may pass."""
 
     def __init__(self, why: str, *, after_s: float | None = None, busy: bool = False) -> None:
         super().__init__(why)
@@ -69,7 +69,7 @@ class EndpointCompleter:
     probe_every_s: float = 5.0
     first_backoff_s: float = 0.5
     num_retries: int = field(default=0, init=False)
-    """Attempts after the first of each request."""
+    """Number of attempts after the first of each request."""
     _service: Service = field(init=False)
     _places: asyncio.Semaphore = field(init=False)
     _client: Any = field(init=False)
@@ -113,7 +113,7 @@ class EndpointCompleter:
     # -- one request -------------------------------------------------------------------
 
     async def _until_answered(self, messages: list[Mapping[str, str]], timeout_s: float) -> str:
-        """Attempt after attempt, until one is answered or the request is given up."""
+        """Make attempts until one is answered or the request is given up."""
         service = self._service
         started = asyncio.get_running_loop().time()
         why = "it does not answer"

@@ -56,7 +56,8 @@ class JudgeReward:
     def __init__(
         self, config: JudgeConfig, *, entry: RewardConfig, name: str, shared: Shared
     ) -> None:
-        """`entry`: what every reward has; `shared`: whose engine completer a `model_path` uses."""
+        """`entry`: the reward's entry in the config. `shared`: makes the engine completer that a
+        `model_path` needs."""
         self.name = name
         self._config = config
         self._shared = shared
@@ -145,7 +146,7 @@ class JudgeReward:
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed | None]:
-        """`timeout_s` limits each request to the judge."""
+        """Grade the answers of these samples. `timeout_s` limits each request to the judge."""
         await self.open()
         limit_s = timeout_s or self._timeout_s
         return list(await asyncio.gather(*(self._score(sample, limit_s) for sample in samples)))

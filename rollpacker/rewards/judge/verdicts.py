@@ -62,7 +62,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """No verdict, never a score."""
+    """A reply holds no verdict. That is never a score."""
 
     why: str
 

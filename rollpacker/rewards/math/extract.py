@@ -32,7 +32,7 @@ class Caps:
     elements: int
     """Most elements of a list, set or matrix."""
     boxes: int
-    """Different ones in a response."""
+    """Most different boxes in a response."""
 
     def problem(self, answer: str) -> str | None:
         """The first cap that the answer exceeds, in words. None: it exceeds none."""
@@ -85,7 +85,7 @@ _OPENING, _CLOSING = "{([", "})]"
 
 
 def _deepest(text: str) -> int:
-    """Nesting of brackets, and of powers (a^{b^{c}}, which braces nest, and a^b^c)."""
+    """The deepest nesting of brackets, and of powers (a^{b^{c}}, which braces nest, and a^b^c)."""
     depth = deepest = 0
     for character in text:
         if character in _OPENING:
@@ -151,7 +151,7 @@ class _Box:
 
 
 def _boxes(text: str) -> list[_Box]:
-    """Boxes that are not inside of another closed one, in order; one pass."""
+    """The boxes that are not inside of another closed one, in order. Takes one pass."""
     first = re.search(r"\\(?:boxed|fbox)\s{0,8}\{", text)
     if first is None:
         return []
@@ -197,7 +197,7 @@ def _boxed(text: str, caps: Caps) -> str | None:
 
 
 def _without_inner_box(content: str) -> str:
-    """`\boxed{\boxed{3}}` is 3."""
+    r"""The content of the inner box if the content is one: `\boxed{\boxed{3}}` is 3."""
     found = re.match(r"\s*\\(?:boxed|fbox)\s{0,8}\{", content)
     return content[found.end() : -1].strip() if found and content.endswith("}") else content
 
@@ -255,7 +255,7 @@ def squash(text: str) -> str:
 
 
 def same_text(gold: str, answer: str) -> bool:
-    """Equal as text, and nothing that may be equal to nothing."""
+    """Whether two answers are equal as text, and contain nothing that may be equal to nothing."""
     plain = squash(answer)
     return bool(plain) and plain == squash(gold) and not _UNSURE.search(plain.lower())
 
