@@ -172,7 +172,7 @@ EXPECTED = {
     "lora": "model.lora needs peft",
     "data": "data of kind reasoning_gym needs reasoning_gym",
     "hub": "data of kind huggingface needs datasets",
-    "judge": "the reward judge with a url needs openai",
+    "judge": "the reward judge with a url needs httpx2",
     "scorer": "the reward reasoning_gym needs reasoning_gym",
     "math": "the reward math needs math_verify",
     "dash": "serving over HTTP needs starlette",
@@ -192,7 +192,7 @@ NAMED = {"picture": "report", "lora": "lora", "data": "gym", "hub": "datasets"} 
 @pytest.fixture(scope="module")
 def without() -> dict[str, object]:
     """What is said and written where none of the optional packages is installed."""
-    hidden = "matplotlib tensorboard peft openai math_verify reasoning_gym datasets"
+    hidden = "matplotlib tensorboard peft httpx2 math_verify reasoning_gym datasets"
     hidden += " starlette uvicorn"
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT_THEM, str(ROOT / "benchmarks"), hidden],

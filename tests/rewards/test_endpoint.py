@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from rollpacker.endpoints.http import retry_after_s
-from rollpacker.rewards.judge.client import error_text, reply_text
 from rollpacker.rewards.judge.completer import CompletionFailed
-from rollpacker.rewards.judge.endpoint import EndpointCompleter
+from rollpacker.rewards.judge.endpoint import EndpointCompleter, error_text, reply_text
 from rollpacker.rewards.reward import Cause
 from tests.rewards.judge_stub import Answer, Asked, Stub, serve
 

@@ -11,6 +11,7 @@ their sample is decided. A mistake in the set-up (key, model, address) fails at 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 import uuid
@@ -18,14 +19,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollpacker.endpoints.http import checked_url, retry_after_s
+from rollpacker.endpoints.http import (
+    CompressedAnswer,
+    checked_url,
+    http_library,
+    one_line,
+    read_bounded,
+    retry_after_s,
+)
 from rollpacker.endpoints.service import Service
-from rollpacker.rewards.judge.client import connection_trouble, error_text, open_client, reply_text
 from rollpacker.rewards.judge.completer import CompletionFailed
 from rollpacker.rewards.reward import Cause
 
 logger = logging.getLogger(__name__)
 
+MAX_RESPONSE_BYTES = 2**20
 MAX_DETAIL_CHARS = 200
 
 _BUSY = {429}
@@ -72,7 +80,10 @@ class EndpointCompleter:
     """Number of attempts after the first of each request."""
     _service: Service = field(init=False)
     _places: asyncio.Semaphore = field(init=False)
+    _http: Any = field(init=False)
+    """The module httpx2."""
     _client: Any = field(init=False)
+    _address: str = field(init=False)
 
     def __post_init__(self) -> None:
         self._service = Service(
@@ -82,7 +93,19 @@ class EndpointCompleter:
             first_pause_s=self.first_backoff_s,
         )
         self._places = asyncio.Semaphore(self.concurrency)
-        self._client = open_client(checked_url(self.url), self.token, self.concurrency)
+        self._address = f"{checked_url(self.url)}/chat/completions"
+        self._http = http_library("the reward judge with a url")
+        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {self.token}"
+        self._client = self._http.AsyncClient(
+            headers=headers,
+            limits=self._http.Limits(
+                max_connections=self.concurrency, max_keepalive_connections=self.concurrency
+            ),
+            timeout=None,  # each attempt is limited as a whole
+            follow_redirects=False,
+        )
 
     @property
     def name(self) -> str:
@@ -108,7 +131,7 @@ class EndpointCompleter:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.close()
+        await self._client.aclose()
 
     # -- one request -------------------------------------------------------------------
 
@@ -179,42 +202,45 @@ class EndpointCompleter:
     async def _send(
         self, messages: list[Mapping[str, str]], timeout_s: float, schema: Mapping[str, Any] | None
     ) -> str:
-        import openai
-
-        body: dict[str, Any] = {"model": self.model, "messages": messages}
+        body: dict[str, Any] = {"model": self.model, "messages": messages, **self.request}
         if schema is not None:
             shape = {"name": "verdict", "strict": True, "schema": schema}
             body["response_format"] = {"type": "json_schema", "json_schema": shape}
         request_id = _REQUEST_ID + uuid.uuid4().hex
+        headers = {"X-Request-Id": request_id}
+        told = json.dumps(body).encode()
         try:
-            async with asyncio.timeout(timeout_s):
-                raw = await self._client.chat.completions.with_raw_response.create(
-                    **body,
-                    extra_body=dict(self.request),
-                    extra_headers={"X-Request-Id": request_id},
-                    timeout=timeout_s,
-                )
-        except (TimeoutError, openai.APITimeoutError):
+            async with (
+                asyncio.timeout(timeout_s),
+                self._client.stream(
+                    "POST", self._address, content=told, headers=headers
+                ) as response,
+            ):
+                content, is_whole = await read_bounded(response, MAX_RESPONSE_BYTES)
+        except TimeoutError:
             raise _Passing(f"no answer within {timeout_s:g} s") from None
-        except openai.APIStatusError as error:
-            raise self._status(error) from None
-        except openai.APIConnectionError as error:
-            raise _Passing(connection_trouble(error)) from None
-        answered = raw.headers.get("x-request-id", request_id)
+        except CompressedAnswer as error:
+            raise _Passing(f"it sent {error}") from None
+        except (self._http.HTTPError, self._http.StreamError, OSError) as error:
+            raise _Passing(f"{type(error).__name__}: {error}".rstrip(": ")) from None
+        if not is_whole:
+            raise _Passing(f"its answer has more than {MAX_RESPONSE_BYTES} bytes")
+        if not response.is_success:
+            raise self._status(response, content)
+        answered = response.headers.get("x-request-id", request_id)
         if answered.startswith(_REQUEST_ID) and answered != request_id:
             raise _Passing("it answered another request")
-        reply = reply_text(raw.http_response.content)
+        reply = reply_text(content)
         if reply is None:
-            detail = self._safe(error_text(raw.http_response.content))[:MAX_DETAIL_CHARS]
-            raise _Passing(f"its answer is no chat completion: {detail}")
+            raise _Passing(f"its answer is no chat completion{self._detail(content)}")
         return reply
 
-    def _status(self, error: Any) -> Exception:
+    def _status(self, response: Any, content: bytes) -> Exception:
         """The error for an HTTP status: it may pass, or the request is refused, or the set-up is
         wrong."""
-        status, detail = error.status_code, self._detail(error)
+        status, detail = response.status_code, self._detail(content)
         if status in _PASSING or status >= 500:
-            after_s = retry_after_s(error.response.headers.get("retry-after"), time.time())
+            after_s = retry_after_s(response.headers.get("retry-after"), time.time())
             return _Passing(f"{status}{detail}", after_s=after_s, busy=status in _BUSY)
         if status in (400, 413, 422):
             return _Refused(f"{self.name} refuses the request ({status}{detail})")
@@ -234,13 +260,11 @@ class EndpointCompleter:
             f"{self.name} {why} ({status}{detail}). {cure}", Cause.INFRASTRUCTURE, wrong_set_up=True
         )
 
-    def _detail(self, error: Any) -> str:
+    def _detail(self, content: bytes) -> str:
         """The endpoint's own words, cut and without the key; "" if it says nothing."""
-        text = error_text(error.response.content)
-        return f": {self._safe(text)[:MAX_DETAIL_CHARS]}" if text else ""
-
-    def _safe(self, text: str) -> str:
-        return text.replace(self.token, "***") if self.token else text
+        text = error_text(content)
+        text = text.replace(self.token, "***") if self.token else text
+        return f": {text[:MAX_DETAIL_CHARS]}" if text else ""
 
     async def _answers_others(self, timeout_s: float) -> bool:
         """Whether it answers the simplest of requests."""
@@ -251,3 +275,28 @@ class EndpointCompleter:
         except (_Refused, CompletionFailed):
             return True
         return True
+
+
+def reply_text(body: bytes) -> str | None:
+    """The text of a chat completion's first choice; "" for a refusal or a reply without text. None
+    if the body is no chat completion at all (an error page, half an answer)."""
+    try:
+        message = json.loads(body)["choices"][0]["message"]
+        content = message["content"]
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        return None
+    if content is None:
+        return ""
+    return content if isinstance(content, str) else None
+
+
+def error_text(body: bytes) -> str:
+    """The message of an error answer, on one line of printable characters."""
+    text = body.decode("utf-8", "replace")
+    try:
+        told = json.loads(text)
+        told = told.get("error", told) if isinstance(told, Mapping) else told
+        text = str(told["message"] if isinstance(told, Mapping) else told)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return one_line(text)

@@ -10,7 +10,6 @@ sample has no verdict; an endpoint that is down makes samples wait, then have no
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import statistics
 from collections.abc import Mapping, Sequence
@@ -87,7 +86,7 @@ class JudgeReward:
                     f"reward {self.name}: there is no engine here for model_path; use url."
                 )
             return
-        require("openai", extra="judge", what=f"the reward {self.name} with a url")
+        require("httpx2", extra="judge", what=f"the reward {self.name} with a url")
         self._token()
         if self._config.probe:
             self._shared.run(self._ask_once)
@@ -131,7 +130,6 @@ class JudgeReward:
             if self._completer is not None:
                 return
             if self._config.model_path is None:
-                await asyncio.to_thread(importlib.import_module, "openai")  # takes a second
                 self._completer = self._endpoint(self._config.max_retries, self._config.outage_s)
             else:
                 make = self._shared.engine_completer
