@@ -293,7 +293,7 @@ def _prompt_set(
     has_texts = any(isinstance(row.prompt, str) for row in kept)
     return PromptSet(
         rows=kept,
-        fingerprint=_fingerprint(kept, _twice(_of(config, name))),
+        fingerprint=_fingerprint(kept, _of(config, name).answer_column),
         num_dropped=dict(dropped),
         chat=has_texts and chat.renders and _of(config, name).system_prompt is None,
         told=_told(name, kept, chat, tokenizer, are_named=rows[0].is_named),
@@ -303,10 +303,6 @@ def _prompt_set(
 def _of(config: DataConfig, name: str) -> DatasetConfig:
     """The data set that the rows of `train` or `eval` come from."""
     return config.eval if name == "eval" and config.eval is not None else config.train
-
-
-def _twice(config: DatasetConfig) -> str | None:
-    return None if config.answer_column == "answer" else config.answer_column
 
 
 def _told(
@@ -380,8 +376,9 @@ def _report_too_long(
     logger.warning("%s. They are left out.", what)
 
 
-def _fingerprint(rows: Sequence[PromptRow], twice: str | None) -> str:
-    """SHA-256 of these rows. `twice`: a column that is there as `answer` too, and is left out."""
+def _fingerprint(rows: Sequence[PromptRow], answer_column: str | None) -> str:
+    """SHA-256 of these rows. The answer's column counts as `answer` alone."""
+    twice = None if answer_column == "answer" else answer_column
     digest = hashlib.sha256()
     for row in rows:
         columns = {key: value for key, value in row.columns.items() if key != twice}
