@@ -2,7 +2,7 @@
 training pool.
 
 Each job, in processes of its own, is trained alone, and then beside the other: both start parked
-and take turns (`file_seat.py`, where a pool is a lock that both want). Compared by SHA-256:
+and take turns (`tests/cluster_phase/file_seat.py`, where a pool is a lock that both want). Compared by SHA-256:
 weights, optimizer, schedule, cursor, ledger with queues, metrics. One job has tail batching whose
 deferred prompts carry their tokens; the other evaluates. Both write a checkpoint at every step. In
 a second arm one of the two is killed (`kill -9`) after every step, and resumed each time; in a
@@ -30,10 +30,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from exactly_once import check
-from file_seat import handed_over, sit, turns, two_at_once
 from machine import write_result
 from resume import committed, run, start, write_config, write_model
 from resume import fingerprints as all_fingerprints
+
+from tests.cluster_phase.file_seat import handed_over, sit, turns, two_at_once
 
 PROCESSES = ("train.processes=1", "checkpoint.every_steps=1")
 JOBS = {

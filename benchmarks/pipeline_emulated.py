@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from injected import Delay, InjectedSender
 from machine import write_result
 from torch import Tensor
 
@@ -44,6 +43,7 @@ from rollpacker.pipeline.stages.connect import Connected
 from rollpacker.pipeline.stages.cut import Place
 from rollpacker.pipeline.stages.orders import Ready, SweepChooser
 from rollpacker.trainer.trainer import PipelineConfig
+from tests.trainer.pipeline.injected import Delay, InjectedSender
 
 NUM_STAGES = 4
 NUM_MICRO_BATCHES = 12

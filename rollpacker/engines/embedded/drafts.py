@@ -33,7 +33,7 @@ MAX_KEPT_TOKENS = 1 << 20
 STEP_COST = {"cpu": (0.06, 2.3, 0.02, 0.035)}
 """By device type (a, b, c, d), in units of a plain step's overhead: a plain step over r rows costs
 1 + a r, one that computes t tokens for each of them b + c r + d r t. Set by hand after timings of
-the kind that `benchmarks/draft_costs.py` makes; c is a guess. `benchmarks/drafts.py` shows what
+single steps; c is a guess. `benchmarks/drafts.py` shows what
 comes of them."""
 LOOK_COST = (0.15, 0.05)
 """In the same units: looking for drafts, and per row that is looked at."""
