@@ -2,7 +2,8 @@
 training pool.
 
 Each job, in processes of its own, is trained alone, and then beside the other: both start parked
-and take turns (`tests/cluster_phase/file_seat.py`, where a pool is a lock that both want). Compared by SHA-256:
+and take turns (`tests/cluster_phase/file_seat.py`, where a pool is a lock that both want). Compared
+by SHA-256:
 weights, optimizer, schedule, cursor, ledger with queues, metrics. One job has tail batching whose
 deferred prompts carry their tokens; the other evaluates. Both write a checkpoint at every step. In
 a second arm one of the two is killed (`kill -9`) after every step, and resumed each time; in a
