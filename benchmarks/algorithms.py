@@ -10,18 +10,16 @@ share of the returns' variance its critic explains, before it has seen them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from machine import RESULTS, ROOT, write_result
+from lab import RESULTS, ROOT, bench, write_result
 
 from rollpacker.algo import ALGORITHMS
 from rollpacker.run.checkpoint import newest_checkpoint
@@ -75,16 +73,12 @@ def train(name: str, steps: int, folder: Path, teacher: Path | None) -> dict[str
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS), help="keeps the others")
-    args = parser.parse_args()
+def main(steps: int = 100, only: Sequence[str] | None = None) -> None:
     earlier = RESULTS / "algorithms.json"
     found: dict[str, Any] = {}
-    if args.only and earlier.is_file():
+    if only and earlier.is_file():
         found = json.loads(earlier.read_text())["algorithms"]
-    names = list(args.only or ALGORITHMS)
+    names = list(only or ALGORITHMS)
     if "distillation" in names and "grpo" not in names:
         names.insert(0, "grpo")
     names.sort(key=list(ALGORITHMS).index)
@@ -92,14 +86,14 @@ def main() -> None:
         folder = Path(temporary)
         teacher = None
         for name in names:
-            found[name] = train(name, args.steps, folder, teacher)
+            found[name] = train(name, steps, folder, teacher)
             print(
                 f"{name:22} {found[name]['before']:.3f} -> {found[name]['after']:.3f}", flush=True
             )
             if name == "grpo":
                 teacher = newest_checkpoint(folder / "grpo" / "checkpoints").folder / "model"
     missed = sorted(name for name, row in found.items() if row["gain"] < TARGET)
-    payload = {"steps": args.steps, "target": TARGET, "missed": missed, "algorithms": found}
+    payload = {"steps": steps, "target": TARGET, "missed": missed, "algorithms": found}
     write_result("algorithms", payload)
     print(f"raised pass@1 by at least {TARGET}: all but {', '.join(missed) or 'none'}")
     if "ppo" in found:
@@ -108,4 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, only=list(ALGORITHMS))

@@ -11,7 +11,6 @@ another response.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from machine import RESULTS, write_result
+from lab import RESULTS, bench, write_result
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollpacker.core.ids import PromptId, SampleId
@@ -121,15 +120,10 @@ def _poisson_cdf(count: int, rate: float) -> float:
     return float(np.exp(-rate) * terms.sum())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--samples-per-prompt", type=int, default=8)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
-    options = parser.parse_args()
+def main(prompts: int = 128, samples_per_prompt: int = 8, results: Path = RESULTS) -> None:
     torch.set_num_threads(1)
     model = make_model()
-    requests = make_requests(options.prompts, options.samples_per_prompt)
+    requests = make_requests(prompts, samples_per_prompt)
     reference = respond(model, requests, 512, shuffled=False)
     repeat = respond(model, requests, 512, shuffled=False)
     lengths = [len(response.tokens) for response in reference.values()]
@@ -146,8 +140,8 @@ def main() -> None:
         "arms": arms,
     }
     print(json.dumps(payload, indent=1))
-    write_result("batch_invariance", payload, results=options.results)
+    write_result("batch_invariance", payload, results=results)
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

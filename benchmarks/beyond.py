@@ -13,13 +13,12 @@ Exits with 1 and says which if a bound is missed.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import time
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench, write_result
 
 from rollpacker.sim.plan import BUDGETS, compare, plan
 from rollpacker.sim.plan_ideas import (
@@ -214,22 +213,17 @@ def show(result: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=LEAST_SAVED, help="one set-up; writes no result")
-    parser.add_argument("--budget", choices=BUDGETS, default="quick")
-    parser.add_argument("--jobs", type=int, default=1)
-    args = parser.parse_args()
-    setups = [args.only] if args.only else list(LEAST_SAVED)
+def main(only: str | None = None, budget: str = "quick", jobs: int = 1) -> int:
+    setups = [only] if only else list(LEAST_SAVED)
     started = time.perf_counter()
     results = []
     for setup in setups:
-        results.append(study(setup, budget=args.budget, jobs=args.jobs))
+        results.append(study(setup, budget=budget, jobs=jobs))
         show(results[-1])
     failures = [text for result in results for text in missed(result)]
     total_s = time.perf_counter() - started
     print(f"\n{total_s:.0f} s")
-    if args.only is None:
+    if only is None:
         systems = {"paper": SYSTEMS["rollpacker-published"], "oracle": SYSTEMS["oracle"]}
         payload = {"seconds": round(total_s, 1), "systems": systems, "results": results}
         print(f"wrote {write_result('beyond', {**payload, 'missed': failures})}")
@@ -239,4 +233,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, only=LEAST_SAVED, budget=BUDGETS)

@@ -12,22 +12,18 @@ prompt, without carrying over with it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import itertools
 import json
 import os
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import write_result
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from lab import bench, write_result
 
 from rollpacker.cli.main import main as rollpacker
 from rollpacker.engines.embedded.engine import TorchEngine
@@ -109,19 +105,15 @@ def run(name: str, *overrides: str) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6)
-    options = parser.parse_args()
+def main(seeds: int = 3, steps: int = 6) -> None:
     torch.set_num_threads(1)
     table: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         save_model("model", max_positions=1024, **SIZES)
-        write_run(options.steps)
+        write_run(steps)
         for stragglers, rate in itertools.product(("queue", "pool"), RATES):
             arms: dict[str, list[dict[str, float]]] = {"none": [], "exact": []}
-            for seed, carry in itertools.product(range(options.seeds), arms):
+            for seed, carry in itertools.product(range(seeds), arms):
                 found = run(
                     f"{stragglers}-{rate}-{carry}-{seed}",
                     f"seed={seed}",
@@ -145,9 +137,9 @@ def main() -> None:
             }
             table.append(row)
             print(stragglers, rate, row["none_over_exact"], row["kept_of_carried"])
-    payload = {"seeds": options.seeds, "steps": options.steps, "load": os.getloadavg()[0]}
+    payload = {"seeds": seeds, "steps": steps, "load": os.getloadavg()[0]}
     write_result("carried_turns", {**payload, "rows": table})
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -17,7 +17,6 @@ was drawn once more.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
@@ -30,7 +29,7 @@ from multiprocessing import get_context
 
 import policies
 import torch
-from machine import write_result
+from lab import bench, write_result
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -403,26 +402,25 @@ def described(counts: Counts) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=500_000, help="of the quickstart's policies")
-    parser.add_argument("--wide-tokens", type=int, default=30_000)
-    parser.add_argument("--complement-tokens", type=int, default=80_000)
-    parser.add_argument("--processes", type=int, default=4)
-    args = parser.parse_args()
+def main(
+    tokens: int = 500_000,
+    wide_tokens: int = 30_000,
+    complement_tokens: int = 80_000,
+    processes: int = 4,
+) -> None:
     policies.policy_folder(1)
-    spread = range(args.processes)
-    with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
-        share = args.tokens // args.processes
+    spread = range(processes)
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        share = tokens // processes
         running = {
             "quickstart": [
                 pool.submit(quickstart_arm, share, seed, complement=False) for seed in spread
             ],
             "complement": [
-                pool.submit(quickstart_arm, args.complement_tokens // 2, seed, complement=True)
+                pool.submit(quickstart_arm, complement_tokens // 2, seed, complement=True)
                 for seed in (100, 101)
             ],
-            "wide vocabulary": [pool.submit(wide_arm, args.wide_tokens, 0)],
+            "wide vocabulary": [pool.submit(wide_arm, wide_tokens, 0)],
         }
         arms = {
             name: together([one.result() for one in started]) for name, started in running.items()
@@ -432,4 +430,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

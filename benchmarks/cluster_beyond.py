@@ -9,7 +9,6 @@ In the same simulation, restarts charged. An arm leaves one idea out, or has one
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from cluster_optimum import OptimumSimulation
-from machine import ROOT, write_result
+from lab import ROOT, bench, write_result
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
 from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
@@ -146,32 +145,29 @@ def table(profiles: Mapping[str, Seeds]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("settings", nargs="*", help="of the cluster, such as jobs.count=80")
-    parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--profiles", default=",".join(PROFILES))
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--name", default="cluster_beyond", help="of the result")
-    parser.add_argument("--quick", action="store_true", help="40 jobs, nothing is written")
-    args = parser.parse_args()
-    arms, quick = args.arms.split(","), ["jobs.count=40", "jobs.hours=77"] if args.quick else []
-    profiles: dict[str, list[dict[str, Any]]] = {one: [] for one in args.profiles.split(",")}
-    with ProcessPoolExecutor(args.workers) as pool:
-        for seed in range(1 if args.quick else args.seeds):
-            settings = (*quick, *args.settings, f"seed={seed}")
+def main(
+    *settings: str,
+    arms: str = ",".join(ARMS),
+    profiles: str = ",".join(PROFILES),
+    workers: int = 1,
+    seeds: int = SEEDS,
+    name: str = "cluster_beyond",
+    quick: bool = False,
+) -> None:
+    arms, quick = arms.split(","), ["jobs.count=40", "jobs.hours=77"] if quick else []
+    profiles: dict[str, list[dict[str, Any]]] = {one: [] for one in profiles.split(",")}
+    with ProcessPoolExecutor(workers) as pool:
+        for seed in range(1 if quick else seeds):
+            settings = (*quick, *settings, f"seed={seed}")
             works = [(one, arm, settings) for one in profiles for arm in ("optimum", *arms)]
             results = dict(zip(works, pool.map(run, works), strict=True))
             for profile, rows in profiles.items():
                 own = {arm: one for (other, arm, _), one in results.items() if other == profile}
                 rows.append(rows_of(own))
-            if not args.quick:  # after each seed: it may be stopped
-                write_result(args.name, {"settings": args.settings, "profiles": profiles})
+            if not quick:  # after each seed: it may be stopped
+                write_result(name, {"settings": settings, "profiles": profiles})
     print(table(profiles))
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -11,7 +11,6 @@ docs/many-jobs-simulated.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -19,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster_optimum import OptimumSimulation
-from machine import RESULTS, ROOT, write_result
+from lab import RESULTS, ROOT, bench, write_result
 
 from rollpacker.cluster.sim.jobs import arrivals
 from rollpacker.cluster.sim.simulation import Simulation, hours_alone
@@ -92,21 +91,13 @@ def _spread(values: Sequence[float], digits: int) -> str:
     return f"{statistics.fmean(values):.{digits}f} ± {half:.{digits}f}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("settings", nargs="*", help="of the cluster, such as jobs.count=30")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--more", action="store_true", help="keep the seeds of the result")
-    parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
-    settings = [*(QUICK if args.quick else ()), *args.settings]
+def main(*settings: str, seeds: int = 3, more: bool = False, quick: bool = False) -> None:
+    settings = [*(QUICK if quick else ()), *settings]
     rows: list[dict[str, Any]] = []
-    if args.more:
+    if more:
         rows += json.loads((RESULTS / "cluster_held_out.json").read_text())["rows"]
     known = {row["seed"] for row in rows}
-    for seed in range(1 if args.quick else args.seeds):
+    for seed in range(1 if quick else seeds):
         if seed in known:
             continue
         for profile, slo, cap in CELLS:
@@ -118,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -23,11 +23,7 @@ import argparse
 import os
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
 
 from tests.cluster.netns import why_impossible
 from tests.cluster.slow_link import ARMS, FAULTS, Pools

@@ -9,14 +9,13 @@ drawn from Fig. 2, as a band over seeds and mixes of jobs; the published ratio i
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench, write_result
 
 from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
 from rollpacker.cluster.decide.layout import Layout, Pin, alone_price
@@ -216,15 +215,10 @@ def production_curve(seeds: int) -> dict[str, Any]:
     return bands
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="draws of the production curve")
-    args = parser.parse_args()
+def main(seeds: int = 3) -> None:
     payload = {
         "fig_10": figure_10(),
-        "production_curve": {"published": 1.84, "bands": production_curve(args.seeds)},
+        "production_curve": {"published": 1.84, "bands": production_curve(seeds)},
     }
     print(payload)
     write_result("cluster_published", payload)
@@ -269,4 +263,4 @@ CURVE: list[tuple[float, int]] = [
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

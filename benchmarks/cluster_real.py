@@ -16,11 +16,9 @@ Iterations in which only one of the two jobs runs, and each job's first ones, do
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -28,10 +26,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from cluster_lab import Told, ended, read, serving, submit
-from machine import write_result
+from lab import bench, write_result
 from resume import write_config, write_model
 
 from rollpacker.cluster.decide.group import Holds, period_s
@@ -48,23 +44,16 @@ WARM_UP = 3
 """First iterations of a job that do not count, and last ones of the shared arm."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--quick", action="store_true", help="once, few steps; writes no result")
-    options = parser.parse_args()
-    if options.quick:
-        options.repetitions, options.steps = 1, 9
+def main(repetitions: int = 3, steps: int = 14, quick: bool = False) -> None:
+    if quick:
+        repetitions, steps = 1, 9
     os.sched_setaffinity(0, {ROLLOUT_CORE, TRAIN_CORE})
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        for number in range(options.repetitions):
+        for number in range(repetitions):
             folder = Path(scratch) / str(number)
-            alone = {
-                name: run(folder / f"alone-{name}", [name], options.steps)[name] for name in JOBS
-            }
-            shared = run(folder / "shared", [*JOBS], options.steps)
+            alone = {name: run(folder / f"alone-{name}", [name], steps)[name] for name in JOBS}
+            shared = run(folder / "shared", [*JOBS], steps)
             rows.append(compare(alone, shared))
             print(json.dumps(rows[-1]), flush=True)
     result = {
@@ -77,7 +66,7 @@ def main() -> None:
         "slowdown": max(max(row["slowdown"].values()) for row in rows),
     }
     print(json.dumps({name: one for name, one in result.items() if name != "repetitions"}))
-    if not options.quick:
+    if not quick:
         write_result("cluster_real", result)
 
 
@@ -195,4 +184,4 @@ def _processes(folder: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -16,7 +16,6 @@ are stopped for them (`stops`).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -25,7 +24,7 @@ from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
-from machine import ROOT, write_result
+from lab import ROOT, bench, write_result
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
 from rollpacker.cluster.decide.cluster import Command, Start, Stop
@@ -114,19 +113,11 @@ def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("settings", nargs="*", help="of the cluster, such as jobs.count=80")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
-    count = "jobs.count=40" if args.quick else "jobs.count=120"
-    seeds = range(1, 2 if args.quick else args.seeds + 1)
+def main(*settings: str, seeds: int = SEEDS, workers: int = 1, quick: bool = False) -> None:
+    count = "jobs.count=40" if quick else "jobs.count=120"
+    seeds = range(1, 2 if quick else seeds + 1)
     works = [
-        (part, arm, (*FEW, count, *args.settings, f"seed={seed}"))
+        (part, arm, (*FEW, count, *settings, f"seed={seed}"))
         for part, arms in PARTS.items()
         for arm in arms
         for seed in seeds
@@ -134,16 +125,16 @@ def main() -> None:
     found: dict[str, dict[str, list[Any]]] = {
         part: {arm: [] for arm in arms} for part, arms in PARTS.items()
     }
-    with ProcessPoolExecutor(args.workers) as pool:
+    with ProcessPoolExecutor(workers) as pool:
         rows = pool.map(run, works)
         for (part, arm, settings), row in zip(works, rows, strict=True):
             found[part][arm].append(row)
             print(part, arm, settings[-1], row, flush=True)
     for part in PARTS:
         print(table(found[part]))
-    if not args.quick:
-        write_result("cluster_room", {"settings": [*FEW, count, *args.settings], **found})
+    if not quick:
+        write_result("cluster_room", {"settings": [*FEW, count, *settings], **found})
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

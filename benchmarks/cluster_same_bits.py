@@ -15,11 +15,9 @@ from what seats wrote, and the logs are checked by `exactly_once.py`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -28,10 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exactly_once import check
-from machine import write_result
+from lab import bench, write_result
 from resume import committed, run, start, write_config, write_model
 from resume import fingerprints as all_fingerprints
 
@@ -174,20 +170,16 @@ def measure(steps: int) -> dict[str, Any]:
     return arms
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--quick", action="store_true", help="3 steps, nothing is written")
-    args = parser.parse_args()
+def main(steps: int = 4, quick: bool = False) -> int:
     began = time.perf_counter()
-    arms = measure(3 if args.quick else args.steps)
+    arms = measure(3 if quick else steps)
     result = {"arms": arms, "all_equal": all(map(is_good, arms.values()))}
     result["seconds"] = round(time.perf_counter() - began, 1)
     print(json.dumps(result, indent=1))
-    if not args.quick:
+    if not quick:
         write_result("cluster_same_bits", result)
     return 0 if result["all_equal"] else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main)

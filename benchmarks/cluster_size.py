@@ -16,7 +16,6 @@ each job runs alone, no ray is there: its phases are the same.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -24,11 +23,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from cluster_lab import ROOT, Told, connect_to_ray, new_cluster, read, serving, submit
-from machine import write_result
+from lab import bench, write_result
 
 from rollpacker.cluster.decide import cluster as core
 from rollpacker.cluster.decide.forecast import Forecast, foresee
@@ -50,28 +46,22 @@ COLD_S = 30.0
 """What a move is said to cost: none pays for it here."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--quick", action="store_true", help="few steps; writes no result")
-    parser.add_argument("--ray", action="store_true", help="behind ray, on six hosts")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.ray and not options.inside:
+def main(steps: int = 40, quick: bool = False, ray: bool = False, inside: bool = False) -> None:
+    if ray and not inside:
         sys.exit(on_hosts())
-    steps = 12 if options.quick else options.steps
-    if options.ray:
+    steps = 12 if quick else steps
+    if ray:
         connect_to_ray()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         alone = run(Path(scratch) / "alone", dict.fromkeys(JOBS), 8, (8, 8), on_ray=False)
         profiles = {name: profile(told) for name, told in alone.items()}
         folder = Path(scratch) / "shared"
-        shared = run(folder, profiles, steps, NODES, on_ray=options.ray)
+        shared = run(folder, profiles, steps, NODES, on_ray=ray)
         forecasts = forecast(folder, NODES)
     result = compare(shared, forecasts)
     print(json.dumps(result, indent=1))
-    if not options.quick:
-        write_result("cluster_size_ray" if options.ray else "cluster_size", result)
+    if not quick:
+        write_result("cluster_size_ray" if ray else "cluster_size", result)
 
 
 def on_hosts() -> int:
@@ -180,4 +170,4 @@ def compare(shared: dict[str, Told], forecasts: dict[str, Forecast]) -> dict[str
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

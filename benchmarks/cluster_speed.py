@@ -9,12 +9,11 @@ exact optimum of 13 jobs, the hardest of some draws.
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
 from cluster_optimum import Columns, cheapest_partition
-from machine import ROOT, write_result
+from lab import ROOT, bench, write_result
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
 from rollpacker.cluster.decide.cluster import Cluster, Command, Committed, Ended, Event, Submitted
@@ -100,15 +99,10 @@ def hardest_partition(num_jobs: int, seeds: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--jobs", type=int, default=NUM_JOBS)
-    args = parser.parse_args()
+def main(jobs: int = NUM_JOBS) -> None:
     payload: dict[str, Any] = {"optimum": hardest_partition(13, 5)}
     print(payload, flush=True)
-    payload["decision"] = decisions(args.jobs)
+    payload["decision"] = decisions(jobs)
     print(payload, flush=True)
     spec = load_cluster(MIXED)
     jobs = arrivals(spec)
@@ -116,9 +110,9 @@ def main() -> None:
     Simulation(spec, jobs, "rollpacker").run()
     payload["simulation_300_jobs_580_h_cpu_s"] = time.process_time() - began
     print(payload)
-    if args.jobs == NUM_JOBS:
+    if jobs == NUM_JOBS:
         write_result("cluster_speed", payload)
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

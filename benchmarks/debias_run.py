@@ -15,20 +15,17 @@ by more than 5 % and by more than the 95 % interval of the seeds' ratios.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
-import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
+from lab import bench, write_result
 from learning import STUDENT_95, rollpacker, warm_up
-from machine import write_result
 
 from rollpacker.core.commands import TrainOn
 from rollpacker.core.events import SampleGenerated
@@ -104,21 +101,15 @@ def train(seed: int, arm: str, model: Path, folder: Path, steps: int) -> dict[st
     return result
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--frozen-only", action="store_true", help="half of the runs")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
+def main(
+    seeds: Sequence[int] = (0, 1, 2), steps: int = 200, jobs: int = 2, frozen_only: bool = False
+) -> int:
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
         folder = Path(temporary)
-        models = dict(
-            zip(args.seeds, pool.map(lambda s: warm_up(s, folder), args.seeds), strict=True)
-        )
-        arms = [arm for arm in ARMS if arm.startswith("frozen") or not args.frozen_only]
-        jobs = [(seed, arm) for arm in arms for seed in args.seeds]
-        found = pool.map(lambda j: train(*j, models[j[0]], folder, args.steps), jobs)
+        models = dict(zip(seeds, pool.map(lambda s: warm_up(s, folder), seeds), strict=True))
+        arms = [arm for arm in ARMS if arm.startswith("frozen") or not frozen_only]
+        jobs = [(seed, arm) for arm in arms for seed in seeds]
+        found = pool.map(lambda j: train(*j, models[j[0]], folder, steps), jobs)
         results = dict(zip(jobs, found, strict=True))
     summary = {}
     for arm in arms:
@@ -127,7 +118,7 @@ def main() -> int:
             continue
         values = [
             results[seed, arm]["weighted_mean"] / results[seed, truth]["trained_mean"]
-            for seed in args.seeds
+            for seed in seeds
         ]
         mean, half = statistics.mean(values), math.inf
         if len(values) > 1:
@@ -145,4 +136,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main)

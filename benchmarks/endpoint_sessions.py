@@ -27,8 +27,6 @@ from typing import Any
 
 from machine import ROOT, write_result
 
-sys.path.insert(0, str(ROOT))
-
 from rollpacker.serving.sessions import read_recorded
 from tests.dialogue.families import template_of
 from tests.serving.fakes import ScriptedEngine, served
@@ -36,7 +34,6 @@ from tests.serving.fakes import ScriptedEngine, served
 CLIENT = """
 import asyncio, json, sys
 import openai
-sys.path.insert(0, sys.argv[1])
 from tests.serving.fakes import TOKEN
 from tests.serving.test_endpoint import session
 

@@ -14,7 +14,6 @@ longer responses than the policy would have written, with tail batching as it is
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -27,9 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from machine import ROOT, write_result
+from lab import ROOT, bench, write_result
 from shadow import facts
 
 STUDENT_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
@@ -165,15 +162,12 @@ def paired_interval(differences: list[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5])
-    parser.add_argument("--jobs", type=int, default=2, help="seeds at the same time")
-    parser.add_argument("--folder", type=Path, help="keeps warmed-up models and runs")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
-        folder = args.folder or Path(temporary)
-        seeds = list(pool.map(lambda seed: one_seed(seed, folder), args.seeds))
+def main(
+    seeds: Sequence[int] = (0, 1, 2, 3, 4, 5), jobs: int = 2, folder: Path | None = None
+) -> None:
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
+        folder = folder or Path(temporary)
+        seeds = list(pool.map(lambda seed: one_seed(seed, folder), seeds))
     speed_ups = [s["off"]["seconds_to_goal"] / s["on"]["seconds_to_goal"] for s in seeds]
     result = {
         "seeds": seeds,
@@ -195,4 +189,4 @@ def _interval(values: list[float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -14,7 +14,6 @@ other run has malloc as it is: what that takes on top is told beside.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import subprocess
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from machine import write_result
+from lab import bench, write_result
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollpacker.config.schema import RolloutConfig, RunConfig
@@ -87,16 +86,11 @@ MAX_ERROR = 0.10
 """A long sample is longer than a micro-batch, and has one of its own."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=SETTINGS, help="one setting, and no result is written")
-    parser.add_argument("--measure", choices=SETTINGS, help="run it here (what the benchmark does)")
-    parser.add_argument("--model", help="the folder of --measure's model")
-    arguments = parser.parse_args()
-    if arguments.measure is not None:
-        print(_measure(SETTINGS[arguments.measure], arguments.model))
+def main(only: str | None = None, measure: str | None = None, model: str | None = None) -> None:
+    if measure is not None:
+        print(_measure(SETTINGS[measure], model))
         return
-    names = [arguments.only] if arguments.only else list(SETTINGS)
+    names = [only] if only else list(SETTINGS)
     results = {name: _in_process(name) for name in names}
     for name, result in results.items():
         print(
@@ -105,7 +99,7 @@ def main() -> None:
             f"malloc as it is: {result['kept_by_malloc']:+.0%} on top"
         )
     errors = [abs(result["relative_error"]) for result in results.values()]
-    if not arguments.only:
+    if not only:
         payload = {
             "max_error": max(errors),
             "aim": MAX_ERROR,
@@ -220,4 +214,4 @@ def samples(count: int, row_tokens: int) -> list[TrainSample]:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, only=SETTINGS, measure=SETTINGS)

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import re
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import ROOT, write_result
-
-sys.path.insert(0, str(ROOT))
+from lab import ROOT, bench, write_result
 
 from rollpacker.algo import AlgorithmConfig
 from rollpacker.config.load import load_config
@@ -189,4 +186,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -13,7 +13,6 @@ Needs the warmed-up model (`make quickstart`) and the packages of the four track
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -26,7 +25,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench, write_result
 
 CONFIG = "configs/quickstart.yaml"
 OVERRIDES = [
@@ -107,12 +106,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--blocks", type=int, default=3)
-    blocks = parser.parse_args().blocks
+def main(blocks: int = 3) -> None:
     results: dict[str, dict[str, list[dict[str, float]]]] = {
         size: {arm: [] for arm in arms} for size, arms in ARMS.items()
     }
@@ -143,4 +137,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -13,15 +13,13 @@ Exits with 1 and says which if a speed-up at mismatch 0 is missed, or the length
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench, write_result
 
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.simulate import simulate
@@ -168,27 +166,22 @@ def show(set_up: str, found: dict[str, Any]) -> None:
         )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=LEAST_SPEEDUP, help="one set-up")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--no-plan", action="store_true", help="without the planned settings")
-    args = parser.parse_args()
-    set_ups = [args.only] if args.only else list(LEAST_SPEEDUP)
-    seeds = range(FIRST_SEED, FIRST_SEED + args.seeds)
+def main(
+    only: str | None = None, steps: int = 50, seeds: int = 3, jobs: int = 2, no_plan: bool = False
+) -> int:
+    set_ups = [only] if only else list(LEAST_SPEEDUP)
+    seeds = range(FIRST_SEED, FIRST_SEED + seeds)
     found, plans, wrong = {}, {}, []
-    with ProcessPoolExecutor(args.jobs) as pool:
+    with ProcessPoolExecutor(jobs) as pool:
         for set_up in set_ups:
-            found[set_up] = study(pool, set_up, args.steps, seeds)
+            found[set_up] = study(pool, set_up, steps, seeds)
             show(set_up, found[set_up])
             wrong += missed(set_up, found[set_up])
-        for set_up in [] if args.no_plan else set_ups:
-            plans[set_up] = plan_rates(pool, set_up, args.steps, seeds)
+        for set_up in [] if no_plan else set_ups:
+            plans[set_up] = plan_rates(pool, set_up, steps, seeds)
             show(set_up, plans[set_up])
-    if not args.only:
-        payload = {"steps": args.steps, "seeds": list(seeds), "warm_steps": WARM_STEPS}
+    if not only:
+        payload = {"steps": steps, "seeds": list(seeds), "warm_steps": WARM_STEPS}
         bounds = {"least_speedup": LEAST_SPEEDUP, "missed": wrong}
         write_result("order_only_sim", {**payload, **bounds, "arms": found, "planned": plans})
     print(*wrong or ["every bound is kept"], sep="\n")
@@ -196,4 +189,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, only=LEAST_SPEEDUP)

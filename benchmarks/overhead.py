@@ -10,7 +10,6 @@ or display. Arms are interleaved in blocks. Also: memory beyond torch itself, an
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import resource
@@ -22,9 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from machine import ROOT, write_result
+from lab import ROOT, bench, write_result
 
 OVERRIDES = [
     "tail_batching.enabled=false",
@@ -137,30 +134,27 @@ def help_seconds(repeats: int = 7) -> float:
     return statistics.median(times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default="configs/quickstart.yaml")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument(
-        "--arm", choices=("full", "bare"), help="run one arm here (used internally)"
-    )
-    args = parser.parse_args()
-    if args.arm:
-        result = (full if args.arm == "full" else bare)(args.config, args.steps)
+def main(
+    config: str = "configs/quickstart.yaml",
+    steps: int = 30,
+    blocks: int = 6,
+    arm: str | None = None,
+) -> None:
+    if arm:
+        result = (full if arm == "full" else bare)(config, steps)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps({**result, "peak_mib": peak}))
         return
     blocks = []
-    for block in range(args.blocks):
+    for block in range(blocks):
         order = ("full", "bare") if block % 2 == 0 else ("bare", "full")
-        blocks.append({arm: in_process(arm, args.config, args.steps) for arm in order})
+        blocks.append({arm: in_process(arm, config, steps) for arm in order})
         ratio = blocks[-1]["full"]["step_s"] / blocks[-1]["bare"]["step_s"]
         print(f"block {block + 1}: full / bare step time {ratio:.3f}", flush=True)
     ratios = [b["full"]["step_s"] / b["bare"]["step_s"] for b in blocks]
     torch_mib = torch_alone_mib()
     result = {
-        "steps_per_block": args.steps,
+        "steps_per_block": steps,
         "blocks": blocks,
         "overhead_median": statistics.median(ratios) - 1,
         "overhead_range": [min(ratios) - 1, max(ratios) - 1],
@@ -176,4 +170,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, arm=("full", "bare"))

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rollpacker.cluster.seats.open_seat import open_seat
 from rollpacker.config.running import CheckpointConfig, EvalConfig

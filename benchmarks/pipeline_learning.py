@@ -27,8 +27,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import pyarrow.parquet
 from algorithms import SETTINGS, TARGET
 from learning import rollpacker

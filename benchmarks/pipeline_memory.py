@@ -21,7 +21,6 @@ cap.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import json
@@ -34,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from machine import write_result
+from lab import bench, write_result
 from memory_estimate import PROMPT_TOKENS, VOCABULARY, samples
 from torch.distributed import TCPStore
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -114,21 +113,16 @@ SETTINGS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=SETTINGS, help="one setting, and no result is written")
-    parser.add_argument("--rank", choices=SETTINGS, help="be one (what the benchmark does)")
-    parser.add_argument("--model", help="the folder of --rank's model")
-    arguments = parser.parse_args()
-    if arguments.rank is not None:
-        print(json.dumps(_as_rank(SETTINGS[arguments.rank], arguments.model)))
+def main(only: str | None = None, rank: str | None = None, model: str | None = None) -> None:
+    if rank is not None:
+        print(json.dumps(_as_rank(SETTINGS[rank], model)))
         return
-    names = [arguments.only] if arguments.only else list(SETTINGS)
+    names = [only] if only else list(SETTINGS)
     results = {name: _compared(name) for name in names}
     found = [one for result in results.values() for one in result["stages"]]
     worst = max(abs(one["relative_error"]) for one in found)
     above = any(one["peak_live_tokens"] > one["live_tokens_cap"] for one in found)
-    if not arguments.only:
+    if not only:
         payload = {
             "max_error": worst,
             "aim": MAX_ERROR,
@@ -335,4 +329,4 @@ def _num_samples(setting: Setting) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, only=SETTINGS, rank=SETTINGS)

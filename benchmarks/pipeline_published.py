@@ -12,11 +12,10 @@ what nobody here has compared with anything: 30B and 60B, several slow links, de
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from machine import write_result
+from lab import bench, write_result
 
 from rollpacker.pipeline.plan.choosers import Op, StageState
 from rollpacker.pipeline.plan.plan import plan_zero_bubble, ready_choosers
@@ -298,4 +297,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main)

@@ -23,19 +23,15 @@ Needs Linux (/proc).
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from machine import write_result
+from lab import bench, write_result
 from pipeline_learning import parting_step
 from resume import write_config, write_model
 from trainer_resume import Runs, different, killed_at_random, tensors, weight_difference
@@ -138,13 +134,9 @@ def measure(steps: int, kills: int) -> dict[str, Any]:
         }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--kills", type=int, default=4)
-    args = parser.parse_args()
+def main(steps: int = 4, kills: int = 4) -> int:
     began = time.perf_counter()
-    result = measure(args.steps, args.kills)
+    result = measure(steps, kills)
     good = result["direct"]["good"] and all(one["good"] for one in result["resumed"])
     result |= {"all_good": good, "seconds": round(time.perf_counter() - began, 1)}
     write_result("pipeline_resume", result)
@@ -152,4 +144,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main)

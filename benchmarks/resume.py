@@ -12,7 +12,6 @@ published; and the trainer in two pipeline stages.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import json
@@ -20,7 +19,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -28,10 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exactly_once import check
-from machine import write_result
+from lab import bench, write_result
 from safetensors.numpy import load_file
 
 ARMS = {
@@ -297,26 +293,20 @@ def is_good(result: dict[str, Any]) -> bool:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--arm", choices=ARMS, help="this one alone; nothing is written")
-    parser.add_argument("--quick", action="store_true", help="3 steps, 3 kills, nothing is written")
-    args = parser.parse_args()
+def main(steps: int = 12, kills: int = 20, arm: str | None = None, quick: bool = False) -> int:
     began = time.perf_counter()
-    steps, kills = (3, 3) if args.quick else (args.steps, args.kills)
-    names = ARMS if args.arm is None else (args.arm,)
+    steps, kills = (3, 3) if quick else (steps, kills)
+    names = ARMS if arm is None else (arm,)
     result: dict[str, Any] = {"arms": {name: measure(name, steps, kills) for name in names}}
     for name, arm in result["arms"].items():
         assert (arm["carried_tokens"] > 0) == (name != "published"), name
     result["all_equal"] = all(map(is_good, result["arms"].values()))
     result["seconds"] = round(time.perf_counter() - began, 1)
     print(json.dumps(result, indent=1))
-    if not args.quick and args.arm is None:
+    if not quick and arm is None:
         write_result("resume", result)
     return 0 if result["all_equal"] else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, arm=ARMS)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from machine import ROOT, write_result
+from lab import ROOT, bench, write_result
 
 from rollpacker.sim.result import StepResult
 from rollpacker.sim.scenario import load_scenario
@@ -72,4 +72,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

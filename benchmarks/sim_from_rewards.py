@@ -14,7 +14,6 @@ The quickstart's warmed-up model must be in runs/ and that of configs/code-tiny.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench, write_result
 
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.whatif import load_run
@@ -128,19 +127,15 @@ def without_tail_batching(folder: Path, steps: int) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--code-steps", type=int, default=30)
-    parser.add_argument("--folder", type=Path, help="keep the runs here; those there are taken")
-    parser.add_argument("--change", action="store_true", help="a run without tail batching, too")
-    arguments = parser.parse_args()
+def main(
+    steps: int = 40, code_steps: int = 30, folder: Path | None = None, change: bool = False
+) -> None:
     with tempfile.TemporaryDirectory() as temporary:
-        folder = (arguments.folder or Path(temporary)).resolve()
+        folder = (folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         results = {}
         for case in CASES:
-            steps = arguments.code_steps if case.config == "code-tiny.yaml" else arguments.steps
+            steps = code_steps if case.config == "code-tiny.yaml" else steps
             model = load_run(record(case, folder, steps))
             found = compare(model.measured(), model.simulate())
             results[case.name] = {**found, "drafted": model.fitted.drafted}
@@ -152,8 +147,8 @@ def main() -> None:
                 flush=True,
             )
         payload: dict[str, Any] = {"cases": results}
-        if arguments.change:
-            payload["without_tail_batching"] = without_tail_batching(folder, arguments.steps)
+        if change:
+            payload["without_tail_batching"] = without_tail_batching(folder, steps)
     holds = all(found["holds"] for found in results.values())
     print(f"Wrote {write_result('sim_from_rewards', {**payload, 'holds': holds})}")
     if not holds:
@@ -161,4 +156,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -11,7 +11,6 @@ stands beside the speed-ups. Numbers were read off figures where the paper print
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import math
@@ -22,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench, write_result
 
 from rollpacker.core.commands import TrainOn
 from rollpacker.core.events import SampleGenerated
@@ -613,13 +612,10 @@ def scaling(outcomes: Outcomes) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--jobs", type=int, default=1, help="simulations at the same time")
-    args = parser.parse_args()
+def main(jobs: int = 1) -> None:
     began = time.monotonic()
     fitted, others = facts(), unfitted_facts()
-    with ProcessPoolExecutor(args.jobs) as pool:
+    with ProcessPoolExecutor(jobs) as pool:
         outcomes = run_all(pool, [*sims_of([*fitted, *others]), *beside_sims()], shipped())
     rows, unfitted = table(fitted, outcomes), table(others, outcomes)
     for row in [*rows, *unfitted]:
@@ -639,4 +635,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

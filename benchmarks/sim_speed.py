@@ -12,12 +12,10 @@ With --history it is measured once more while the history of the event log is ke
 
 from __future__ import annotations
 
-import argparse
 import resource
-import sys
 import time
 
-from machine import ROOT, write_result
+from lab import ROOT, bench, write_result
 
 from rollpacker.bus import Sink
 from rollpacker.core.job.job import Job
@@ -68,39 +66,35 @@ def measure(steps: int, overrides: list[str], observe: Sink | None = None) -> di
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--history", action="store_true")
-    args = parser.parse_args()
+def main(steps: int = 1000, history: bool = False) -> int:
     found = {
-        "with rewards": measure(args.steps, []),
+        "with rewards": measure(steps, []),
         "without a reward stage": measure(
-            args.steps, ["rewards=[]", "lengths={preset: rollpacker-code}"]
+            steps, ["rewards=[]", "lengths={preset: rollpacker-code}"]
         ),
     }
-    if args.history:
+    if history:
         history = History()
 
         def feed(entry: Entry) -> None:
             history.feed(entry)
 
-        found["with rewards and the history"] = measure(args.steps, [], feed)
+        found["with rewards and the history"] = measure(steps, [], feed)
     for name, one in found.items():
-        rate = one["events_per_step"] * args.steps / one["cpu_s"]
+        rate = one["events_per_step"] * steps / one["cpu_s"]
         print(
             f"{name}: {one['cpu_s']:.1f} s of processor time ({one['wall_s']:.1f} s wall) for "
-            f"{args.steps} steps, {one['simulated_hours']:.0f} simulated hours; about "
+            f"{steps} steps, {one['simulated_hours']:.0f} simulated hours; about "
             f"{rate:,.0f} events/s; peak memory {one['peak_mib_at_a_tenth']:.0f} MiB after a "
             f"tenth of the steps, {one['peak_mib']:.0f} MiB at the end"
         )
     write_result("sim_speed", found)
     bound = ("with rewards", "without a reward stage")
-    slow = [n for n in bound if found[n]["cpu_s"] * 1000 / args.steps > BOUND_S]
+    slow = [n for n in bound if found[n]["cpu_s"] * 1000 / steps > BOUND_S]
     for name in slow:
         print(f"missed: {name} takes more than {BOUND_S:.0f} s for 1,000 steps")
     return 1 if slow else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main)

@@ -15,7 +15,6 @@ waits for its turn, a run's clock goes on inside its training step, which is not
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import multiprocessing
@@ -28,7 +27,7 @@ from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench, write_result
 
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.fit import fit_run, predict_rounds
@@ -220,34 +219,35 @@ def print_row(row: Mapping[str, Any]) -> None:
         )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
-    parser.add_argument("--steps", type=int, help="steps of each run (default: 120)")
-    names = [workload.name for workload in WORKLOADS]
-    parser.add_argument("--workloads", nargs="+", choices=names, default=names)
-    parser.add_argument("--keep", type=Path, help="a folder for the runs (default: thrown away)")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; no result is written")
-    args = parser.parse_args()
-    num_steps = args.steps or (20 if args.quick else 120)
+NAMES = tuple(workload.name for workload in WORKLOADS)
+
+
+def main(
+    config: Path = ROOT / "configs" / "quickstart.yaml",
+    steps: int | None = None,
+    workloads: Sequence[str] = NAMES,
+    keep: Path | None = None,
+    quick: bool = False,
+) -> int:
+    num_steps = steps or (20 if quick else 120)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.keep or Path(temporary)
+        folder = keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         for workload in WORKLOADS:
-            if workload.name not in args.workloads:
+            if workload.name not in workloads:
                 continue
-            plain, race = run_pair(workload, args.config, folder, num_steps)
+            plain, race = run_pair(workload, config, folder, num_steps)
             rows.append(compare(workload, plain, race, num_steps))
             print_row(rows[-1])
     met = all(row[name]["met"] for row in rows for name in ("mean", *KINDS))
-    if args.quick:
+    if quick:
         return 0
-    payload = {"config": args.config.name, "steps": num_steps, "met": met, "rows": rows}
+    payload = {"config": config.name, "steps": num_steps, "met": met, "rows": rows}
     print(f"written: {write_result('sim_vs_real', payload).name}")
     return 0 if met else 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    bench(main, workloads=NAMES)

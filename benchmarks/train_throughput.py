@@ -13,7 +13,6 @@ unfused FlexAttention.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
@@ -24,7 +23,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from machine import write_result
+from lab import bench, write_result
 from torch.nn.attention import flex_attention as torch_flex
 
 from rollpacker.algo.config import AlgorithmConfig
@@ -225,20 +224,14 @@ def compare_packed_attention(samples: Sequence[TrainSample]) -> dict[str, float]
     return differences
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+def main(repeats: int = 11, prompts: int = 64, group_size: int = 8, seed: int = 0) -> None:
     torch.set_num_threads(1)
-    samples = make_samples(args.prompts, args.group_size, args.seed)
+    samples = make_samples(prompts, group_size, seed)
     lengths = [len(s.response_tokens) for s in samples]
     tail = max(lengths) / statistics.median(lengths)
     assert tail >= 10, f"the workload has no tail: longest / median = {tail:.1f}"
     float64 = compare_packed_attention(samples[:CHECKED_SAMPLES])
-    arms = measure(samples, args.repeats)
+    arms = measure(samples, repeats)
     workload = {
         "samples": len(samples),
         "response_tokens": sum(lengths),
@@ -246,8 +239,8 @@ def main() -> None:
         "mean_length": statistics.fmean(lengths),
         "max_length": max(lengths),
         "longest_over_median": tail,
-        "seed": args.seed,
-        "repeats": args.repeats,
+        "seed": seed,
+        "repeats": repeats,
         "torch_threads": torch.get_num_threads(),
         "architecture": ARCHITECTURE,
     }
@@ -266,4 +259,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -10,7 +10,6 @@ the clock are beside them.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -22,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from machine import RESULTS, machine_info, write_result
+from lab import RESULTS, bench, machine_info, write_result
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rollpacker.core.events import SampleGenerated
@@ -211,18 +210,14 @@ def earlier() -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--points", nargs="*", default=list(POINTS), choices=list(POINTS))
-    args = parser.parse_args()
+def main(repeats: int = 2, points: Sequence[str] = tuple(POINTS)) -> None:
     torch.set_num_threads(1)
     settings = {"trajectories": TRAJECTORIES, "turns": TURNS, "drawn": DRAWN, "threads": 1}
-    for name in args.points:
-        found = measure(name, args.repeats)
+    for name in points:
+        found = measure(name, repeats)
         print(name, found, flush=True)
         write_result("turn_slots", {**settings, "points": {**earlier(), name: found}})
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, points=list(POINTS))

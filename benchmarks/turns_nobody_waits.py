@@ -24,13 +24,11 @@ while a run goes on; `exactly_once.py` reads its log.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import signal
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -39,11 +37,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import turns_runs
 from exactly_once import check
-from machine import write_result
+from lab import bench, write_result
 
 SCALE = 10.0
 HANG_S, FIXED_S = 600.0, 60.0
@@ -264,26 +260,22 @@ def chaos(num_faults: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=3)
-    parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--part", choices=("waits", "chaos"))
-    parser.add_argument("--no-result", action="store_true", help="write no result file")
-    args = parser.parse_args()
+def main(
+    blocks: int = 3, faults: int = 200, part: str | None = None, no_result: bool = False
+) -> int:
     with tempfile.TemporaryDirectory() as name:
-        for part in ("waits", "chaos") if args.part is None else (args.part,):
-            folder = Path(name) / part
-            if part == "waits":
+        for one in ("waits", "chaos") if part is None else (part,):
+            folder = Path(name) / one
+            if one == "waits":
                 folder.mkdir()
-                result = waits(args.blocks, folder)
+                result = waits(blocks, folder)
             else:
-                result = chaos(args.faults, folder)
+                result = chaos(faults, folder)
             print(json.dumps({k: v for k, v in result.items() if k != "runs"}, indent=1))
-            if not args.no_result:
-                write_result(f"turns_{'nobody_waits' if part == 'waits' else part}", result)
+            if not no_result:
+                write_result(f"turns_{'nobody_waits' if one == 'waits' else one}", result)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, part=("waits", "chaos"))

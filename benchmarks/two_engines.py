@@ -9,7 +9,6 @@ and the same in every arm; arms take turns.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import statistics
@@ -19,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from machine import write_result
+from lab import bench, write_result
 
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.engines.engine import EngineConfig, EngineOutput, GenerationRequest, SamplingParams
@@ -104,10 +103,7 @@ def rollout_s(engines: Sequence[ProcessEngine], asked: Sequence[GenerationReques
     return time.perf_counter() - start_s
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    given = parser.parse_args()
+def main(rounds: int = 7) -> None:
     asked = requests()
     seconds: dict[str, list[float]] = {name: [] for name in ARMS}
     with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +119,7 @@ def main() -> None:
             for engine in engines:
                 asyncio.run(engine.ready())
             rollout_s(engines, asked)
-        for _ in range(given.rounds):
+        for _ in range(rounds):
             for name, engines in arms.items():
                 seconds[name].append(rollout_s(engines, asked))
         for engines in arms.values():
@@ -142,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -17,7 +17,6 @@ Wall-clock seconds, and the process's processor seconds, which waiting for a cor
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -27,7 +26,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from machine import versions, write_result
+from lab import bench, versions, write_result
 from transformers import PreTrainedModel
 from vllm_engine import BATCH, KV_CACHE_GIB, LENGTH, SHAPES, make_engine, make_model, prompts
 from vllm_engine import requests as requests_for
@@ -117,10 +116,7 @@ def embedded(model: PreTrainedModel) -> TorchEngine:
     return TorchEngine(model=model, tokenizer=None, config=config)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
-    quick = parser.parse_args().quick
+def main(quick: bool = False) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for shape in ["quickstart-vllm"] if quick else SHAPES:
@@ -136,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

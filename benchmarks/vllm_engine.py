@@ -20,7 +20,6 @@ Each writes a result of its own (`vllm_speed`, `vllm_updates`, `vllm_adapters`).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import versions, write_result
+from lab import bench, versions, write_result
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rollpacker.core.ids import PromptId, SampleId
@@ -269,12 +268,8 @@ def adapters(shape: str, *, rounds: int, count: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=["speed", "updates", "adapters", []])
-    parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
-    options = parser.parse_args()
-    quick = options.quick
+def main(*parts: str, quick: bool = False) -> None:
+    quick = quick
     shapes = ["quickstart-vllm"] if quick else list(SHAPES)
     torch.set_num_threads(1)
 
@@ -298,7 +293,7 @@ def main() -> None:
             "quickstart-vllm", rounds=1 if quick else 3, count=2 if quick else UPDATES
         ),
     }
-    for name in options.parts or parts:
+    for name in parts or parts:
         found = parts[name]()
         print(name, json.dumps(found, indent=1), flush=True)
         if not quick:
@@ -306,4 +301,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, parts=["speed", "updates", "adapters", []])

