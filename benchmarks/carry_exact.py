@@ -26,10 +26,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
+from typing import Any
 
 import policies
 import torch
-from lab import bench, write_result
+from lab import bench
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -402,19 +403,18 @@ def described(counts: Counts) -> dict[str, object]:
     }
 
 
+PROCESSES = 4
+
+
 def main(
-    tokens: int = 500_000,
-    wide_tokens: int = 30_000,
-    complement_tokens: int = 80_000,
-    processes: int = 4,
-) -> None:
+    tokens: int = 500_000, wide_tokens: int = 30_000, complement_tokens: int = 80_000
+) -> dict[str, Any]:
     policies.policy_folder(1)
-    spread = range(processes)
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        share = tokens // processes
+    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
         running = {
             "quickstart": [
-                pool.submit(quickstart_arm, share, seed, complement=False) for seed in spread
+                pool.submit(quickstart_arm, tokens // PROCESSES, seed, complement=False)
+                for seed in range(PROCESSES)
             ],
             "complement": [
                 pool.submit(quickstart_arm, complement_tokens // 2, seed, complement=True)
@@ -422,12 +422,11 @@ def main(
             ],
             "wide vocabulary": [pool.submit(wide_arm, wide_tokens, 0)],
         }
-        arms = {
-            name: together([one.result() for one in started]) for name, started in running.items()
+        return {
+            name: described(together([one.result() for one in started]))
+            for name, started in running.items()
         }
-    write_result("carry_exact", {name: described(counts) for name, counts in arms.items()})
-    assert not any(counts.different for counts in arms.values())
 
 
 if __name__ == "__main__":
-    bench(main)
+    bench(main, holds=lambda found: not any(arm["different"] for arm in found.values()))

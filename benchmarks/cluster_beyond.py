@@ -1,7 +1,7 @@
 """The shipped policy against the published one and the optimum; what each of its ideas is worth.
 
     python benchmarks/cluster_beyond.py --seeds 1                     # 10 minutes on a quiet core
-    python benchmarks/cluster_beyond.py --arms 'rollmux,shipped'      # 5 minutes
+    python benchmarks/cluster_beyond.py --arms rollmux shipped        # 5 minutes
     python benchmarks/cluster_beyond.py --quick
 
 In the same simulation, restarts charged. An arm leaves one idea out, or has one alone.
@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from cluster_optimum import OptimumSimulation
-from lab import ROOT, bench, write_result
+from lab import ROOT, bench
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
 from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
@@ -147,27 +147,24 @@ def table(profiles: Mapping[str, Seeds]) -> str:
 
 def main(
     *settings: str,
-    arms: str = ",".join(ARMS),
-    profiles: str = ",".join(PROFILES),
+    arms: Sequence[str] = tuple(ARMS),
+    profiles: Sequence[str] = PROFILES,
     workers: int = 1,
     seeds: int = SEEDS,
-    name: str = "cluster_beyond",
     quick: bool = False,
-) -> None:
-    arms, quick = arms.split(","), ["jobs.count=40", "jobs.hours=77"] if quick else []
-    profiles: dict[str, list[dict[str, Any]]] = {one: [] for one in profiles.split(",")}
+) -> dict[str, Any]:
+    found: dict[str, list[dict[str, Any]]] = {one: [] for one in profiles}
+    few = ("jobs.count=40", "jobs.hours=77") if quick else ()
     with ProcessPoolExecutor(workers) as pool:
         for seed in range(1 if quick else seeds):
-            settings = (*quick, *settings, f"seed={seed}")
-            works = [(one, arm, settings) for one in profiles for arm in ("optimum", *arms)]
+            own = (*few, *settings, f"seed={seed}")
+            works = [(one, arm, own) for one in found for arm in ("optimum", *arms)]
             results = dict(zip(works, pool.map(run, works), strict=True))
-            for profile, rows in profiles.items():
-                own = {arm: one for (other, arm, _), one in results.items() if other == profile}
-                rows.append(rows_of(own))
-            if not quick:  # after each seed: it may be stopped
-                write_result(name, {"settings": settings, "profiles": profiles})
-    print(table(profiles))
+            for profile, rows in found.items():
+                rows.append(rows_of({a: r for (p, a, _), r in results.items() if p == profile}))
+    print(table(found))
+    return {"settings": settings, "profiles": found}
 
 
 if __name__ == "__main__":
-    bench(main)
+    bench(main, arms=ARMS, profiles=PROFILES)

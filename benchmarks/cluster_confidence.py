@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from lab import ROOT, bench, write_result
+from lab import ROOT, bench
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
 from rollpacker.cluster.sim import simulation as cluster
@@ -89,29 +89,18 @@ def table(cells: list[dict[str, Any]]) -> str:
 
 
 def main(
-    seeds: int = SEEDS,
-    workers: int = 1,
-    arms: str = ",".join(ARMS),
-    quick: bool = False,
-    name: str = "cluster_confidence",
-) -> None:
-    found: dict[Cell, list[dict[str, Any]]] = {
-        (arm, growth, stated): []
-        for arm in arms.split(",")
-        for growth in GROWTHS
-        for stated in STATED
-    }
-    cells: list[dict[str, Any]] = []
+    seeds: int = SEEDS, workers: int = 1, arms: Sequence[str] = tuple(ARMS), quick: bool = False
+) -> dict[str, Any]:
+    cells = [(arm, growth, stated) for arm in arms for growth in GROWTHS for stated in STATED]
+    found: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in cells}
     with ProcessPoolExecutor(workers) as pool:
         for seed in range(1 if quick else seeds):
-            works = [(cell, seed) for cell in found]
-            for cell, one in zip(found, pool.map(trace, works), strict=True):
+            for cell, one in zip(cells, pool.map(trace, [(c, seed) for c in cells]), strict=True):
                 found[cell].append(one)
-            cells = [summed(cell, traces) for cell, traces in found.items()]
-            if not quick:  # after each seed: it may be stopped
-                write_result(name, {"settings": SETTINGS, "cells": cells})
-    print(table(cells))
+    rows = [summed(cell, traces) for cell, traces in found.items()]
+    print(table(rows))
+    return {"settings": SETTINGS, "cells": rows}
 
 
 if __name__ == "__main__":
-    bench(main)
+    bench(main, arms=ARMS)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lab import ROOT, bench, write_result
+from lab import ROOT, bench
 
 from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
 from rollpacker.cluster.decide.layout import Layout, Pin, alone_price
@@ -215,15 +215,6 @@ def production_curve(seeds: int) -> dict[str, Any]:
     return bands
 
 
-def main(seeds: int = 3) -> None:
-    payload = {
-        "fig_10": figure_10(),
-        "production_curve": {"published": 1.84, "bands": production_curve(seeds)},
-    }
-    print(payload)
-    write_result("cluster_published", payload)
-
-
 CURVE_TEXT = """
 0.0:+1 0.1:+2 0.2:+1 1.1:+1 1.1:+1 1.8:+2 4.8:-1 7.9:+1 8.4:+1 9.1:+1 9.4:-1 9.5:+2 10.1:-1
 11.6:+1 11.6:+1 12.1:-1 14.2:-1 14.3:-1 16.1:-1 17.3:-1 19.1:+1 19.8:+1 19.9:+1 22.7:+1 25.4:-1
@@ -260,6 +251,13 @@ CURVE: list[tuple[float, int]] = [
     (float(hour), int(change)) for hour, change in (word.split(":") for word in CURVE_TEXT.split())
 ]
 """Hour, and change in pairs of 8 + 8 devices, read off Fig. 13b."""
+
+
+def main(seeds: int = 3) -> dict[str, Any]:
+    return {
+        "fig_10": figure_10(),
+        "production_curve": {"published": 1.84, "bands": production_curve(seeds)},
+    }
 
 
 if __name__ == "__main__":

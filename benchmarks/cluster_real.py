@@ -27,7 +27,7 @@ from statistics import fmean, median
 from typing import Any
 
 from cluster_lab import Told, ended, read, serving, submit
-from lab import bench, write_result
+from lab import bench
 from resume import write_config, write_model
 
 from rollpacker.cluster.decide.group import Holds, period_s
@@ -42,32 +42,6 @@ JOBS = {"a": {"prompts": 10, "tokens": 200}, "b": {"prompts": 12, "tokens": 160}
 SLO = 1.5
 WARM_UP = 3
 """First iterations of a job that do not count, and last ones of the shared arm."""
-
-
-def main(repetitions: int = 3, steps: int = 14, quick: bool = False) -> None:
-    if quick:
-        repetitions, steps = 1, 9
-    os.sched_setaffinity(0, {ROLLOUT_CORE, TRAIN_CORE})
-    rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for number in range(repetitions):
-            folder = Path(scratch) / str(number)
-            alone = {name: run(folder / f"alone-{name}", [name], steps)[name] for name in JOBS}
-            shared = run(folder / "shared", [*JOBS], steps)
-            rows.append(compare(alone, shared))
-            print(json.dumps(rows[-1]), flush=True)
-    result = {
-        "slo": SLO,
-        "repetitions": rows,
-        "period_over_closed_form": median(row["period_over_closed_form"] for row in rows),
-        "prompts_per_core_second_over_dedicated": median(
-            row["prompts_per_core_second_over_dedicated"] for row in rows
-        ),
-        "slowdown": max(max(row["slowdown"].values()) for row in rows),
-    }
-    print(json.dumps({name: one for name, one in result.items() if name != "repetitions"}))
-    if not quick:
-        write_result("cluster_real", result)
 
 
 def compare(alone: dict[str, Told], shared: dict[str, Told]) -> dict[str, Any]:
@@ -181,6 +155,25 @@ def _processes(folder: Path) -> Iterator[tuple[int, list[str]]]:
             if f"{MARK}={folder}/".encode() in environ:
                 words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
                 yield int(path.name), words
+
+
+def main(repetitions: int = 3, steps: int = 14, quick: bool = False) -> dict[str, Any]:
+    os.sched_setaffinity(0, {ROLLOUT_CORE, TRAIN_CORE})
+    length = 9 if quick else steps
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number in range(1 if quick else repetitions):
+            folder = Path(scratch) / str(number)
+            alone = {name: run(folder / f"alone-{name}", [name], length)[name] for name in JOBS}
+            rows.append(compare(alone, run(folder / "shared", [*JOBS], length)))
+            print(json.dumps(rows[-1]), flush=True)
+    medians = ("period_over_closed_form", "prompts_per_core_second_over_dedicated")
+    return {
+        "slo": SLO,
+        "repetitions": rows,
+        **{name: median(row[name] for row in rows) for name in medians},
+        "slowdown": max(max(row["slowdown"].values()) for row in rows),
+    }
 
 
 if __name__ == "__main__":

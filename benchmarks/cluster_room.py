@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
-from lab import ROOT, bench, write_result
+from lab import ROOT, bench
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
 from rollpacker.cluster.decide.cluster import Command, Start, Stop
@@ -113,27 +113,26 @@ def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     return "\n".join(lines)
 
 
-def main(*settings: str, seeds: int = SEEDS, workers: int = 1, quick: bool = False) -> None:
-    count = "jobs.count=40" if quick else "jobs.count=120"
-    seeds = range(1, 2 if quick else seeds + 1)
+def main(
+    *settings: str, seeds: int = SEEDS, workers: int = 1, quick: bool = False
+) -> dict[str, Any]:
+    common = (*FEW, "jobs.count=40" if quick else "jobs.count=120", *settings)
     works = [
-        (part, arm, (*FEW, count, *settings, f"seed={seed}"))
+        (part, arm, (*common, f"seed={seed}"))
         for part, arms in PARTS.items()
         for arm in arms
-        for seed in seeds
+        for seed in range(1, 2 if quick else seeds + 1)
     ]
     found: dict[str, dict[str, list[Any]]] = {
         part: {arm: [] for arm in arms} for part, arms in PARTS.items()
     }
     with ProcessPoolExecutor(workers) as pool:
-        rows = pool.map(run, works)
-        for (part, arm, settings), row in zip(works, rows, strict=True):
+        for (part, arm, own), row in zip(works, pool.map(run, works), strict=True):
             found[part][arm].append(row)
-            print(part, arm, settings[-1], row, flush=True)
+            print(part, arm, own[-1], row, flush=True)
     for part in PARTS:
         print(table(found[part]))
-    if not quick:
-        write_result("cluster_room", {"settings": [*FEW, count, *settings], **found})
+    return {"settings": common, **found}
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from exactly_once import check
-from lab import bench, write_result
+from lab import bench
 from resume import committed, run, start, write_config, write_model
 from resume import fingerprints as all_fingerprints
 
@@ -170,16 +170,10 @@ def measure(steps: int) -> dict[str, Any]:
     return arms
 
 
-def main(steps: int = 4, quick: bool = False) -> int:
-    began = time.perf_counter()
+def main(steps: int = 4, quick: bool = False) -> dict[str, Any]:
     arms = measure(3 if quick else steps)
-    result = {"arms": arms, "all_equal": all(map(is_good, arms.values()))}
-    result["seconds"] = round(time.perf_counter() - began, 1)
-    print(json.dumps(result, indent=1))
-    if not quick:
-        write_result("cluster_same_bits", result)
-    return 0 if result["all_equal"] else 1
+    return {"arms": arms, "all_equal": all(map(is_good, arms.values()))}
 
 
 if __name__ == "__main__":
-    bench(main)
+    bench(main, holds=lambda found: found["all_equal"])

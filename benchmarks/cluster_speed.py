@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from cluster_optimum import Columns, cheapest_partition
-from lab import ROOT, bench, write_result
+from lab import ROOT, bench
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
 from rollpacker.cluster.decide.cluster import Cluster, Command, Committed, Ended, Event, Submitted
@@ -99,19 +99,13 @@ def hardest_partition(num_jobs: int, seeds: int) -> dict[str, Any]:
     }
 
 
-def main(jobs: int = NUM_JOBS) -> None:
-    payload: dict[str, Any] = {"optimum": hardest_partition(13, 5)}
-    print(payload, flush=True)
-    payload["decision"] = decisions(jobs)
-    print(payload, flush=True)
+def main(jobs: int = NUM_JOBS) -> dict[str, Any]:
+    payload: dict[str, Any] = {"optimum": hardest_partition(13, 5), "decision": decisions(jobs)}
     spec = load_cluster(MIXED)
-    jobs = arrivals(spec)
+    coming = arrivals(spec)
     began = time.process_time()
-    Simulation(spec, jobs, "rollpacker").run()
-    payload["simulation_300_jobs_580_h_cpu_s"] = time.process_time() - began
-    print(payload)
-    if jobs == NUM_JOBS:
-        write_result("cluster_speed", payload)
+    Simulation(spec, coming, "rollpacker").run()
+    return payload | {"simulation_300_jobs_580_h_cpu_s": time.process_time() - began}
 
 
 if __name__ == "__main__":

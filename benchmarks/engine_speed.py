@@ -25,10 +25,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
-from lab import RESULTS, bench, write_result
+from lab import bench
 from transformers import (
     AutoModelForCausalLM,
     Qwen2Config,
@@ -188,7 +189,7 @@ def measure(arms: dict[str, Arm], workload: str, repeats: int) -> dict[str, obje
     return result
 
 
-def main(vllm_python: str | None = None, repeats: int = 7, results: Path = RESULTS) -> None:
+def main(vllm_python: str | None = None, repeats: int = 7) -> dict[str, Any]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model()
@@ -197,7 +198,7 @@ def main(vllm_python: str | None = None, repeats: int = 7, results: Path = RESUL
         if vllm_python:
             arms["vllm"] = vllm_arm(vllm_python, folder)
         results = {name: measure(arms, name, repeats) for name in WORKLOADS}
-    payload = {
+    return {
         "vllm_version": vllm_version(vllm_python) if vllm_python else None,
         "parameters": model.num_parameters(),
         "batch": BATCH,
@@ -205,8 +206,6 @@ def main(vllm_python: str | None = None, repeats: int = 7, results: Path = RESUL
         "repeats": repeats,
         "results": results,
     }
-    print(json.dumps(payload, indent=1))
-    write_result("engine_speed", payload, results=results)
 
 
 if __name__ == "__main__":

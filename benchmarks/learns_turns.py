@@ -23,8 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from lab import ROOT, bench
+
+sys.path.insert(0, str(ROOT / "examples" / "guess"))
+
 from game import best_return
-from lab import ROOT, bench, write_result
 
 EVAL_SAMPLES = {"calculator": 4, "guess": 32}
 """For each held-out prompt: 800 and 480 in all."""
@@ -106,18 +109,15 @@ def main(
     seeds: Sequence[int] = (0, 1, 2),
     jobs: int = 1,
     folder: Path | None = None,
-) -> None:
+) -> dict[str, Any]:
     result: dict[str, Any] = {"jobs": jobs}
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
-        folder = folder or Path(temporary)
-        waiting = {
-            task: [pool.submit(one_run, task, seed, folder) for seed in seeds] for task in tasks
-        }
-        for task, futures in waiting.items():
-            runs = [future.result() for future in futures]
+        place = folder or Path(temporary)
+        for task in tasks:
+            runs = list(pool.map(lambda seed, task=task: one_run(task, seed, place), seeds))
             result[task] = {"runs": runs, **verdict(task, runs)}
             print(task, json.dumps(verdict(task, runs)), flush=True)
-    write_result("learns_turns", result)
+    return result
 
 
 if __name__ == "__main__":

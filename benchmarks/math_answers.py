@@ -20,7 +20,7 @@ import json
 from collections import Counter
 from typing import Any, NamedTuple
 
-from lab import bench, write_result
+from lab import bench
 
 from rollpacker.rewards.math.math_reward import PROFILE, MathConfig, MathReward
 from rollpacker.rewards.reward import RewardConfig, RewardInput
@@ -193,7 +193,7 @@ def kind_of(verdict: str, is_right: bool | None) -> str:
     return f"{truth} {'accepted' if verdict == 'right' else 'refused'}"
 
 
-def main(quick: bool = False, show: bool = False) -> int:
+def main(show: bool = False, quick: bool = False) -> dict[str, Any]:
     found = cases(NUM_FUZZED)[:: 20 if quick else 1]
     by_arm = asyncio.run(measure(found, show=show))
     sizes = Counter((case.set_name, case.is_right) for case in found)
@@ -201,9 +201,7 @@ def main(quick: bool = False, show: bool = False) -> int:
         name: {"right": sizes[name, True], "wrong": sizes[name, False], "other": sizes[name, None]}
         for name in ("formats", "later formats", "own corpus", "fuzzed")
     }
-    if not quick:
-        print(write_result("math_answers", {"pairs": pairs_of, "arms": by_arm}))
-    return 0
+    return {"pairs": pairs_of, "arms": by_arm}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lab import ROOT, bench, write_result
+from lab import ROOT, bench
 
 from rollpacker.algo import AlgorithmConfig
 from rollpacker.config.load import load_config
@@ -175,14 +175,13 @@ def write_table(name: str, lines: list[str]) -> None:
     PAGE.write_text(new, encoding="utf-8")
 
 
-def main() -> None:
+def main() -> dict[str, Any]:
     torch.set_num_threads(1)
     memory, memory_numbers = memory_table()
     distance, distance_numbers = distance_table()
-    print("\n".join([*memory, "", *distance]))
     write_table("memory", memory)
     write_table("distance", distance)
-    write_result("one_gpu", {"memory_bytes": memory_numbers, "negative_log_prob": distance_numbers})
+    return {"memory_bytes": memory_numbers, "negative_log_prob": distance_numbers}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ The logs are checked by `exactly_once.py`, which shares no code with RollPacker.
 own runs: deferred prompts in a pool or in the long queue, with their tokens carried, or as
 published; and the trainer in two pipeline stages.
 
-    python benchmarks/resume.py [--steps 12] [--kills 20] [--arm NAME] [--quick]
+    python benchmarks/resume.py [--steps 12] [--kills 20] [--arms NAME ...] [--quick]
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from exactly_once import check
-from lab import bench, write_result
+from lab import bench
 from safetensors.numpy import load_file
 
 ARMS = {
@@ -293,20 +293,15 @@ def is_good(result: dict[str, Any]) -> bool:
     )
 
 
-def main(steps: int = 12, kills: int = 20, arm: str | None = None, quick: bool = False) -> int:
-    began = time.perf_counter()
-    steps, kills = (3, 3) if quick else (steps, kills)
-    names = ARMS if arm is None else (arm,)
-    result: dict[str, Any] = {"arms": {name: measure(name, steps, kills) for name in names}}
-    for name, arm in result["arms"].items():
+def main(
+    steps: int = 12, kills: int = 20, arms: Sequence[str] = tuple(ARMS), quick: bool = False
+) -> dict[str, Any]:
+    counts = (3, 3) if quick else (steps, kills)
+    found = {name: measure(name, *counts) for name in arms}
+    for name, arm in found.items():
         assert (arm["carried_tokens"] > 0) == (name != "published"), name
-    result["all_equal"] = all(map(is_good, result["arms"].values()))
-    result["seconds"] = round(time.perf_counter() - began, 1)
-    print(json.dumps(result, indent=1))
-    if not quick and arm is None:
-        write_result("resume", result)
-    return 0 if result["all_equal"] else 1
+    return {"arms": found, "all_equal": all(map(is_good, found.values()))}
 
 
 if __name__ == "__main__":
-    bench(main, arm=ARMS)
+    bench(main, holds=lambda found: found["all_equal"], arms=ARMS)

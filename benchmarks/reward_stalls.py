@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lab import bench, write_result
+from lab import bench
 from reward_runs import Warnings, entries, prepare, sandbox_workers, step_ends, train
 
 FIXED = "rewards.0.deadline={min_s: 0.2, factor: 1.5, max_s: 3.0, adaptive: false}"
@@ -150,20 +150,13 @@ def _check_time(log: Path) -> float:
     return statistics.fmean(took)
 
 
-def main(steps: int = 30, rounds: int = 3) -> None:
+def main(steps: int = 30, rounds: int = 3) -> dict[str, Any]:
     prepare()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        print("adaptive against fixed limit")
-        limits = deadlines(folder, steps, rounds)
-        print(
-            f"  {limits['ratio']:.2f}x the steps per second (goal 1.4x);"
-            f" {100 * limits['endless_share']:.1f} % of the programs never end"
-        )
-        print("a stopped worker")
-        stops = stopped_worker(folder, steps, rounds)
-        print(f"  others: {stops['others_time_ratio']:.3f} (goal at most 1.05); {stops}")
-    write_result("reward_stalls", {"deadlines": limits, "stopped_worker": stops})
+        return {
+            "deadlines": deadlines(Path(name), steps, rounds),
+            "stopped_worker": stopped_worker(Path(name), steps, rounds),
+        }
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lab import RESULTS, ROOT, bench, write_result
+from lab import ROOT, bench, earlier
 from safetensors.torch import load_file
 
 CHECKED_STEPS = 10
@@ -112,22 +112,13 @@ def measure(kind: str, settings: list[str], turns: int, steps: int, folder: Path
     }
 
 
-def main(turns: int = 3, steps: int = 40, only: Sequence[str] | None = None) -> None:
-    found: dict[str, Any] = {}
-    earlier = RESULTS / "streaming.json"
-    if only and earlier.is_file():
-        found = json.loads(earlier.read_text())["kinds"]
+def main(turns: int = 3, steps: int = 40, only: Sequence[str] | None = None) -> dict[str, Any]:
+    found = earlier(main, "kinds") if only else {}
     with tempfile.TemporaryDirectory() as folder:
         for kind in only or KINDS:
             found[kind] = measure(kind, KINDS[kind], turns, steps, Path(folder))
-    write_result("streaming", {"checked_after": CHECKED_STEPS, "kinds": found})
-    for kind, row in found.items():
-        print(
-            f"{kind:8} {row['speed_up_mean']:.3f}x; weights after {CHECKED_STEPS} steps differ by "
-            f"{row['weights_with_eps_1e-6']['largest']:.2g} with an epsilon of 1e-6, by "
-            f"{max(w['largest'] for w in row['weights']):.2g} with 1e-8"
-        )
+    return {"checked_after": CHECKED_STEPS, "kinds": found}
 
 
 if __name__ == "__main__":
-    bench(main, only=list(KINDS))
+    bench(main, only=KINDS)

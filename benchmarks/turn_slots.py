@@ -11,7 +11,6 @@ the clock are beside them.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import threading
 import time
@@ -21,7 +20,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from lab import RESULTS, bench, machine_info, write_result
+from lab import bench, earlier
+from machine import machine_info
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rollpacker.core.events import SampleGenerated
@@ -203,21 +203,15 @@ async def _renew(arms: dict[str, Talk]) -> None:
         await talk.engine.update_weights(0)
 
 
-def earlier() -> dict[str, Any]:
-    """Points that other calls have measured."""
-    path = RESULTS / "turn_slots.json"
-    found: dict[str, Any] = json.loads(path.read_text())["points"] if path.exists() else {}
-    return found
-
-
-def main(repeats: int = 2, points: Sequence[str] = tuple(POINTS)) -> None:
+def main(repeats: int = 2, points: Sequence[str] = tuple(POINTS)) -> dict[str, Any]:
     torch.set_num_threads(1)
-    settings = {"trajectories": TRAJECTORIES, "turns": TURNS, "drawn": DRAWN, "threads": 1}
+    found = {} if len(points) == len(POINTS) else earlier(main, "points")
     for name in points:
-        found = measure(name, repeats)
-        print(name, found, flush=True)
-        write_result("turn_slots", {**settings, "points": {**earlier(), name: found}})
+        found[name] = measure(name, repeats)
+        print(name, found[name], flush=True)
+    settings = {"trajectories": TRAJECTORIES, "turns": TURNS, "drawn": DRAWN, "threads": 1}
+    return {**settings, "points": found}
 
 
 if __name__ == "__main__":
-    bench(main, points=list(POINTS))
+    bench(main, points=POINTS)

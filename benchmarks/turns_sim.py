@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lab import ROOT, bench, write_result
+from lab import ROOT, bench
 
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.simulate import simulate
@@ -57,20 +57,17 @@ def measured(overrides: tuple[str, ...], steps: int, seeds: int) -> dict[str, An
     }
 
 
-def main(steps: int = 18, seeds: int = 1, no_result: bool = False) -> int:
+def main(steps: int = 18, seeds: int = 1, quick: bool = False) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
     for variant, of_variant in VARIANTS.items():
         found[variant] = {}
         for arm, of_arm in ARMS.items():
-            one = measured((*of_variant, *of_arm), steps, seeds)
+            one = measured((*of_variant, *of_arm), 2 if quick else steps, seeds)
             first = found[variant].get("none", one)
             one["over_none"] = round(first["step_s"] / one["step_s"], 2)
             found[variant][arm] = one
             print(variant, arm, one, flush=True)
-    if not no_result:
-        settings = {"steps": steps, "seeds": seeds, "overrides": list(SMALL)}
-        write_result("turns_sim", {**settings, "variants": found})
-    return 0
+    return {"steps": steps, "seeds": seeds, "overrides": list(SMALL), "variants": found}
 
 
 if __name__ == "__main__":

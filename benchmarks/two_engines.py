@@ -17,8 +17,9 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from lab import bench, write_result
+from lab import bench, turns
 
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.engines.engine import EngineConfig, EngineOutput, GenerationRequest, SamplingParams
@@ -103,7 +104,7 @@ def rollout_s(engines: Sequence[ProcessEngine], asked: Sequence[GenerationReques
     return time.perf_counter() - start_s
 
 
-def main(rounds: int = 7) -> None:
+def main(rounds: int = 7) -> dict[str, Any]:
     asked = requests()
     seconds: dict[str, list[float]] = {name: [] for name in ARMS}
     with tempfile.TemporaryDirectory() as folder:
@@ -115,26 +116,23 @@ def main(rounds: int = 7) -> None:
             ]
             for name, (number, threads) in ARMS.items()
         }
+        every = [engine for engines in arms.values() for engine in engines]
+        for engine in every:
+            asyncio.run(engine.ready())
         for engines in arms.values():
-            for engine in engines:
-                asyncio.run(engine.ready())
-            rollout_s(engines, asked)
-        for _ in range(rounds):
-            for name, engines in arms.items():
-                seconds[name].append(rollout_s(engines, asked))
-        for engines in arms.values():
-            for engine in engines:
-                asyncio.run(engine.close())
+            rollout_s(engines, asked)  # warms up
+        for _, name in turns(arms, rounds):
+            seconds[name].append(rollout_s(arms[name], asked))
+        for engine in every:
+            asyncio.run(engine.close())
     medians = {name: statistics.median(one) for name, one in seconds.items()}
     two = medians.pop("two, 1 thread each")
-    payload = {
+    return {
         "samples": len(asked),
         "tokens": sum(one.forced_length or 0 for one in asked),
         "rollout_s": seconds,
         "faster_than": {name: one / two for name, one in medians.items()},
     }
-    print(payload["faster_than"])
-    print(write_result("two_engines", payload))
 
 
 if __name__ == "__main__":
