@@ -22,7 +22,7 @@ from typing import Any
 from lab import ROOT, bench, earlier
 
 from rollpacker.algo import ALGORITHMS
-from rollpacker.run.checkpoint import newest_checkpoint
+from rollpacker.run.folder.checkpoint import newest_checkpoint
 
 TARGET = 0.15
 SETTINGS: dict[str, list[str]] = {

@@ -12,10 +12,10 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from lab import ROOT, bench
+from msgspec.structs import replace
 
 from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
 from rollpacker.cluster.decide.layout import Layout, Pin, alone_price

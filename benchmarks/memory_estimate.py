@@ -93,7 +93,7 @@ def _in_process(name: str) -> dict[str, Any]:
             malloc: in_process(__file__, "--measure", name, "--model", folder, environ=env)
             for malloc, env in MALLOCS.items()
         }
-    parts = {p.name: p.size_bytes for p in predicted.memory if p.name != "kv cache"}
+    parts = {p.name: p.size_bytes for p in predicted.memory.parts if p.name != "kv cache"}
     total = sum(parts.values())
     return {
         "setting": dataclasses.asdict(setting),

@@ -31,7 +31,6 @@ from lab import ROOT, bench
 
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.fit import fit_run, predict_rounds
-from rollpacker.report.fitted_run import FORMS
 from rollpacker.report.log import EventLog, events_path
 
 MEAN_BOUND = 0.15
@@ -175,16 +174,11 @@ def compare(workload: Workload, plain: Path, race: Path, num_steps: int) -> dict
         "workload": workload.name,
         "both": list(workload.both),
         "race": list(workload.race),
-        "fit": {form: asdict(getattr(fitted, form)) for form in FORMS},
-        "fit_errors": {form: asdict(fitted.errors[form]["all"]) for form in FORMS},
+        "fit": asdict(fitted.step),
+        "fit_errors": asdict(fitted.errors["all"]),
         "with_recorded_lengths": {
-            form: {
-                kind: errors.ratio
-                for kind, errors in predict_rounds(
-                    getattr(fitted, form), entries, may_draft=True
-                ).items()
-            }
-            for form in FORMS
+            kind: errors.ratio
+            for kind, errors in predict_rounds(fitted.step, entries, may_draft=True).items()
         },
     }
     for name, bound in (("mean", MEAN_BOUND), *((kind, KIND_BOUND) for kind in KINDS)):

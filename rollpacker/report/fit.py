@@ -16,31 +16,13 @@ import numpy as np
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.ids import PromptId
 from rollpacker.core.records import POOL_SWITCH, Entry, Session
-from rollpacker.report.decode_fit import (
-    DecodeFit,
-    fit_line,
-    fit_rounds,
-    fit_table,
-    nonnegative_least_squares,
-)
+from rollpacker.report.decode_fit import DecodeFit, fit_line, fit_rounds
 from rollpacker.report.engine_book import engines_of
-from rollpacker.report.fitted_run import (
-    FORMS,
-    CommitFit,
-    FittedRun,
-    RewardFit,
-    RoundErrors,
-    TrainFit,
-    Workload,
-)
+from rollpacker.report.fitted_run import FittedRun, RoundErrors, TrainFit, Workload
 from rollpacker.report.history import iterate_steps
+from rollpacker.report.least_squares import robust_fit
 from rollpacker.report.reward_fit import Checks
-from rollpacker.report.step_history import (
-    CarriedInto,
-    End,
-    RoundHistory,
-    StepHistory,
-)
+from rollpacker.report.step_history import CarriedInto, End, RoundHistory, StepHistory
 from rollpacker.report.token_clock import (
     ClockError,
     Stretch,
@@ -53,7 +35,6 @@ from rollpacker.report.token_clock import (
 MIN_ROUNDS = 3
 DRAFTED_SHARE = 0.02
 """With more rounds than this whose ends contradict one token a step, the engine drafted."""
-REWARD_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 def fit_run(
@@ -187,19 +168,17 @@ class _Measured:
     session: Session | None = None
     """The last one."""
     num_steps: int = 0
+    checks: Checks = field(default_factory=Checks)
     exposed: list[float] = field(default_factory=list)
     """Waits for verdicts after a rollout."""
-    verdicts: list[float] = field(default_factory=list)
-    checks: list[float] = field(default_factory=list)
-    recorded: Checks = field(default_factory=Checks)
     trained: list[tuple[int, float]] = field(default_factory=list)
     """(tokens, seconds) of each training step."""
     stopped: list[float] = field(default_factory=list)
     """From telling samples to stop until they have."""
     synced: list[float] = field(default_factory=list)
-    committed: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
-    """By whether there was a checkpoint."""
+    committed: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
+    """From a commit to the next launch."""
 
     @property
     def slots(self) -> int | None:
@@ -218,12 +197,7 @@ class _Measured:
                 self.stopped.append(end_s - told_s)
         self.asked.add(step)
         self.session = step.session or self.session
-        self.recorded.add(step)
-        for verdict in step.checks.verdicts:
-            if verdict.asked_s is not None:
-                self.verdicts.append(verdict.time_s - verdict.asked_s)
-            if verdict.event.seconds is not None:
-                self.checks.append(verdict.event.seconds)
+        self.checks.add(step)
         turns = step.turns
         if step.rounds and turns.committed_before_s is not None:
             self.between.append(_own_s(step, turns.committed_before_s, step.rounds[0].start_s))
@@ -242,7 +216,7 @@ class _Measured:
             notes = [note for note in step.notes if note.time_s >= turns.commit_s]
             beside_s = sum(note.seconds for note in notes if note.name != POOL_SWITCH)
             seconds = _own_s(step, turns.commit_s, step.end_s)
-            self.committed[step.checkpointed].append(max(0.0, seconds - beside_s))
+            self.committed.append(max(0.0, seconds - beside_s))
 
 
 def _own_s(step: StepHistory, start_s: float, end_s: float) -> float:
@@ -263,40 +237,24 @@ def _training_s(step: StepHistory, train_on_s: float, trained_s: float) -> float
 def _fit(measured: _Measured) -> FittedRun:
     clocked, session = measured.clocked, measured.session
     parts = [part for _, parts in clocked.rounds for part in parts]
-    if clocked.drafted is None:
-        fits = {
-            "step": fit_line(parts, full=False),
-            "step_with_ends": fit_line(parts, full=True),
-            "table": fit_table(parts),
-        }
-    else:
-        fits = dict.fromkeys(FORMS, fit_rounds(parts))
-    with_checkpoint, without = measured.committed[True], measured.committed[False]
+    step = fit_line(parts) if clocked.drafted is None else fit_rounds(parts)
+    checks = measured.checks
     return FittedRun(
         job={} if session is None else session.job,
         slots=measured.slots,
         num_steps=measured.num_steps,
         num_rounds=len(clocked.rounds),
         num_skipped=clocked.num_skipped,
-        **fits,
-        errors={form: _round_errors(fit, clocked.rounds) for form, fit in fits.items()},
-        rewards=RewardFit(
-            quantiles=_quantiles(measured.verdicts),
-            check_quantiles=_quantiles(measured.checks),
-            num=len(measured.verdicts),
-            exposed_s=_mean(measured.exposed),
-            by_row={row: tuple(checks) for row, checks in sorted(measured.recorded.by_row.items())},
-            calls=measured.recorded.calls(),
-        ),
+        step=step,
+        errors=_round_errors(step, clocked.rounds),
+        checks={row: tuple(found) for row, found in sorted(checks.by_row.items())},
+        calls=checks.calls(),
+        exposed_s=_mean(measured.exposed),
         stop_s=_mean(measured.stopped),
         train=_fit_training(measured.trained),
         sync_s=_mean(measured.synced),
-        commit=CommitFit(
-            plain_s=_mean(without or with_checkpoint),
-            checkpoint_s=_mean(with_checkpoint) if with_checkpoint else None,
-            checkpoint_share=len(with_checkpoint) / max(1, len(with_checkpoint) + len(without)),
-            between_s=_mean(measured.between),
-        ),
+        commit_s=_mean(measured.committed),
+        between_s=_mean(measured.between),
         workload=measured.asked.workload(),
     )
 
@@ -364,33 +322,11 @@ def _measured_s(part: Sequence[Stretch]) -> float:
 
 
 def _fit_training(trained: Sequence[tuple[int, float]]) -> TrainFit:
-    """Relative least squares; outliers (a stall) count as far as twice the typical error, and what
-    they lost is spread over all, so that the sum is the run's."""
     tokens, seconds = np.array(trained, dtype=np.float64).T
     columns = np.column_stack([np.ones_like(tokens), tokens])
-    weights = 1 / np.maximum(seconds, 1e-9)
-    for _ in range(20):
-        x = nonnegative_least_squares(columns * weights[:, None], seconds * weights)
-        errors = np.abs(columns @ x / np.maximum(seconds, 1e-9) - 1)
-        scale = 2 * 1.4826 * float(np.median(errors)) + 1e-12
-        robust = np.sqrt(np.minimum(1, scale / np.maximum(errors, 1e-300)))
-        weights = robust / np.maximum(seconds, 1e-9)
-    if x.any():
-        x = x * (seconds.sum() / (columns @ x).sum())
-        errors = np.abs(columns @ x / np.maximum(seconds, 1e-9) - 1)
-    return TrainFit(
-        fixed_s=float(x[0]),
-        per_token_s=float(x[1]),
-        num=len(trained),
-        mean_error=float(errors.mean()),
-    )
-
-
-def _quantiles(values: Sequence[float]) -> dict[float, float]:
-    if not values:
-        return {}
-    found = np.quantile(np.array(values), REWARD_QUANTILES).tolist()
-    return dict(zip(REWARD_QUANTILES, found, strict=True))
+    fixed_s, per_token_s = robust_fit(columns, seconds).constants
+    errors = np.abs((fixed_s + per_token_s * tokens) / np.maximum(seconds, 1e-9) - 1)
+    return TrainFit(fixed_s=fixed_s, per_token_s=per_token_s, mean_error=float(errors.mean()))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from rollpacker.report.decode_fit import nonnegative_least_squares
+from rollpacker.report.least_squares import robust_fit
 from rollpacker.report.step_history import StepHistory, Verdict
 
 MAX_KEPT_OF_ROW = 64
@@ -25,7 +25,7 @@ MAX_KEPT_OF_ROW = 64
 MAX_CALLS = 20_000
 """Calls that are kept, the first ones."""
 MOST_AT_ONCE = 8
-"""Batches that a run has under way at once (`run/scoring.py`)."""
+"""Batches that a run has under way at once (`run/ports/scoring.py`)."""
 WORSE = 1.05
 """Fewer workers are believed if they explain the ends as well but for this factor."""
 SHORTEST_S = 1e-6
@@ -159,7 +159,10 @@ def _with_workers(batches: Sequence[_Batch], num_workers: int) -> tuple[Calls, f
     later_s = max((call.seconds for call in recorded[NUM_FIRST:]), default=np.inf)
     warm_ups = [c for c in recorded[:NUM_FIRST] if c.seconds > WARM_UP * later_s]
     recorded = [call for call in recorded if call not in warm_ups]
-    fixed_s, per_sample_s = _line(recorded)
+    counts, taken_s, _ = np.array(recorded, dtype=np.float64).T
+    fixed_s, per_sample_s = robust_fit(
+        np.column_stack([np.ones_like(counts), counts]), taken_s
+    ).constants
     errors, free = [], [-np.inf] * num_workers
     for batch in batches:
         done_s = max(batch.asked_s, free[0]) + fixed_s + per_sample_s * batch.num_samples
@@ -175,15 +178,3 @@ def _with_workers(batches: Sequence[_Batch], num_workers: int) -> tuple[Calls, f
         ),
         float(np.mean(errors)),
     )
-
-
-def _line(calls: Iterable[Call]) -> tuple[float, float]:
-    """Seconds of a call and of each of its samples: of least absolute error, nearly."""
-    counts, seconds, _ = np.array(list(calls), dtype=np.float64).T
-    columns = np.column_stack([np.ones_like(counts), counts])
-    weights = np.ones_like(seconds)
-    for _ in range(20):
-        x = nonnegative_least_squares(columns * weights[:, None], seconds * weights)
-        errors = np.abs(columns @ x - seconds)
-        weights = 1 / np.sqrt(np.maximum(errors, 0.1 * float(np.mean(errors)) + 1e-9))
-    return float(x[0]), float(x[1])

@@ -310,63 +310,37 @@ class MeasuredModel:
     parallelism and the number of devices of that run."""
 
     step: StepCost
-    kv_capacity_tokens: int | None = None
-    """Of one engine; None: never a limit."""
-    prefill_launch_s: float = 0.0
-    """Per launch on an engine, whatever it holds."""
     prefill_sample_s: float = 0.0
-    """Per sample of the launch."""
+    """Seconds of the prefill of each sample of a launch."""
     prefill_token_s: float = 0.0
-    """Per token of a sequence whose cache is computed again."""
-    train_constant_s: float = 0.0
-    """Per training step."""
+    """Seconds per token of a sequence whose cache is computed again."""
+    train_fixed_s: float = 0.0
+    """Seconds of a training step that do not depend on its tokens."""
     train_token_s: float = 0.0
-    """Per response token, on `num_devices` devices."""
-    num_devices: int = 1
-    weight_sync_s: float = 0.0
-    step_commit_s: float = 0.0
-    abort_s: float = 0.0
+    """Seconds per trained response token on one device."""
+    sync_s: float = 0.0
+    commit_s: float = 0.0
+    stop_s: float = 0.0
 
     def __post_init__(self) -> None:
         for constant in fields(self):
             value = getattr(self, constant.name)
             if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{constant.name} must be 0 or more, not {value}")
-        if self.num_devices < 1:
-            raise ValueError(f"num_devices must be at least 1, not {self.num_devices}")
-        if self.kv_capacity_tokens is not None and self.kv_capacity_tokens < 1:
-            raise ValueError(
-                f"kv_capacity_tokens must be at least 1, not {self.kv_capacity_tokens}"
-            )
-
-    @property
-    def train_fixed_s(self) -> float:
-        return self.train_constant_s
-
-    @property
-    def sync_s(self) -> float:
-        return self.weight_sync_s
-
-    @property
-    def commit_s(self) -> float:
-        return self.step_commit_s
-
-    @property
-    def stop_s(self) -> float:
-        return self.abort_s
 
     def step_cost(self, tensor_parallel: int) -> StepCost:
-        """The measured one, whatever the degree."""
+        """The measured cost, whatever the degree."""
         return self.step
 
     def kv_tokens(self, tensor_parallel: int) -> int | None:
-        return self.kv_capacity_tokens
+        """None: the cache of a measured machine is never a limit."""
+        return None
 
     def prefill_s(self, num_samples: int, tensor_parallel: int) -> float:
-        return self.prefill_launch_s + self.prefill_sample_s * num_samples if num_samples else 0.0
+        return self.prefill_sample_s * num_samples
 
     def recompute_token_s(self, tensor_parallel: int) -> float:
         return self.prefill_token_s
 
     def train_s(self, tokens: float, gpus: int) -> float:
-        return tokens * self.train_token_s * self.num_devices / gpus
+        return tokens * self.train_token_s / gpus

@@ -143,8 +143,8 @@ class RunModel:
         kinds = self._kinds
         job = replace(config.job(reward_kinds=kinds), max_steps=None)
         checks = RecordedChecks(
-            self.fitted.rewards.by_row,
-            None if self.fitted.workload.source in kinds else self.fitted.rewards.calls,
+            self.fitted.checks,
+            None if self.fitted.workload.source in kinds else self.fitted.calls,
             warm=not in_order,
         )
         slots = rollout.engine.max_slots
@@ -246,14 +246,13 @@ class RunModel:
                 per_sequence_s=step.per_sequence_s,
                 knots=tuple((n, max(s, SHORTEST_STEP_S)) for n, s in step.knots),
             ),
-            prefill_launch_s=step.admission_s,
             prefill_sample_s=step.per_admitted_s,
             prefill_token_s=step.per_sequence_s,  # at most what a token of a decode step costs
-            train_constant_s=fitted.train.fixed_s,
+            train_fixed_s=fitted.train.fixed_s,
             train_token_s=fitted.train.per_token_s,
-            weight_sync_s=fitted.sync_s,
-            abort_s=fitted.stop_s,
-            step_commit_s=fitted.commit.mean_s,
+            sync_s=fitted.sync_s,
+            stop_s=fitted.stop_s,
+            commit_s=fitted.between_s + fitted.commit_s,
         )
 
     @cached_property

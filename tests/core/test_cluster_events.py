@@ -24,9 +24,10 @@ import pytest
 
 from rollpacker.cluster.decide import cluster as core
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.forecast import Rest
 from rollpacker.cluster.decide.job import ClusterJob, Phase, RoundTimes, Times
 from rollpacker.cluster.decide.nodes import Node, Pool, memory_gib
-from rollpacker.cluster.decide.placement import Choice, Policy, Rest, Standing, State
+from rollpacker.cluster.decide.placement import Choice, Policy, Standing, State
 from rollpacker.cluster.decide.turns import ORDERS
 from tests.number import number_of
 

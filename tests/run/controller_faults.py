@@ -74,8 +74,8 @@ class Strike:
         from rollpacker.core.commands import Commit, Launch, TrainOn
         from rollpacker.core.events import SampleGenerated
         from rollpacker.core.records import Record
-        from rollpacker.run import commits
-        from rollpacker.run.event_log import LogWriter
+        from rollpacker.run.folder.event_log import LogWriter
+        from rollpacker.run.ports import commits
 
         if self.moment == "start":
             self._strike()
