@@ -75,17 +75,12 @@ def paged(samples_per_pass: int | None, batch_tokens: int, num_blocks: int) -> T
     )
 
 
-def workloads(config: RunConfig, *, search: bool) -> list[Workload]:
+def workloads(config: RunConfig) -> list[Workload]:
     own = config.rollout.prompts_per_step
     samples = own * config.rollout.samples_per_prompt
     small = [generate(None), generate(32), paged(32, samples // 2, 256), paged(32, samples, 128)]
     large = [generate(64), paged(64, 512, 1024)]
     equal = [generate(None), generate(32)]
-    if search:
-        static = {"cache_implementation": "static"}
-        small += [generate(8), paged(32, 32, 128), paged(32, samples, 512), generate(32, **static)]
-        large += [generate(128), generate(32), paged(64, 128, 1024), generate(64, **static)]
-        equal += [generate(64), generate(16), paged(32, samples, 1024), generate(32, **static)]
     return [
         Workload(
             name="long tail",
