@@ -34,7 +34,7 @@ MAX_KEPT_TOKENS = 1 << 20
 STEP_COST = {"cpu": (0.06, 2.3, 0.02, 0.035)}
 """Costs of a step (a, b, c, d) by device type, in units of a plain step's overhead: a plain step
 over r rows costs 1 + a r, one that computes t tokens for each of them b + c r + d r t. Set by hand
-after timings of the kind that `benchmarks/draft_costs.py` makes; c is a guess.
+after timings of single steps; c is a guess.
 `benchmarks/drafts.py` shows the effect."""
 LOOK_COST = (0.15, 0.05)
 """Cost of a look for drafts, and of each row that is looked at, in units of a plain step's

@@ -3,9 +3,9 @@
 Each sample has a key; the noise for its token number t is a hash of (key, t, place): exponentials,
 of which every token gets one, and the smallest over its token's probability wins (known as the
 Gumbel trick). When the weights change a little, the same noise gives the same token almost as often
-as is possible at all: benchmarks/noise.py compares it to one uniform that is inverted through the
-cumulative distribution, where a change of any earlier entry moves all borders behind it. Who shares
-the batch, how many slots there are and which device computes has no part in it.
+as is possible at all. benchmarks/results/noise.json compares it to one uniform that is inverted
+through the cumulative distribution, where a change of any earlier entry moves all borders behind
+it. Who shares the batch, how many slots there are and which device computes has no part in it.
 
 A wide vocabulary is drawn from in two rounds, which takes a few hundred exponentials in place of a
 hundred thousand: token j belongs to group j modulo the number of groups; a group wins by its
