@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
-from rollpacker.sim.plan_ideas import Candidate, Idea
-from rollpacker.sim.plan_shared import PoolPrices
+from rollpacker.sim.plan_ideas import Base, Candidate, Idea
 from rollpacker.sim.result import StepResult, SystemResult
 
 MIN_GAIN = 0.005
@@ -190,12 +189,29 @@ def choose(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """How far the trained lengths may be from the policy's own."""
+
+    most: float | None
+    """Trained responses may be shorter by this share; None: by any."""
+    both_ways: bool
+    """They may not be longer by more than that either."""
+
+    def keeps(self, shift: float, error: float = 0.0, slack: float = 0.0) -> bool:
+        """The shift keeps the bound within the slack, and not by luck alone: `error`, its noise
+        over the seeds, counts against it."""
+        if self.most is None:
+            return True
+        if self.both_ways and shift - error > self.most + slack:
+            return False
+        return shift - error >= -self.most - slack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
     """What one idea is worth inside the best setting."""
 
     idea: Idea
-    added_s: float
-    """Seconds a step that it saves when it is added to those listed before it."""
     left_out_s: float
     """Seconds a step that are lost if the best setting goes without it."""
     left_out_error_s: float
@@ -204,11 +220,12 @@ class Reason:
     """Length shift without it."""
 
 
-# size: one field for everything that is told of a plan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What the search found."""
 
+    base: Base
+    """The system that was searched."""
     current: Finding
     best: Finding
     """`current` if nothing is clearly faster within the bound."""
@@ -217,37 +234,29 @@ class Plan:
     too_short: tuple[Finding, ...]
     """Finalists that do not keep it."""
     reasons: tuple[Reason, ...]
-    """The best setting's ideas, in the order in which they were added."""
+    """What each idea of the best setting is worth."""
     rejected: tuple[tuple[Idea, float], ...]
     """Switches that were left out, with the share of a step's time that each saved by itself."""
     oracle: Finding | None
+    """A bound that knows all lengths; None: there is none for this system."""
     max_shift: float | None
     """Trained responses may be shorter by this share, and where only the order may change longer as
     well; None: any (debias undoes it)."""
     untailed: Finding | None = None
     """The best setting without tail batching; None: not known."""
-    has_tail_batching: bool = True
-    """The best setting has it."""
-    capped_share: float | None = None
-    """Of the policy's own responses, so many run to the cap."""
-    order_only: bool = False
-    """Nothing may be selected."""
     refused: Finding | None = None
     """Its step is shorter than the current one's by more than noise, its trained tokens per second
-    gain no more than `trust`."""
-    trust: float | None = None
-    """As `Base.trust`."""
-    measured_shift: float | None = None
-    """As `Base.measured_shift`."""
-    mismatch: float = 0.0
-    """Chance per token and update that a carried token comes out differently."""
-    prices: PoolPrices | None = None
-    """As `Base.prices`."""
+    gain no more than `Base.trust`. None: nothing was refused for that."""
     num_seeds: int
     num_steps: int
     """Of each of the last simulations."""
     num_simulated: int
     """Steps, in all."""
+
+    @property
+    def has_tail_batching(self) -> bool:
+        """The best setting has it."""
+        return self.base.tail_of(self.best.candidate).enabled
 
     @property
     def pays(self) -> bool:
@@ -263,12 +272,11 @@ class Plan:
 
     @property
     def current_keeps(self) -> bool:
-        """The current settings keep the bound themselves."""
-        if self.max_shift is None:
-            return True
-        measured = self.measured_shift
-        shift = self.current.shift if measured is None else measured
-        return (abs(shift) if self.order_only else -shift) <= self.max_shift
+        """The current settings keep the bound themselves. What was measured of them counts, or else
+        what was simulated."""
+        bound = Bound(most=self.max_shift, both_ways=self.base.order_only)
+        measured = self.base.measured_shift
+        return bound.keeps(self.current.shift if measured is None else measured)
 
     @property
     def given_up(self) -> str | None:
@@ -283,22 +291,15 @@ class Plan:
 
     def to_plain(self) -> dict[str, Any]:
         """As `rollpacker plan --json` prints it."""
-        prices = (
-            None
-            if self.prices is None
-            else {
-                "rollout_per_h": self.prices.rollout_per_h,
-                "train_per_h": self.prices.train_per_h,
-            }
-        )
+        prices = self.base.prices
         return {
             "current": self._plain(self.current),
             "best": self._plain(self.best),
-            **({} if prices is None else {"shared_pools": prices}),
+            **({} if prices is None else {"shared_pools": prices.to_plain()}),
             "stays": self.stays,
             "gives_up": self.given_up,
             "tail_batching_pays": self.pays,
-            "mismatch": self.mismatch,
+            "mismatch": self.base.mismatch,
             "ranked": [self._plain(finding) for finding in self.ranked],
             "beyond_bound": [self._plain(finding) for finding in self.too_short],
             "oracle": None if self.oracle is None else self._plain(self.oracle),
@@ -306,7 +307,6 @@ class Plan:
                 {
                     "name": reason.idea.name,
                     "changes": dict(reason.idea.changes),
-                    "added_s": reason.added_s,
                     "left_out_s": reason.left_out_s,
                     "left_out_error_s": _finite(reason.left_out_error_s),
                     "left_out_shift": reason.left_out_shift,
@@ -324,10 +324,11 @@ class Plan:
 
     def _plain(self, finding: Finding) -> dict[str, Any]:
         shared: dict[str, float] = {}
-        if self.prices is not None:
+        prices = self.base.prices
+        if prices is not None:
             shared = {
                 "busy_s": finding.cost_s,
-                "price_per_1k_prompts": self.prices.price_of_1k_prompts(finding.cost_s),
+                "price_per_1k_prompts": prices.price_of_1k_prompts(finding.cost_s),
             }
         return {
             "name": finding.candidate.name,

@@ -33,6 +33,10 @@ class PoolPrices:
         """Of all its nodes."""
         return self.rollout_per_h + self.train_per_h
 
+    def to_plain(self) -> dict[str, float]:
+        """The prices as `rollpacker plan --json` prints them."""
+        return {"rollout_per_h": self.rollout_per_h, "train_per_h": self.train_per_h}
+
     def busy_s(self, step: StepResult) -> float:
         """Of one step. Waits for verdicts are no part of it."""
         rollout, train = step.rollout_s, step.train_s + step.sync_s
