@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from machine import RESULTS, ROOT, write_result
 
 from rollpacker.algo import ALGORITHMS
-from rollpacker.run.checkpoint import newest_checkpoint
+from rollpacker.run.folder.checkpoint import newest_checkpoint
 
 TARGET = 0.15
 SETTINGS: dict[str, list[str]] = {

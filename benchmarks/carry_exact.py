@@ -47,7 +47,7 @@ from rollpacker.engines.engine import (
     Response,
     SamplingParams,
 )
-from rollpacker.run.parts import parts
+from rollpacker.run.parts import policy as build
 
 TIE = 1e-5
 SLOTS = 64
@@ -302,7 +302,7 @@ def _load(model: PreTrainedModel, state: Weights) -> None:
 def quickstart_batches(dice: random.Random) -> Iterator[tuple[list[GenerationRequest], list[int]]]:
     """Prompts, and the steps of the policies that they are launched under."""
     config = policies.quickstart()
-    policy = parts.load_policy(config, threads=1)
+    policy = build.load_policy(config, threads=1)
     asyncio.run(policy.engine.close())
     rows = sorted(policy.train_prompts.rows, key=lambda row: -len(row.tokens))
     # Long sums have long answers, of which much can be carried.
@@ -330,7 +330,7 @@ def quickstart_arm(num_tokens: int, seed: int, *, complement: bool) -> Counts:
     torch.set_num_threads(1)
     dice, counts = random.Random(seed), Counts()
     config = policies.quickstart()
-    policy = parts.load_policy(config, model_path=str(policies.policy_folder(20)), threads=1)
+    policy = build.load_policy(config, model_path=str(policies.policy_folder(20)), threads=1)
     asyncio.run(policy.engine.close())
     for requests, steps in quickstart_batches(dice):
         weights = [load_file(policies.policy_folder(s) / "model.safetensors") for s in steps]

@@ -18,13 +18,15 @@ from typing import Any
 
 from cluster_optimum import OptimumSimulation
 from machine import ROOT, write_result
+from msgspec import structs
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.forecast import Rest
 from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
-from rollpacker.cluster.decide.placement import Choice, Policy, Rest, State
-from rollpacker.cluster.decide.published import AsPublished
+from rollpacker.cluster.decide.placement import Choice, Policy, State
 from rollpacker.cluster.sim import simulation as cluster
 from rollpacker.cluster.sim.jobs import arrivals
+from rollpacker.cluster.sim.policies import AsPublished
 from rollpacker.cluster.sim.result import PolicyResult
 from rollpacker.cluster.sim.spec import load_cluster
 
@@ -64,7 +66,7 @@ def at_worst(job: ClusterJob) -> ClusterJob:
         between_s=worst.between_s,
         after_s=worst.after_s,
     )
-    return dataclasses.replace(job, rounds=(rounds,))
+    return structs.replace(job, rounds=(rounds,))
 
 
 ARMS: Mapping[str, Policy] = {

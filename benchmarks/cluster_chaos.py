@@ -33,7 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from machine import write_result
+from msgspec import structs
 
 from rollpacker.cluster.seats.mailbox_seat import BEAT_S, LEASE_S
 from rollpacker.cluster.service.local_runner import LocalRunner
@@ -104,7 +105,7 @@ class Lab:
                 name = f"job-{len(self.submitted)}"
                 rollout_s, train_s = (self.rng.choice((0.2, 0.3, 0.4)) for _ in range(2))
                 one = lab.job(name, self.steps, rollout_s, train_s, slo=4.0)
-                self.desk.submit(replace(one, cold_start_s=1.0))
+                self.desk.submit(structs.replace(one, cold_start_s=1.0))
                 self.submitted.append(name)
             return alive
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
 from rollpacker.cluster.decide.cluster import Cluster
-from rollpacker.cluster.decide.iteration import Iteration
-from rollpacker.cluster.decide.job import ClusterJob
+from rollpacker.cluster.decide.job import ClusterJob, Iteration
 from rollpacker.cluster.decide.nodes import Pool
 from rollpacker.cluster.profile.phase_times import PhaseTimes
 from rollpacker.cluster.seats.mail_file import FileMailbox

@@ -40,7 +40,6 @@ import torch
 import torch.distributed as dist
 
 from rollpacker.weights.between_hosts.arriving import Shipment
-from rollpacker.weights.between_hosts.copies import read
 from rollpacker.weights.between_hosts.host_weights import HostWeights
 from rollpacker.weights.between_hosts.spread import Spread
 from rollpacker.weights.buffer import ALIGNMENT, BufferLayout, WeightBuffer, WeightSource
@@ -72,9 +71,6 @@ class Served(HostWeights):
         with self._buffer.writing(version) as tensors:
             tensors["weights"].view(torch.int64).random_(generator=generator)
         return self._buffer.layout
-
-    def read(self, layout: BufferLayout, start: int, size: int) -> bytes:
-        return read(layout, start, size)
 
     def sha256(self, source: WeightSource) -> str:
         """Of weights of this host that are whole."""
@@ -211,9 +207,7 @@ class Pools:
         self.trainer, *self.hosts = (
             Host(self.network, number) for number in range(len(self.network.addresses))
         )
-        self.spread = Spread(
-            lambda layout, *where: self.trainer.call("read", layout, *where), bytes
-        )
+        self.spread = Spread()
         self.spread.add("trainer", self.trainer)
         return self
 

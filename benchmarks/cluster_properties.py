@@ -26,9 +26,10 @@ from machine import write_result
 
 from rollpacker.cluster.decide import cluster as core
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.forecast import Rest
 from rollpacker.cluster.decide.job import ClusterJob, Phase, RoundTimes, Times
 from rollpacker.cluster.decide.nodes import Node, Pool, memory_gib
-from rollpacker.cluster.decide.placement import Choice, Policy, Rest, Standing, State
+from rollpacker.cluster.decide.placement import Choice, Policy, Standing, State
 from rollpacker.cluster.decide.turns import ORDERS
 
 POOLS = (

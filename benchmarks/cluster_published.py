@@ -13,10 +13,10 @@ import argparse
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from machine import ROOT, write_result
+from msgspec.structs import replace
 
 from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
 from rollpacker.cluster.decide.layout import Layout, Pin, alone_price

@@ -26,6 +26,7 @@ from typing import Any
 from unittest.mock import patch
 
 from machine import ROOT, write_result
+from msgspec import structs
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
 from rollpacker.cluster.decide.cluster import Command, Start, Stop
@@ -75,7 +76,7 @@ def run(work: tuple[str, str, Sequence[str]]) -> dict[str, float]:
     urgent = part == "urgent"
     spec = load_cluster(MIXED, settings)
     jobs = [
-        replace(one, job=replace(one.job, priority=int(urgent and n % URGENT == 0)))
+        replace(one, job=structs.replace(one.job, priority=int(urgent and n % URGENT == 0)))
         for n, one in enumerate(arrivals(spec))
     ]
     with ExitStack() as stack:

@@ -16,6 +16,7 @@ from typing import Any
 
 from machine import write_result
 
+from rollpacker.cluster.decide.forecast import GroupTimeline
 from rollpacker.cluster.decide.group import (
     Holds,
     closed_form_holds,
@@ -24,7 +25,6 @@ from rollpacker.cluster.decide.group import (
     load_s,
     period_s,
 )
-from rollpacker.cluster.decide.timeline import GroupTimeline
 
 MAX_ITERATIONS = 4000
 MAX_CYCLICITY = 12

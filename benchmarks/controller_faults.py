@@ -79,8 +79,8 @@ class Strike:
         from rollpacker.core.commands import Commit, Launch, TrainOn
         from rollpacker.core.events import SampleGenerated
         from rollpacker.core.records import Record
-        from rollpacker.run import commits
-        from rollpacker.run.event_log import LogWriter
+        from rollpacker.run.folder.event_log import LogWriter
+        from rollpacker.run.ports import commits
 
         if self.moment == "start":
             self._strike()
@@ -279,7 +279,7 @@ def cost(folder: Path, responses: int = 1000, tokens: int = 1000) -> dict[str, f
     from rollpacker.core.events import SampleGenerated
     from rollpacker.core.ids import PromptId, SampleId
     from rollpacker.engines.engine import GenerationRequest, Response, SamplingParams
-    from rollpacker.run.salvage import FILE, Salvage
+    from rollpacker.run.ports.salvage import FILE, Salvage
 
     folder.mkdir()
     (folder / "manifest.json").write_text("{}")

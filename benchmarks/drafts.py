@@ -30,7 +30,7 @@ from rollpacker.config.schema import RunConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.engines.embedded.drafts import KINDS, Drafter
 from rollpacker.engines.engine import EngineOutput, GenerationRequest, SamplingParams
-from rollpacker.run.parts.parts import Policy, load_policy
+from rollpacker.run.parts.policy import Policy, load_policy
 
 SAMPLES = 8
 ROUNDS = {8: 40, 16: 30, 64: 10}

@@ -125,7 +125,7 @@ def parts(profile: cProfile.Profile, cpu_s: float) -> dict[str, float]:
     for (file, _, name), (_, _, own_s, _, _) in pstats.Stats(profile).stats.items():
         known = [
             one
-            for one in ("h11", "jinja2", "transformers", "asyncio", "json")
+            for one in ("h11", "uvicorn", "starlette", "jinja2", "transformers", "asyncio", "json")
             if f"/{one}/" in file
         ]
         ours = "rollpacker/serving" in file or "rollpacker/dialogue" in file

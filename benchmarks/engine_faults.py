@@ -185,7 +185,7 @@ def _is_of(fault: Fault, event: EngineLost | EngineReady, incarnation: int) -> b
 def sabotage(folder: Path, plan: Sequence[tuple[str, str]], *, engine: str = "torch") -> Saboteur:
     """Train in `folder`, which gets model, config and run, until all faults are through, and then
     to the end."""
-    from rollpacker.run.event_log import LogWriter
+    from rollpacker.run.folder.event_log import LogWriter
     from rollpacker.run.parts import engines
 
     more, shape = ENGINES[engine]

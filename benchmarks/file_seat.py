@@ -28,7 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollpacker.cluster.seats import open_seat as seats
+from rollpacker.cluster.seats import mailbox_seat as seats
 from rollpacker.cluster.seats.seat import SEAT_VARIABLE, Iteration, LeaseLost, Seat
 
 if TYPE_CHECKING:

@@ -125,7 +125,7 @@ def _in_process(name: str) -> dict[str, Any]:
         _save_model(setting, folder)
         predicted = estimate(_run_config(setting, folder), has_cuda=False)
         measured = {malloc: _measured(name, folder, env) for malloc, env in MALLOCS.items()}
-    parts = {p.name: p.size_bytes for p in predicted.memory if p.name != "kv cache"}
+    parts = {p.name: p.size_bytes for p in predicted.memory.parts if p.name != "kv cache"}
     total = sum(parts.values())
     return {
         "setting": dataclasses.asdict(setting),

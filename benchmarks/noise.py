@@ -46,7 +46,7 @@ from rollpacker.engines.embedded.sampling import (
     num_groups,
 )
 from rollpacker.engines.engine import GenerationRequest, Response, SamplingParams
-from rollpacker.run.parts import parts
+from rollpacker.run.parts import policy as build
 
 KINDS = ("inversion", "frequent", "ranked", "gumbel", "rounds")
 REAL_PAIRS = ((20, 21), (20, 22), (20, 25), (40, 41), (40, 42), (40, 45), (55, 56), (55, 60))
@@ -142,7 +142,7 @@ def summary(found: dict[str, np.ndarray]) -> dict[str, float]:
 def respond(step: int, num_prompts: int, num_longest: int) -> list[Response]:
     """The longest responses of a policy, and as many others at random."""
     config = policies.quickstart()
-    policy = parts.load_policy(config, model_path=str(policies.policy_folder(step)), threads=1)
+    policy = build.load_policy(config, model_path=str(policies.policy_folder(step)), threads=1)
     rows = policy.train_prompts.rows
     requests = [
         GenerationRequest(
@@ -168,7 +168,7 @@ def respond(step: int, num_prompts: int, num_longest: int) -> list[Response]:
 def distributions(step: int, responses: list[Response]) -> list[torch.Tensor]:
     """Of each response, what the policy says at its positions: float64 [tokens, vocabulary]."""
     config = policies.quickstart()
-    loaded = parts.load_policy(config, model_path=str(policies.policy_folder(step)), threads=1)
+    loaded = build.load_policy(config, model_path=str(policies.policy_folder(step)), threads=1)
     found = []
     for response in responses:
         ids = torch.tensor([response.prompt_tokens + response.tokens])

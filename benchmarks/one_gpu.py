@@ -85,7 +85,7 @@ def memory_table() -> tuple[list[str], dict[str, Any]]:
     numbers: dict[str, Any] = {}
     for recipe in sorted((ROOT / "configs" / "recipes").glob("*.yaml")):
         result = recipe_estimate(recipe)
-        sizes = {p.name: p.size_bytes for p in result.memory}
+        sizes = {p.name: p.size_bytes for p in result.memory.parts}
         counted = {key: sum(sizes.get(n, 0) for n in names) for key, names in PARTS.items()}
         assert sum(counted.values()) == result.total_bytes, "a part is in no column"
         gib = [f"{value / 2**30:.1f}" for value in (*counted.values(), result.total_bytes)]

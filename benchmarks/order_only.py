@@ -23,7 +23,7 @@ from workload import load_workload
 
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.rounds.tail_batching import Stragglers, TailBatchingConfig
-from rollpacker.run.parts.parts import load_policy
+from rollpacker.run.parts.policy import load_policy
 
 CONFIGS = ("quickstart", "code-tiny")
 FACTORS = (1.25, 1.5, 2.0)

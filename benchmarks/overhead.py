@@ -59,10 +59,10 @@ def bare(config_path: str, steps: int) -> dict[str, float]:
     """Seconds a step of a loop with nothing but engine, reward and trainer."""
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
-    from rollpacker.run.parts import parts
+    from rollpacker.run.parts.policy import load_policy
 
     config = load_config(config_path, [*OVERRIDES, f"train.steps={steps}"], RunConfig)
-    policy = parts.load_policy(config)
+    policy = load_policy(config)
     return asyncio.run(_bare_loop(config, policy, steps))
 
 
@@ -71,11 +71,12 @@ async def _bare_loop(config: Any, policy: Any, steps: int) -> dict[str, float]:
     from rollpacker.engines.collect import collect
     from rollpacker.engines.engine import GenerationRequest, SamplingParams
     from rollpacker.rewards.reward import UNKNOWN
-    from rollpacker.run.evaluation import reward_input
-    from rollpacker.run.parts import parts
+    from rollpacker.run.parts.job import build_cursor
+    from rollpacker.run.parts.trainer import build_samples_function, build_trainer
+    from rollpacker.run.ports.evaluation import reward_input
 
-    trainer, build = parts.build_trainer(config, policy, None), parts.build_samples_function(config)
-    cursor = parts.build_cursor(config, policy)
+    trainer, build = build_trainer(config, policy, None), build_samples_function(config)
+    cursor = build_cursor(config, policy)
     sampling = SamplingParams(
         max_response_tokens=config.rollout.max_response_tokens, seed=config.seed
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from rollpacker.cluster.seats.open_seat import open_seat
+from rollpacker.cluster.seats.mailbox_seat import open_seat
 from rollpacker.config.running import CheckpointConfig, EvalConfig
 from rollpacker.core.ids import SampleId
 from rollpacker.core.job.cadence import Cadence

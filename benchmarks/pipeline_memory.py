@@ -146,17 +146,17 @@ def _compared(name: str) -> dict[str, Any]:
     setting = SETTINGS[name]
     with tempfile.TemporaryDirectory() as folder:
         _new_model(setting, {}).save_pretrained(folder)
-        predicted = estimate(_run_config(setting, folder), has_cuda=False).stages
-        assert predicted is not None
+        predicted = estimate(_run_config(setting, folder), has_cuda=False).ranks
+        assert predicted
         ranks = _run_ranks(name, folder, setting.stages * setting.shards)
     stages = []
-    for stage in predicted.stages:
-        own = [one for one in ranks if one["stage"] == stage.index]
+    for index, stage in enumerate(predicted):
+        own = [one for one in ranks if one["stage"] == index]
         measured = max(one["peak_bytes"] for one in own)
         live = max(one["peak_live_tokens"] for one in own)
         error = stage.size_bytes / measured - 1
         print(
-            f"{name:16} stage {stage.index}: predicted {stage.size_bytes / 2**20:6.0f} MiB, "
+            f"{name:16} {stage.name}: predicted {stage.size_bytes / 2**20:6.0f} MiB, "
             f"measured {measured / 2**20:6.0f} MiB, error {error:+.1%}; {live} of "
             f"{stage.live_tokens} live tokens",
             flush=True,

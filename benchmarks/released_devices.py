@@ -97,7 +97,7 @@ def length(row: int, index: int) -> int:
 
 
 def force_lengths() -> None:
-    from rollpacker.run.carried import CarriedTokens
+    from rollpacker.run.ports.carried import CarriedTokens
 
     requests = CarriedTokens.requests
 

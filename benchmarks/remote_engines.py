@@ -34,8 +34,7 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.engines.engine import EngineConfig, EngineOutput, GenerationRequest, SamplingParams
 from rollpacker.engines.messages import EngineSetup
 from rollpacker.engines.process_engine import ProcessEngine
-from rollpacker.weights.between_hosts.copies import read
-from rollpacker.weights.between_hosts.spread import Spread
+from rollpacker.weights.between_hosts.spread import OwnHost, Spread
 from rollpacker.workers.host import Host, ThisHost
 from rollpacker.workers.hosts.remote_host import RemoteHost
 from rollpacker.workers.hosts.token import demand_token, make_token
@@ -179,9 +178,9 @@ def main() -> int:
     cluster = join("local")
     address = cluster.own_address
     cluster.reserve({address: {"CPU": 1.0}}, within_s=60.0)
-    behind = RemoteHost(
-        "ray", cluster.connect(address), Spread(read, cluster.put), heartbeat_s=30.0
-    )
+    spread = Spread()
+    OwnHost(spread, address=address)
+    behind = RemoteHost("ray", cluster.connect(address), spread, heartbeat_s=30.0, address=address)
     behind.facts()
     hosts: dict[str, Host] = {"processes": ThisHost(), "ray": behind}
     result: dict[str, Any] = {

@@ -67,9 +67,9 @@ from rollpacker.core.job.job import Job
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.data.cursor import PromptCursor
 from rollpacker.engines.engine import EngineOutput, SamplingParams
-from rollpacker.run.carried import CarriedTokens
-from rollpacker.run.clock import RealClock
-from rollpacker.run.parts.parts import Policy, load_policy
+from rollpacker.run.parts.policy import Policy, load_policy
+from rollpacker.run.ports.carried import CarriedTokens
+from rollpacker.run.ports.clock import RealClock
 
 SYNC = TailBatchingConfig(enabled=False)
 PUBLISHED = TailBatchingConfig(selection="published", flush_each_epoch=False)

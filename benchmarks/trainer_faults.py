@@ -144,7 +144,7 @@ class Saboteur:
 
 def sabotage(config: Path, overrides: Sequence[str], plan: Sequence[str]) -> tuple[Path, Saboteur]:
     """Train to the end, with a kill at each of these moments. Returns the run's folder."""
-    from rollpacker.run.event_log import LogWriter
+    from rollpacker.run.folder.event_log import LogWriter
     from rollpacker.run.parts import engines
     from rollpacker.trainer.launch import Ranks
 

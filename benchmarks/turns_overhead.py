@@ -56,10 +56,10 @@ from rollpacker.environments.environment import EnvironmentConfig
 from rollpacker.environments.supervised import SupervisedEnvironments
 from rollpacker.run.driver import Controller, Parts
 from rollpacker.run.driving import python_set_for_runs
-from rollpacker.run.engines import Engines, Weights
-from rollpacker.run.event_log import LogWriter
+from rollpacker.run.folder.event_log import LogWriter
+from rollpacker.run.folder.samples import SampleWriter
 from rollpacker.run.parts.environments import Turns
-from rollpacker.run.samples import SampleWriter
+from rollpacker.run.ports.engines import Engines, Weights
 from rollpacker.trainer.trainer import HandOver
 from tests.dialogue.families import FAMILIES, tokenizer_of
 from tests.run.fakes import FakeReward, FakeTrainer, build_samples, run_config
@@ -84,13 +84,13 @@ class AtOnce:
 """
 PARTS = {
     "core": ("rollpacker/core/",),
-    "bus and log": ("rollpacker/bus.py", "run/event_log.py", "core/records.py"),
+    "bus and log": ("rollpacker/bus.py", "run/folder/event_log.py", "core/records.py"),
     "tokens": ("rollpacker/dialogue/", "rollpacker/chat_template.py", "tokenizers", "transformers"),
     "calls of environments": (
         *("rollpacker/environments/", "rollpacker/workers/", "rollpacker/rewards/"),
         *("/json/", "/asyncio/", "/selectors.py", "/socket.py"),
     ),
-    "player and episodes": ("run/player.py", "run/episodes.py"),
+    "player and episodes": ("run/ports/player.py", "run/ports/episodes.py"),
     "other ports": ("rollpacker/run/",),
 }
 """By parts of a file's path; the last that fits."""
@@ -251,7 +251,7 @@ def make(folder: Path, steps: int, tokens_per_s: float) -> tuple[Controller, Pac
         decode=partial(text, skip_special_tokens=True),
         render=partial(text, skip_special_tokens=False),
         log=LogWriter(folder / "events.jsonl"),
-        samples=SampleWriter(folder / "samples", folder / "evaluations"),
+        samples=SampleWriter(folder),
         player=turns.player(0),
     )
     controller = Controller(config, parts, checkpoints=folder / "checkpoints", time_s=0.0)

@@ -3,7 +3,7 @@
 
     to_plain(thing)         -> dict of numbers, texts, lists and dicts, in the order of the fields
     from_plain(cls, plain)  -> an equal thing, also after a turn through JSON
-    Codec(*types)           -> encodes values of these types as bytes, and decodes them
+    Codec(types)            -> encodes values of these types as bytes, and decodes them
 
     hint                              plain form
     struct, dataclass                 dict by field name; a missing field has its default
@@ -345,7 +345,7 @@ class Codec:
     bit for bit; but what a listed type holds in a field without a hint of its own comes back as
     JSON would have it, tuples as lists."""
 
-    def __init__(self, *types: type | Kind) -> None:
+    def __init__(self, types: Sequence[type | Kind] = ()) -> None:
         self._codes: dict[type, int] = {}
         self._kinds: dict[int, Kind] = {}
         """By code, of types that are written by themselves."""

@@ -127,6 +127,14 @@ def math_check():
         from rollpacker.run.error_messages import classify
         return [classify(error)[0], str(error), ""]
 
+def program_check():
+    from rollpacker.integrations import environments
+    try:
+        environments.load("program:true", {})
+    except ValueError as error:
+        from rollpacker.run.error_messages import classify
+        return [classify(error)[0], str(error), ""]
+
 with tempfile.TemporaryDirectory() as temporary:
     folder = Path(temporary)
     resume.write_model(folder / "model")
@@ -151,6 +159,9 @@ with tempfile.TemporaryDirectory() as temporary:
         "judge": run("train", config, "name=judge", judge),
         "scorer": run("train", config, "name=scorer", f"data.train.path={rows}", scorer),
         "math": math_check(),
+        "dash": run("dash", folder / "runs"),
+        "serve": run("serve", folder / "model"),
+        "program": program_check(),
     }
     assert not HIDDEN & set(sys.modules), HIDDEN & set(sys.modules)
     print(json.dumps({"files": files, "found": found}))
@@ -164,11 +175,17 @@ EXPECTED = {
     "judge": "the reward judge with a url needs openai",
     "scorer": "the reward reasoning_gym needs reasoning_gym",
     "math": "the reward math needs math_verify",
+    "dash": "serving over HTTP needs starlette",
+    "serve": "serving over HTTP needs starlette",
+    "program": "serving over HTTP needs starlette",
 }
 NAMED = {"picture": "report", "lora": "lora", "data": "gym", "hub": "datasets"} | {
     "judge": "judge",
     "scorer": "gym",
     "math": "math",
+    "dash": "serve",
+    "serve": "serve",
+    "program": "serve",
 }
 
 
@@ -176,6 +193,7 @@ NAMED = {"picture": "report", "lora": "lora", "data": "gym", "hub": "datasets"} 
 def without() -> dict[str, object]:
     """What is said and written where none of the optional packages is installed."""
     hidden = "matplotlib tensorboard peft openai math_verify reasoning_gym datasets"
+    hidden += " starlette uvicorn"
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT_THEM, str(ROOT / "benchmarks"), hidden],
         capture_output=True,

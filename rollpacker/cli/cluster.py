@@ -153,7 +153,7 @@ def _simulate(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(results)
         return 0
-    from rollpacker.cluster.sim.table import explain, render
+    from rollpacker.cluster.sim.result import explain, render
 
     print(f"{spec.name}: {len(jobs):,} job{'s' if len(jobs) > 1 else ''}\n")
     print(f"{render(results)}\n\n{explain(results)}")

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.engines.engine import SamplingParams
-    from rollpacker.serving.endpoint import Endpoint
-    from rollpacker.serving.sessions import Sessions
     from rollpacker.trainer.trainer import ModelConfig
 
 PORT = 8000
@@ -95,7 +93,7 @@ def _target(args: argparse.Namespace) -> _Target:
     from rollpacker.config.earlier import as_it_was
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
-    from rollpacker.run.checkpoint import newest_checkpoint
+    from rollpacker.run.folder.checkpoint import newest_checkpoint
     from rollpacker.trainer.trainer import ModelConfig
 
     path = Path(args.target)
@@ -130,11 +128,11 @@ async def _serve(args: argparse.Namespace, target: _Target) -> None:
     from rollpacker.engines.embedded.attention import install_attention
     from rollpacker.engines.engine import EngineConfig
     from rollpacker.engines.table import BRING_THEIR_OWN_MODEL
-    from rollpacker.run.parts.parts import make_engine
-    from rollpacker.run.parts.threads import set_threads
+    from rollpacker.run.parts.policy import engine_in_process, set_threads
+    from rollpacker.serving.endpoint import Endpoint
     from rollpacker.serving.policy import EnginePolicy
     from rollpacker.serving.sessions import Sessions
-    from rollpacker.trainer.model import load_model
+    from rollpacker.trainer.model import context_tokens, load_model
 
     dialogue = _dialogue(target)
     sessions = Sessions(dialogue, record=args.record)
@@ -144,7 +142,7 @@ async def _serve(args: argparse.Namespace, target: _Target) -> None:
         install_attention(loaded.model)
     if target.config is not None:
         set_threads(target.config, loaded, None)
-    engine = make_engine(loaded, engine_config)
+    engine = engine_in_process(loaded, engine_config)
     died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     token = args.token or secrets.token_urlsafe(24)
 
@@ -154,8 +152,15 @@ async def _serve(args: argparse.Namespace, target: _Target) -> None:
 
     try:
         policy = EnginePolicy(engine, fail)
-        endpoint = _endpoint(target, policy, sessions, loaded.tokenizer, token)
-        server = endpoint.server()
+        server = Endpoint(
+            policy.draw,
+            sessions,
+            name=target.name,
+            token=token,
+            sampling=target.sampling,
+            max_context_tokens=context_tokens(target.model.path),
+            text_of=lambda tokens: str(loaded.tokenizer.decode(list(tokens))),
+        ).server()
         try:
             port = await server.open(args.port, args.host)
         except OSError as error:
@@ -186,23 +191,6 @@ def _dialogue(target: _Target) -> Any:
         end_tokens=end_tokens(path),
     )
     return TemplateDialogue(template)
-
-
-def _endpoint(
-    target: _Target, policy: Any, sessions: Sessions, tokenizer: Any, token: str
-) -> Endpoint:
-    from rollpacker.serving.endpoint import Endpoint
-    from rollpacker.trainer.model import context_tokens
-
-    return Endpoint(
-        policy.draw,
-        sessions,
-        name=target.name,
-        token=token,
-        sampling=target.sampling,
-        max_context_tokens=context_tokens(target.model.path),
-        text_of=lambda tokens: str(tokenizer.decode(list(tokens))),
-    )
 
 
 def _tell(

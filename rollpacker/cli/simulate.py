@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(own, results)
     else:
-        from rollpacker.pipeline.sim.table import explain_pipelines
+        from rollpacker.pipeline.sim.show import explain_pipelines
         from rollpacker.sim.table import explain, render
 
         steps = f"{own.steps} step{'s' if own.steps > 1 else ''}"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rollpacker.data.dataset import PromptRow
     from rollpacker.dialogue.template import DialogueTemplate
     from rollpacker.run.parts.environments import Turns
-    from rollpacker.run.playing import Generate
+    from rollpacker.run.ports.playing import Generate
 
 _DRAWN, _GIVEN = "green", "dim"
 _WHY = {

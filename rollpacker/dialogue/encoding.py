@@ -41,7 +41,8 @@ class Encoder:
             for number, token in added.items()
             if (token.special or token.content in written) and token.content.strip()
         }
-        self._markers = _any_of(self._ids)
+        self.markers = _any_of(self._ids)
+        """Matches the markers in a text."""
         self._spaced = _any_of(
             self._ids,
             before={token.content for token in added.values() if token.lstrip},
@@ -57,29 +58,6 @@ class Encoder:
     def marker_ids(self) -> frozenset[int]:
         """Tokens that steer the model, which given words never become."""
         return frozenset(self._ids.values())
-
-    def held(self, messages: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], Held]:
-        """The messages with stand-ins for all markers that tools and users spell, and which stands
-        for what. Half characters (lone surrogates), which have no tokens, become U+FFFD."""
-        plain = [_whole(dict(message)) for message in messages]
-        name = ""
-        words: dict[str, str] = {}
-
-        def stand_in(found: re.Match[str]) -> str:
-            nonlocal name
-            name = name or _in_none_of(plain)
-            return words.setdefault(found.group(), f"{name}{len(words)}z")
-
-        changed = [
-            message
-            if message.get("role") in OWN_WORDS
-            else {
-                key: value if key == "role" else _mapped(value, self._markers, stand_in)
-                for key, value in message.items()
-            }
-            for message in plain
-        ]
-        return changed, {found: text for text, found in words.items()}
 
     def check_room(self, text: str, held: Held, most: int | None) -> None:
         """Raises `TooLong` for a text that surely has more than `most` tokens. One that nobody can
@@ -125,13 +103,6 @@ class Encoder:
     def decode(self, tokens: Sequence[int]) -> str:
         """Their text, markers included, as it is."""
         return self._text(tokens, skip_special_tokens=False)
-
-    def whole_marker(self, text: str, length: int) -> int:
-        """The largest length up to `length` that cuts no marker of the text in two."""
-        for found in self._markers.finditer(text):
-            if found.start() < length < found.end():
-                return found.start()
-        return length
 
     def _whole_ids(self, text: str) -> list[int]:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -182,6 +153,41 @@ class Encoder:
         if self._adds_space and words and not text.startswith((" ", _SPACE)):
             words[0] = words[0].removeprefix(_SPACE)
         return [token.id for word in words for token in backend.model.tokenize(word)]
+
+
+def held(
+    messages: Iterable[Mapping[str, Any]], markers: re.Pattern[str]
+) -> tuple[list[dict[str, Any]], Held]:
+    """The messages with stand-ins for all markers that tools and users spell, and the words that
+    each stand-in stands for. Half characters (lone surrogates), which have no tokens, become
+    U+FFFD."""
+    plain = [_whole(dict(message)) for message in messages]
+    name = ""
+    words: dict[str, str] = {}
+
+    def stand_in(found: re.Match[str]) -> str:
+        nonlocal name
+        name = name or _in_none_of(plain)
+        return words.setdefault(found.group(), f"{name}{len(words)}z")
+
+    changed = [
+        message
+        if message.get("role") in OWN_WORDS
+        else {
+            key: value if key == "role" else _mapped(value, markers, stand_in)
+            for key, value in message.items()
+        }
+        for message in plain
+    ]
+    return changed, {found: text for text, found in words.items()}
+
+
+def whole_marker(text: str, length: int, markers: re.Pattern[str]) -> int:
+    """The largest length up to `length` that cuts no marker of the text in two."""
+    for found in markers.finditer(text):
+        if found.start() < length < found.end():
+            return found.start()
+    return length
 
 
 def num_alike(one: str, other: str) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rollpacker.chat_template import end_of_turn
-from rollpacker.dialogue.encoding import Encoder, num_alike
+from rollpacker.dialogue.encoding import Encoder, held, num_alike, whole_marker
 from rollpacker.dialogue.trajectory import Message
 
 STAND_IN = "stand-in-of-a-turn"
@@ -79,10 +79,10 @@ class DialogueTemplate:
         """The tokens up to and with the generation prompt. Of a dialogue with turns of the model in
         it: the whole prefix, rendered anew, for templates that rewrite what came before. Raises
         `TooLong` rather than encode what surely has more than `most` tokens."""
-        changed, held = self._encoder.held(messages)
+        changed, words = held(messages, self._encoder.markers)
         text = self.render(changed, to_go_on=True)
-        self._encoder.check_room(text, held, most)
-        return tuple(self._encoder.encode(text, held))
+        self._encoder.check_room(text, words, most)
+        return tuple(self._encoder.encode(text, words))
 
     def appended(
         self, messages: Sequence[Message], sampled: Sequence[int], *, most: int | None = None
@@ -91,11 +91,11 @@ class DialogueTemplate:
         the template's ending of the turn (all of it if the turn was cut off), the new messages
         (tools' results, a user's message; there may be none), the generation prompt. Raises
         `TemplateError` if the template refuses the messages, and `TooLong` as `prompt` does."""
-        changed, held = self._encoder.held(messages)
+        changed, words = held(messages, self._encoder.markers)
         end = sampled[-1] if sampled and sampled[-1] in self.end_tokens else None
         text = self._without(end, self.behind_turn(changed))
-        self._encoder.check_room(text, held, most)
-        return tuple(self._encoder.encode(text, held, behind=end))
+        self._encoder.check_room(text, words, most)
+        return tuple(self._encoder.encode(text, words, behind=end))
 
     def canonical(self, text: str) -> tuple[int, ...]:
         """The tokens of a turn that was not sampled, such as a scripted one."""
@@ -180,7 +180,7 @@ class DialogueTemplate:
         """What ends a turn whether or not something follows. Some templates say more behind the
         last message, such as an end of the text."""
         length = num_alike(self._last_ending, followed)
-        return followed[: self._encoder.whole_marker(followed, length)]
+        return followed[: whole_marker(followed, length, self._encoder.markers)]
 
     def _find_tools(self, last: str, followed: str) -> None:
         """Whether the template shows tools, calls and results, and how it wants the arguments."""

@@ -19,12 +19,18 @@ from transformers import PreTrainedModel
 
 from rollpacker.core.events import SampleAborted, SampleFailed
 from rollpacker.core.ids import SampleId
-from rollpacker.engines.embedded.own_weights import OwnWeights
 from rollpacker.engines.embedded.rows import Pending
-from rollpacker.engines.engine import EngineOutput, GenerationRequest, Listener, Response
+from rollpacker.engines.engine import (
+    EngineError,
+    EngineOutput,
+    GenerationRequest,
+    Listener,
+    Response,
+)
 from rollpacker.engines.inbox import Inbox
-from rollpacker.weights.buffer import WeightSource
+from rollpacker.weights.buffer import StaleWeightsError, WeightReader, WeightSource
 from rollpacker.weights.host_store import HostStore
+from rollpacker.weights.probe import weight_probe
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +51,7 @@ class LoopEngine(ABC):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._weights = OwnWeights(model)
+        self._reader = WeightReader()
         self._host = HostStore()
         self._inbox = Inbox()
         self._thread: threading.Thread | None = None
@@ -100,7 +106,7 @@ class LoopEngine(ABC):
     def weight_probe(self) -> str:
         """See `Engine`."""
         self._inbox.check_here()
-        return self._weights.probe()
+        return weight_probe(self._trained().items())
 
     async def close(self) -> None:
         """See `Engine`."""
@@ -114,8 +120,35 @@ class LoopEngine(ABC):
     def _renew(
         self, version: int, weights: Mapping[str, torch.Tensor] | WeightSource | None
     ) -> None:
-        """Take new weights, while nothing runs. Raises `EngineError`."""
-        self._weights.take(version, weights)
+        """Copy new weights into the module, while nothing runs; None if it has them already. Raises
+        `EngineError` if they are another model's, or of another version."""
+        if isinstance(weights, WeightSource):
+            if weights.version != version:
+                raise EngineError(f"weights of version {weights.version} were given for {version}")
+            try:
+                with self._reader.reading(weights) as found:
+                    self._overwrite(found)
+            except StaleWeightsError as error:
+                raise EngineError(str(error)) from error
+        elif weights is not None:
+            self._overwrite(weights)
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        """The weights that training changes: of a model with adapters those of the adapters."""
+        return {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def _overwrite(self, weights: Mapping[str, torch.Tensor]) -> None:
+        own = self._trained()
+        if strange := sorted(own.keys() ^ weights.keys()):
+            raise EngineError(f"these are the weights of another model: {strange[0]} differs")
+        for name, value in weights.items():
+            if own[name].shape != value.shape:
+                raise EngineError(
+                    f"these are the weights of another model: {name} is {list(value.shape)}, "
+                    f"not {list(own[name].shape)}"
+                )
+            own[name].copy_(value)
 
     def _forget_kept(self) -> None:
         """Nothing that was computed so far is of use any more. While nothing runs."""

@@ -66,7 +66,7 @@ class Calls:
         if self._thread is None:
             self._thread = EpisodeThread()
         thread = self._thread
-        future = thread.start(function)
+        future = thread.call(function)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -82,25 +82,27 @@ class Calls:
             self._thread.end()
 
 
-class EpisodeThread:
+class EpisodeThread(threading.Thread):
     """Calls functions one after another. It ends with its process at the latest."""
 
     def __init__(self) -> None:
+        """Starts the thread."""
+        super().__init__(daemon=True)
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         MEMORY.make_room_for_thread()
         self._latest: asyncio.Future[tuple[Any, float]] | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self.start()
 
-    def start(self, function: Callable[[], Any]) -> asyncio.Future[tuple[Any, float]]:
+    def call(self, function: Callable[[], Any]) -> asyncio.Future[tuple[Any, float]]:
         """The future gets what it returns and how many seconds it took, or what it raises."""
         future: asyncio.Future[tuple[Any, float]] = self._loop.create_future()
         self._latest = future
         self._jobs.put((function, future))
         return future
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """See `threading.Thread`."""
         while True:
             try:
                 return self._work()
@@ -128,8 +130,8 @@ class EpisodeThread:
 
     def interrupt(self) -> None:
         """Raise `GivenUp` in what it runs, as soon as that is Python code again."""
-        assert self._thread.ident is not None
-        ident = ctypes.c_ulong(self._thread.ident)
+        assert self.ident is not None
+        ident = ctypes.c_ulong(self.ident)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(GivenUp))
 
     def end(self) -> None:

@@ -25,7 +25,7 @@ MAX_KEPT_OF_ROW = 64
 MAX_CALLS = 20_000
 """Calls that are kept, the first ones."""
 MOST_AT_ONCE = 8
-"""Batches that a run has under way at once (`run/scoring.py`)."""
+"""Batches that a run has under way at once (`run/ports/scoring.py`)."""
 WORSE = 1.05
 """Fewer workers are believed if they explain the ends as well but for this factor."""
 SHORTEST_S = 1e-6

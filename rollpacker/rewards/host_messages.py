@@ -68,12 +68,10 @@ class LogLine(NamedTuple):
 
 @functools.cache
 def codec() -> Codec:
-    return Codec(
-        *(by_field(RewardSetup), by_field(RewardConfig), AdaptiveDeadlineConfig),
-        *(SandboxConfig, by_field(Scored), by_field(Failed), Kind(Cause, str, Cause)),
-        *(Status, by_field(Judged), LogLine),
-        Kind(Check, _check_to_plain, _check_from_plain),
-    )
+    """The codec of these messages, for both sides."""
+    by_fields = [by_field(one) for one in (RewardSetup, RewardConfig, Scored, Failed, Judged)]
+    by_hand = [Kind(Cause, str, Cause), Kind(Check, _check_to_plain, _check_from_plain)]
+    return Codec([*by_fields, *by_hand, AdaptiveDeadlineConfig, SandboxConfig, Status, LogLine])
 
 
 def _check_to_plain(check: Check) -> list[Any]:

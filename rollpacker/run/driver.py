@@ -28,47 +28,47 @@ made here: what to do is the core's business. What is known of a sample lies on 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from rollpacker.bus import Bus, Port, Recorded, Unsaid
+from rollpacker.bus import Bus, Port, Recorded, Routes, Unsaid
 from rollpacker.cluster.seats.seat import Seat
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.commands import OF_TURNS, Drop, Finish
-from rollpacker.core.events import Committed, RunStarted, StopRequested
+from rollpacker.core.commands import OF_TURNS, Drop, FetchPrompts, Finish
+from rollpacker.core.events import Committed, PromptsFetched, RunStarted, StopRequested
 from rollpacker.core.job.job import Job
 from rollpacker.core.job.phases import Phase
-from rollpacker.core.records import Observer, Session
+from rollpacker.core.records import Entry, Observer, Session
 from rollpacker.data.dataset import Cursor, PromptSet
 from rollpacker.rewards.reward import Reward
-from rollpacker.run.audience import Audience, nobody
-from rollpacker.run.carried import CarriedTokens
-from rollpacker.run.clock import RealClock
-from rollpacker.run.commits import Commits
-from rollpacker.run.desk import Desk
-from rollpacker.run.engines import Engines
-from rollpacker.run.episodes import Episodes
 from rollpacker.run.errors import BuildSamples, Decode
-from rollpacker.run.evaluation import Evaluator
-from rollpacker.run.event_log import LogWriter
-from rollpacker.run.fetching import Fetching
-from rollpacker.run.generation import Generation
-from rollpacker.run.hand_over import HandingOver, Publish
-from rollpacker.run.main_task import Deed, MainTask
-from rollpacker.run.observing import Observing
-from rollpacker.run.player import Player
-from rollpacker.run.pools import open_pools
-from rollpacker.run.reasons import Reasons
-from rollpacker.run.recovery import Recovery
-from rollpacker.run.salvage import Salvage
-from rollpacker.run.sample_rows import EvaluationRows, PromptColumns, SampleRows
-from rollpacker.run.samples import SampleWriter
-from rollpacker.run.scoring import Scoring
-from rollpacker.run.shared import Shared
-from rollpacker.run.shared_devices import SharedDevices
-from rollpacker.run.training import Training
-from rollpacker.run.watch import Watch
+from rollpacker.run.folder.event_log import LogWriter
+from rollpacker.run.folder.sample_rows import EvaluationRows, PromptColumns, SampleRows
+from rollpacker.run.folder.samples import SampleWriter
+from rollpacker.run.ports.audience import Audience, nobody
+from rollpacker.run.ports.carried import CarriedTokens
+from rollpacker.run.ports.clock import RealClock
+from rollpacker.run.ports.commits import Commits
+from rollpacker.run.ports.desk import Desk
+from rollpacker.run.ports.engines import Engines
+from rollpacker.run.ports.episodes import Episodes
+from rollpacker.run.ports.evaluation import Evaluator
+from rollpacker.run.ports.generation import Generation
+from rollpacker.run.ports.hand_over import HandingOver, Publish
+from rollpacker.run.ports.main_task import Deed, MainTask
+from rollpacker.run.ports.player import Player
+from rollpacker.run.ports.pools import open_pools
+from rollpacker.run.ports.reasons import Reasons
+from rollpacker.run.ports.recovery import Recovery
+from rollpacker.run.ports.salvage import Salvage
+from rollpacker.run.ports.scoring import Scoring
+from rollpacker.run.ports.shared import Shared
+from rollpacker.run.ports.shared_devices import SharedDevices
+from rollpacker.run.ports.training import Training
+from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import Trainer
 
 TICK_S = 0.25
@@ -359,3 +359,40 @@ class Controller:
             self._observing.feed()
             self._watch.check_rollout()
             await self._recovery.look()
+
+
+class Observing:
+    """The observers' share of the log. Entries are gathered in whatever thread they are logged, and
+    shown to the observers in their order on the event loop, off the engine's path."""
+
+    def __init__(self, bus: Bus, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+        self._unobserved: deque[Entry] = deque()
+        bus.add_sink(self._unobserved.append)
+
+    def feed(self) -> None:
+        """Show the observers what they have not seen yet."""
+        while self._unobserved:
+            entry = self._unobserved.popleft()
+            for observer in self._observers:
+                observer.feed(entry)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """The dataset's port: takes prompts from the cursor, on the main task."""
+
+    bus: Bus
+    main: MainTask
+    cursor: Cursor
+
+    def routes(self) -> Routes:
+        return {FetchPrompts: lambda command: self.main.later(partial(self._fetch, command))}
+
+    async def _fetch(self, command: FetchPrompts) -> None:
+        prompts, epoch_ended, data_ended = self.cursor.take(command.count)
+        self.bus.take(
+            PromptsFetched(
+                time_s=0.0, prompts=prompts, epoch_ended=epoch_ended, data_ended=data_ended
+            )
+        )

@@ -74,7 +74,7 @@ class Run:
     @property
     def model(self) -> Path:
         """The trained model, a Hugging Face folder. Raises `CheckpointError` if none is saved."""
-        from rollpacker.run.checkpoint import newest_checkpoint
+        from rollpacker.run.folder.checkpoint import newest_checkpoint
 
         return newest_checkpoint(self.folder / "checkpoints").folder / "model"
 

@@ -60,15 +60,6 @@ class _Call:
     worker: Worker | None = None
     cancelled: bool = False
 
-    def finish(self, result: RunResult) -> None:
-        if not self.result.done():
-            self.result.set_result(result)
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        if self.worker is not None:
-            self.worker.cancel_run()
-
 
 class Pool:
     """Meets `Sandbox`. Belongs to the loop, and to the thread, that opened it."""
@@ -140,7 +131,7 @@ class Pool:
         try:
             return await call.result
         except asyncio.CancelledError:
-            call.cancel()
+            _cancel(call)
             raise
 
     async def lacks(self, profile: Profile) -> str:
@@ -171,11 +162,11 @@ class Pool:
                 raise WorkerError(f"{worker}: {last_line(reply.stderr) or _NOT_BEGUN}")
         except (WorkerError, OSError) as error:
             _log.warning("sandbox worker failed and is replaced: %s", error)
-            call.finish(RunResult(status=Status.SANDBOX_ERROR, detail=str(error)))
+            _finish(call, RunResult(status=Status.SANDBOX_ERROR, detail=str(error)))
             if worker is not None:
                 await self._replace(worker)
             return
-        call.finish(result_of(reply, limits))
+        _finish(call, result_of(reply, limits))
         await self._give_back(worker)
 
     async def _take(self, profile: Profile) -> Worker:
@@ -247,7 +238,7 @@ class Pool:
         if self._retiring is not None:
             await self._retiring
         for call in self._calls.values():
-            call.cancel()
+            _cancel(call)
         if self._calls:
             await asyncio.wait(set(self._calls))
         for idle in self._idle.values():
@@ -255,6 +246,17 @@ class Pool:
                 await self._end(idle.pop())
         for group in self._free_groups:
             await group.close()
+
+
+def _finish(call: _Call, result: RunResult) -> None:
+    if not call.result.done():
+        call.result.set_result(result)
+
+
+def _cancel(call: _Call) -> None:
+    call.cancelled = True
+    if call.worker is not None:
+        call.worker.cancel_run()
 
 
 def result_of(reply: Reply, limits: Limits) -> RunResult:

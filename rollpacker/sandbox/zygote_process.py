@@ -7,12 +7,14 @@ import contextlib
 import os
 import socket
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from rollpacker.sandbox import bwrap, frames, processes, zygote
+from rollpacker.sandbox import bwrap, frames, zygote
 from rollpacker.sandbox.cgroup import Group
 from rollpacker.sandbox.sandbox import Limits, Profile
 from rollpacker.workers.child import Child, state
+from rollpacker.workers.child import children as child_pids
 
 GRACE_S = 0.5
 """After a run's limit, for the worker to end it and to reply."""
@@ -99,7 +101,7 @@ class Worker:
         """Raises OSError while there is none."""
         assert self._child is not None
         if self.pid == self._child.process.pid:
-            self._child.pid = processes.only_grandchild(self.pid)
+            self._child.pid = _only_grandchild(self.pid)
 
     @property
     def pid(self) -> int:
@@ -164,7 +166,7 @@ class Worker:
         while not exchange.done() and (left := until - loop.time()) > 0:
             await asyncio.wait({exchange}, timeout=min(left, LOOK_S))
             if self.group is None and not exchange.done():
-                self._waited_share = processes.waited_s(self.pid) / (loop.time() - began)
+                self._waited_share = _waited_s(self.pid) / (loop.time() - began)
             if not exchange.done() and (trouble := self.trouble()):
                 # Its last reply may have come just now.
                 await asyncio.wait({exchange}, timeout=0.01)
@@ -232,3 +234,24 @@ class Worker:
 
 def last_line(text: bytes) -> str:
     return text.decode(errors="replace").strip().rpartition("\n")[2]
+
+
+def _only_grandchild(pid: int) -> int:
+    """Of bubblewrap, whose child is process 1 of its namespace: what it was told to start. Raises
+    OSError if it is gone."""
+    for _ in range(2):
+        children = child_pids(pid)
+        if len(children) != 1:
+            raise OSError(f"process {pid} has {len(children)} children")
+        (pid,) = children
+    return pid
+
+
+def _waited_s(parent: int) -> float:
+    """Seconds that the youngest child's first thread was ready to run and had no processor; 0 where
+    the kernel does not say."""
+    try:
+        child = max(child_pids(parent), default=0)
+        return int(Path(f"/proc/{child}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from rollpacker.core.commands import RoundKind
-from rollpacker.pipeline.sim.table import pipeline_tables
+from rollpacker.pipeline.sim.show import pipeline_tables
 from rollpacker.report.table import lines
 from rollpacker.report.turn_book import ENVIRONMENT
 from rollpacker.sim.result import (

@@ -67,10 +67,14 @@ class Batcher:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._packed = _packed_kinds((model, *others), layout, torch.device(device), dtype)
-        self.layout: Literal["sorted", "packed"] = "packed" if self._packed else "sorted"
         self._max_tokens = max_tokens
         self._pad_token_id = pad_token_id
         self._device = device
+
+    @property
+    def layout(self) -> Literal["sorted", "packed"]:
+        """The layout that is used, whatever was asked for."""
+        return "packed" if self._packed else "sorted"
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         """Which rows each micro-batch takes, by index. `lengths` are `row_length`s: tokens that go

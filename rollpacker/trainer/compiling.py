@@ -88,7 +88,7 @@ class _CompiledForward:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the model must not run this one's compiled code, which has its weights."""
-        return self.__dict__ | {"_compiled": None}
+        return {"_layer": self._layer, "_attempt": self._attempt, "_compiled": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Not earlier than now: sharding changes a layer's class.

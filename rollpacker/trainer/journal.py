@@ -9,11 +9,15 @@ is left behind, whoever dies.
     `----------- one segment ----------------'      `------- another ---------------
 
 Two segments are kept, as the newest checkpoint may turn out to be damaged.
+
+`KeptState` is what ranks have written between two checkpoints, for ranks in another layout, which
+calls of ranks in the old one cannot bring to the same bits.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -116,3 +120,55 @@ class Journal:
         for segment in self._segments[: len(self._segments) - count]:
             segment.file.close()
         self._segments = kept
+
+
+RELAYOUT = "relayout"
+"""The folder of kept states, in a run's folder."""
+
+
+class KeptState:
+    """State that the ranks have written between two checkpoints.
+
+    A lost trainer comes back from it until there are newer checkpoints. It ends with the run's
+    process; a resumed run begins from its checkpoints. `parent` is the folder in which it lies;
+    None: it lies where temporary files do.
+    """
+
+    def __init__(self, parent: Path | None = None) -> None:
+        self.version: int | None = None
+        """Of the trainer that wrote it. None: there is none."""
+        self._root = None if parent is None else parent / RELAYOUT
+        self._is_temporary = parent is None
+        self.drop()  # what a run that was killed has left
+
+    def folder(self, version: int) -> Path:
+        """Where the state of this version lies."""
+        assert self._root is not None
+        return self._root / f"version-{version}"
+
+    def new_folder(self, version: int) -> Path:
+        """Where it is to be written."""
+        if self._root is None:
+            self._root = Path(tempfile.mkdtemp(prefix=f"rollpacker-{RELAYOUT}-"))
+        folder = self.folder(version)
+        shutil.rmtree(folder, ignore_errors=True)  # of a rank that was lost while it wrote
+        return folder
+
+    def keep(self, version: int) -> None:
+        """It is written. What was kept before is removed."""
+        if self.version is not None:
+            shutil.rmtree(self.folder(self.version), ignore_errors=True)
+        self.version = version
+
+    def give_up(self, version: int) -> None:
+        """It was written for nothing, unless it is kept."""
+        if version != self.version:
+            shutil.rmtree(self.folder(version), ignore_errors=True)
+
+    def drop(self) -> None:
+        """Nobody needs it any more. Idempotent."""
+        self.version = None
+        if self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+        if self._is_temporary:
+            self._root = None

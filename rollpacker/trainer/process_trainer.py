@@ -32,8 +32,7 @@ from rollpacker.pipeline.stages.overseer import (
 )
 from rollpacker.pipeline.stages.relayout import Relayout
 from rollpacker.trainer.calls import codec
-from rollpacker.trainer.journal import Journal
-from rollpacker.trainer.kept_state import KeptState
+from rollpacker.trainer.journal import Journal, KeptState
 from rollpacker.trainer.launch import Ranks
 from rollpacker.trainer.outcome import StepOutcome, step_metrics
 from rollpacker.trainer.rows import length_of

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -168,6 +168,21 @@ class WeightReader:
         if self._buffer is None or self._buffer.layout != source.layout:
             self._buffer = WeightBuffer(source.layout)
         return self._buffer.reading(source.version)
+
+
+def read(layout: BufferLayout, start: int, size: int) -> bytes:
+    """Return bytes of a buffer of this machine. Raises `OSError` if it is gone."""
+    with opened(layout) as file:
+        return os.pread(file.fileno(), size, start)
+
+
+def opened(layout: BufferLayout, flags: int = os.O_RDONLY) -> IO[bytes]:
+    """Return the memory of a buffer of this machine, as a file. Raises `OSError` if it is gone."""
+    descriptor = os.open(layout.path, flags)
+    if os.fstat(descriptor).st_ino != layout.inode:
+        os.close(descriptor)
+        raise FileNotFoundError(f"{layout.path} is another file")
+    return os.fdopen(descriptor, "rb", buffering=0)
 
 
 class Memory:

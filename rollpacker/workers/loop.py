@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 _lock = threading.Lock()
 _running: _Running | None = None
@@ -71,3 +74,26 @@ class _Running:
         """Wait for the end of the thread, unless it is this one."""
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+
+def at_once(
+    work: Sequence[Callable[[], Result]], within_s: float | None = None
+) -> list[Result | Exception]:
+    """Do all of this at once, each in a thread that ends with this process at the latest. Returns
+    what each returned or raised, and `TimeoutError` for what takes longer than `within_s`."""
+    late = TimeoutError(f"no answer within {within_s} s")
+    found: list[Result | Exception] = [late] * len(work)
+
+    def do(number: int) -> None:
+        try:
+            found[number] = work[number]()
+        except Exception as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=do, args=(n,), daemon=True) for n in range(len(work))]
+    until = None if within_s is None else time.monotonic() + within_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(None if until is None else max(0.0, until - time.monotonic()))
+    return list(found)

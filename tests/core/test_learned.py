@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
 from rollpacker.cluster.decide.cluster import Committed, Ended, Start, Submitted

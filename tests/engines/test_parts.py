@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from rollpacker.engines.embedded import threads
 from rollpacker.engines.embedded.attention import (
     Scores,
     UnsupportedModelError,
@@ -25,7 +24,8 @@ from rollpacker.engines.embedded.buckets import (
 )
 from rollpacker.engines.embedded.extend_step import ExtendStep, NewTokens, Span, plan_spans
 from rollpacker.engines.embedded.kv_slots import KVSlots, LayerShape
-from rollpacker.engines.embedded.threads import measure_threads
+from rollpacker.run.parts import threads
+from rollpacker.run.parts.policy import measure_threads
 from tests.engines.tiny import END, generate, request, tiny_model
 
 

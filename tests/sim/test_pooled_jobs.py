@@ -23,8 +23,7 @@ from rollpacker.cluster.decide.cluster import (
 )
 from rollpacker.cluster.decide.cluster import Committed as IterationOver
 from rollpacker.cluster.decide.group import closed_form_holds, closed_period_s, period_s
-from rollpacker.cluster.decide.iteration import Iteration
-from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
+from rollpacker.cluster.decide.job import ClusterJob, Iteration, RoundTimes
 from rollpacker.cluster.profile.phase_times import PhaseTimes
 from rollpacker.core.commands import Enter, Leave, Remind, TrainOn
 from rollpacker.core.events import Committed, Entered, Reminded

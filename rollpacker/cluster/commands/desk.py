@@ -131,7 +131,7 @@ def find_folder(given: str | None) -> Path:
 
 def open_mailbox(address: str) -> Mailbox:
     """The mailbox with this address. Raises `OSError` and `ValueError`."""
-    from rollpacker.cluster.seats.open_seat import MAILBOXES
+    from rollpacker.cluster.seats.mailbox_seat import MAILBOXES
 
     scheme = address.partition(":")[0]
     if scheme not in MAILBOXES:

@@ -38,7 +38,7 @@ class Ground:
 def run(args: argparse.Namespace) -> int:
     """Serve. Raises `ValueError` for what the user got wrong, before anything is started."""
     from rollpacker.cluster.commands.desk import take_lock
-    from rollpacker.cluster.seats.local_disk import check_local
+    from rollpacker.cluster.seats.mail_file import check_local
     from rollpacker.cluster.service.book import NAME
     from rollpacker.cluster.sim.spec import load_cluster
     from rollpacker.run.error_messages import naming

@@ -11,7 +11,6 @@ import math
 import secrets
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,6 +220,8 @@ def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> Cl
 
 def going_on(job: ClusterJob, config: RunConfig) -> ClusterJob:
     """The job without the steps that the run's newest checkpoint has already."""
+    from msgspec.structs import replace
+
     from rollpacker.cluster.profile.job_profile import saved_step
 
     done = min(saved_step(_run_folder(config)), job.steps - 1)

@@ -7,20 +7,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rollpacker.cluster.decide.forecast import Forecast, foresee
+from rollpacker.cluster.decide.forecast import Forecast, Rest, broken, foresee, limits, rest_of
 from rollpacker.cluster.decide.group import cycle_s, load_s
 from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.cluster.decide.layout import Layout
 from rollpacker.cluster.decide.obstacles import obstacle
 from rollpacker.cluster.decide.placement import (
     Choice,
-    Rest,
     Standing,
     State,
-    limits,
-    rest_of,
 )
-from rollpacker.cluster.decide.promises import kept
 from rollpacker.cluster.decide.turns import ORDERS, Order
 
 MAX_GROUPS = 12
@@ -106,7 +102,7 @@ class CheapestWork:
             if order == standing.order:
                 continue
             forecasts = foresee(layout, order)
-            if kept(layout, forecasts, standing.rest, self.confidence):
+            if not broken(layout, forecasts, standing.rest, self.confidence):
                 price = layout.price_of_work([one.iteration_s for one in forecasts])
                 best = min(best or (price, order), (price, order))
         if best is not None:
@@ -211,7 +207,7 @@ class CheapestWork:
         self, layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
     ) -> float:
         """Of work; endless, if a promise is not kept."""
-        if not kept(layout, forecasts, rest, self.confidence):
+        if broken(layout, forecasts, rest, self.confidence):
             return math.inf
         return layout.price_of_work([one.iteration_s for one in forecasts])
 

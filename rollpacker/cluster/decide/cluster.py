@@ -13,8 +13,8 @@
     Grown        nodes that are free: as Restored
     Cancelled -> Stop; it is the job's own end that frees its nodes
 
-Groups share no nodes. In a group `coexecution/turns.py` says who is next, and where a job goes is a
-policy's choice (`coexecution/placement.py`). Whoever obeys the commands (a simulation, a service)
+Groups share no nodes. In a group `turns.py` says who is next, and where a job goes is a
+policy's choice (`placement.py`). Whoever obeys the commands (a simulation, a service)
 has the clock: events are stamped with it.
 """
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from rollpacker.cluster.decide.cluster_turns import ClusterTurns
+from rollpacker.cluster.decide.cluster_turns import LOSSES_S, MAX_LOSSES, ClusterTurns, Running
 from rollpacker.cluster.decide.events import (
     Asked,
     Cancelled,
@@ -47,11 +47,12 @@ from rollpacker.cluster.decide.events import (
     Withdrew,
     leaving_first,
 )
+from rollpacker.cluster.decide.forecast import Rest
 from rollpacker.cluster.decide.group import Sharing
 from rollpacker.cluster.decide.job import ClusterJob, Times
 from rollpacker.cluster.decide.learned import LearnedTimes
 from rollpacker.cluster.decide.nodes import Nodes, Pool, check_job
-from rollpacker.cluster.decide.placement import Choice, Policy, Rest, State
+from rollpacker.cluster.decide.placement import Choice, Policy, State
 from rollpacker.cluster.decide.room import (
     Late,
     bearable,
@@ -60,7 +61,6 @@ from rollpacker.cluster.decide.room import (
     pays,
     restarted,
 )
-from rollpacker.cluster.decide.running import LOSSES_S, MAX_LOSSES, Running
 from rollpacker.cluster.decide.waiting import AGEING_H, Devices, Waiting
 
 __all__ = [

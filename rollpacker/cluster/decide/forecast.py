@@ -15,17 +15,19 @@ longer one (`confirmed`) decides.
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
 
 from rollpacker.cluster.decide.group import Holds
-from rollpacker.cluster.decide.job import ClusterJob
+from rollpacker.cluster.decide.job import ClusterJob, Phase
 from rollpacker.cluster.decide.layout import Layout
-from rollpacker.cluster.decide.timeline import GroupTimeline
-from rollpacker.cluster.decide.turns import Order
+from rollpacker.cluster.decide.turns import Node, Order, Turns
 from rollpacker.core.portable import normal_quantile
 
 STRETCH = 4
@@ -40,8 +42,7 @@ _STEP = (0.7548776662466927, 0.5698402909980532)
 """Of the additive sequence that fills a square most evenly (Roberts' R2)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
+class Forecast(msgspec.Struct, frozen=True):
     """Of one job in a layout."""
 
     iteration_s: float
@@ -164,3 +165,137 @@ def _forecast(begins_s: Sequence[float], works_s: Sequence[float], stretch: int)
     spread = math.fsum((e - ratio * w) ** 2 for e, w in zip(elapsed, works, strict=True))
     deviation = math.sqrt(spread / max(count - 1, 1)) / fmean(works) * math.sqrt(stretch)
     return Forecast(fmean(elapsed) / stretch, ratio, deviation)
+
+
+HoldsOf = Callable[[int, int], Holds]
+"""Of a job, by its number, in an iteration, from 0."""
+
+
+class GroupTimeline:
+    """Runs a group forward; `begins_s` has when each job's iterations began."""
+
+    def __init__(
+        self,
+        pins: Sequence[Sequence[Node]],
+        holds: HoldsOf,
+        *,
+        order: Order = "round_robin",
+        slos: Sequence[float] = (),
+    ) -> None:
+        self.begins_s: list[list[float]] = [[] for _ in pins]
+        """By job: when each rollout was granted."""
+        self.ends_s: list[list[float]] = [[] for _ in pins]
+        """By job: when each iteration was over, with what comes after its training."""
+        self._holds = holds
+        self._turns = Turns(order)
+        self._names = [str(number) for number in range(len(pins))]
+        self._now: list[Holds] = [Holds(0.0, 0.0, 0.0, 0.0)] * len(pins)
+        """By job: what it holds in the iteration that is under way."""
+        self._heap: list[tuple[float, int, int, str]] = []
+        self._num_pushed = 0
+        for number, pinned in enumerate(pins):
+            self._turns.join(self._names[number], pinned, slos[number] if slos else 1.0)
+        for number in range(len(pins)):
+            self._push(0.0, number, "rollout")
+
+    def run_until(self, iterations: int, *, of_all: bool = True) -> None:
+        """Until every job, or any, has begun so many iterations."""
+        assert self._heap
+        enough = all if of_all else any
+        while not enough([len(begun) >= iterations for begun in self.begins_s]):
+            while not self._step():
+                pass
+
+    def _push(self, at_s: float, number: int, what: str) -> None:
+        self._num_pushed += 1
+        heapq.heappush(self._heap, (at_s, self._num_pushed, number, what))
+
+    def _step(self) -> bool:
+        """Whether anybody has begun an iteration by this."""
+        now_s, _, number, what = heapq.heappop(self._heap)
+        name = self._names[number]
+        if what == "rollout" or what == "train":
+            phase: Phase = "rollout" if what == "rollout" else "train"
+            granted = self._turns.ask(name, phase, now_s)
+        elif what == "left rollout":
+            granted = self._turns.leave(name, "rollout", now_s)
+            self._push(now_s + self._now[number].between_s, number, "train")
+        else:
+            granted = self._turns.leave(name, "train", now_s)
+            over_s = now_s + self._now[number].after_s
+            self.ends_s[number].append(over_s)
+            self._push(over_s, number, "rollout")
+        return self._granted(granted, now_s)
+
+    def _granted(self, granted: Sequence[tuple[str, Phase]], now_s: float) -> bool:
+        has_begun = False
+        for name, phase in granted:
+            number = int(name)
+            if phase == "rollout":
+                self._now[number] = self._holds(number, len(self.begins_s[number]))
+                self.begins_s[number].append(now_s)
+                self._push(now_s + self._now[number].rollout_s, number, "left rollout")
+                has_begun = True
+            else:
+                self._push(now_s + self._now[number].train_s, number, "left train")
+        return has_begun
+
+
+# -- promises ----------------------------------------------------------------------
+
+
+class Rest(NamedTuple):
+    """The rest of a job's life."""
+
+    spare_s: float
+    """That it may wait, besides what its SLO lets it wait in the iterations that are left. Below 0:
+    so much longer than its SLO allows has it waited."""
+    iterations: int
+
+    def slowdown(self, slo: float, work_s: float) -> float:
+        """That it may have, so that the whole keeps the SLO; `work_s`: of an iteration to come."""
+        return slo + self.spare_s / (self.iterations * work_s)
+
+
+def rest_of(job: ClusterJob, rest: Mapping[str, Rest]) -> Rest:
+    """All of it, if nothing is known."""
+    return rest.get(job.name) or Rest(0.0, job.steps)
+
+
+def limits(layout: Layout, rest: Mapping[str, Rest]) -> list[float]:
+    """By job: the slowdown that the rest of its life may have."""
+    return [
+        rest_of(job, rest).slowdown(job.slo, work)
+        for job, work in zip(layout.jobs, layout.works_s(), strict=True)
+    ]
+
+
+_TOLERANCE = 1e-9
+
+
+def bounds(
+    layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest], confidence: float
+) -> list[float]:
+    """By job: the slowdown over the rest of its life that is not passed with this confidence, for
+    `rest` as in `Standing`. Who joins turns that are under way makes everybody wait once more, by
+    an iteration at most."""
+    joins = len(layout.jobs) > 1
+    found = []
+    for job, one in zip(layout.jobs, forecasts, strict=True):
+        iterations = rest_of(job, rest).iterations
+        once = one.slowdown / iterations if joins else 0.0
+        found.append(one.bound(confidence, iterations) + once)
+    return found
+
+
+def broken(
+    layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest], confidence: float
+) -> dict[str, tuple[float, float]]:
+    """Jobs whose SLO would not be kept: the slowdown that each would have (`bounds`), and the one
+    that would keep it."""
+    pairs = zip(bounds(layout, forecasts, rest, confidence), limits(layout, rest), strict=True)
+    return {
+        job.name: (bound, limit)
+        for job, (bound, limit) in zip(layout.jobs, pairs, strict=True)
+        if bound > limit + _TOLERANCE
+    }

@@ -9,11 +9,13 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from rollpacker.codec import OMIT_DEFAULT
+import msgspec
+from msgspec.structs import force_setattr
+
+from rollpacker.codec import Omitted
 
 Phase = Literal["rollout", "train"]
 
@@ -37,8 +39,7 @@ class Times(NamedTuple):
         return Times(max(rollout_s, 1e-6), max(between_s, 0), max(train_s, 1e-6), max(after_s, 0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundTimes:
+class RoundTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_unknown_fields=True):
     """One kind of round, as a distribution: equally likely iterations, from short to long.
 
     Training is linear in the tokens of the rollout, so that the n-th shortest rollout is taken to
@@ -62,7 +63,7 @@ class RoundTimes:
             for seconds in getattr(self, name):
                 if not (math.isfinite(seconds) and seconds > 0):
                     raise ValueError(f"{name} must be more than 0 seconds, not {seconds}")
-            object.__setattr__(self, name, tuple(sorted(getattr(self, name))))
+            force_setattr(self, name, tuple(sorted(getattr(self, name))))
         for name in ("between_s", "after_s"):
             seconds = getattr(self, name)
             if not (math.isfinite(seconds) and seconds >= 0):
@@ -97,9 +98,7 @@ class RoundTimes:
 SHARE_TOLERANCE = 1e-6
 
 
-# size: one field for each thing that placement weighs
-@dataclass(frozen=True, kw_only=True)
-class ClusterJob:
+class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_unknown_fields=True):
     """One job, as it was submitted. Raises `ValueError` for what cannot be."""
 
     name: str
@@ -107,7 +106,7 @@ class ClusterJob:
     """Kinds of round; their shares add up to 1."""
     steps: int
     """Iterations until it ends."""
-    steps_before: int = field(default=0, metadata=OMIT_DEFAULT)
+    steps_before: Omitted[int] = 0
     """Of a run that goes on: those of its checkpoint, which are none of `steps`."""
     slo: float
     """Its elapsed time may be this many times what it would be without waits for pools."""
@@ -187,3 +186,40 @@ class ClusterJob:
         if len(self.rounds) == 1:
             return self.rounds[0]
         return self.rounds[min(bisect.bisect_right(self._ends, which), len(self.rounds) - 1)]
+
+
+EMPTY = "empty"
+"""A kind of iteration: nothing was trained on."""
+EVALUATED = "+evaluation"
+"""Of an iteration with an evaluation: the end of its kind."""
+
+
+class Iteration(msgspec.Struct, frozen=True, kw_only=True):
+    """One step, in seconds, without waits for pools and switches."""
+
+    step: int
+    kind: str
+    """Of its longest round (a step whose rounds refill it has several), or `EMPTY`; and whether it
+    ended with an evaluation, whose generation takes as long at the first step as at the last."""
+    rollout_s: float
+    """From the commit before to the last sample's end, and the same of refills, from their launch,
+    and what an evaluation generated: the rollout pool is held. Fetching prompts is part of it."""
+    between_s: float
+    """Verdicts (or a refill's prompts) are awaited after generation; no pool is held."""
+    train_s: float
+    """Until the weights are published or handed over, with gradients that were begun before:
+    the training pool is held. 0 in a step that had nothing to train on."""
+    after_s: float
+    """Commit, checkpoint, verdicts of an evaluation, callbacks."""
+    last: bool | None = None
+    """The process begins no other one after it. None: nobody says."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing was trained on."""
+        return self.kind.startswith(EMPTY)
+
+    @property
+    def times(self) -> Times:
+        """As the cluster counts them: each phase took some time (`Times.positive`)."""
+        return Times(self.rollout_s, self.between_s, self.train_s, self.after_s).positive()

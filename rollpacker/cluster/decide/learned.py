@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from rollpacker.cluster.decide.job import ClusterJob, RoundTimes, Times
 

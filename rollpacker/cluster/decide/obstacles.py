@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from rollpacker.cluster.decide.forecast import Outlook
+from msgspec.structs import replace
+
+from rollpacker.cluster.decide.forecast import Outlook, Rest, broken
 from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.cluster.decide.layout import Layout
-from rollpacker.cluster.decide.placement import Rest, Standing, State
-from rollpacker.cluster.decide.promises import broken
+from rollpacker.cluster.decide.placement import Standing, State
 from rollpacker.cluster.decide.turns import Order
 
 MAX_CANDIDATES = 6

@@ -4,7 +4,7 @@
     and besides             a group of its own, in each pair of pools
 
 A policy is a function of what there is (`State`) and the job: the shipped one is in
-`cheapest_work.py`, RollMux's in `published.py`.
+`cheapest_work.py`, RollMux's in `cluster/sim/policies.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from rollpacker.cluster.decide.forecast import Forecast, Outlook, foresee
+from rollpacker.cluster.decide.forecast import Forecast, Outlook, Rest, foresee, limits
 from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.cluster.decide.layout import Layout, Pin
 from rollpacker.cluster.decide.nodes import Node, Nodes, memory_gib, pairs
@@ -51,32 +51,6 @@ def new_node(number: int) -> object:
 
 def is_new(node: object) -> bool:
     return isinstance(node, Node) and node.number < 0
-
-
-class Rest(NamedTuple):
-    """The rest of a job's life."""
-
-    spare_s: float
-    """That it may wait, besides what its SLO lets it wait in the iterations that are left. Below 0:
-    so much longer than its SLO allows has it waited."""
-    iterations: int
-
-    def slowdown(self, slo: float, work_s: float) -> float:
-        """That it may have, so that the whole keeps the SLO; `work_s`: of an iteration to come."""
-        return slo + self.spare_s / (self.iterations * work_s)
-
-
-def rest_of(job: ClusterJob, rest: Mapping[str, Rest]) -> Rest:
-    """All of it, if nothing is known."""
-    return rest.get(job.name) or Rest(0.0, job.steps)
-
-
-def limits(layout: Layout, rest: Mapping[str, Rest]) -> list[float]:
-    """By job: the slowdown that the rest of its life may have."""
-    return [
-        rest_of(job, rest).slowdown(job.slo, work)
-        for job, work in zip(layout.jobs, layout.works_s(), strict=True)
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from rollpacker.cluster.decide.forecast import Rest, limits, rest_of
 from rollpacker.cluster.decide.job import ClusterJob
-from rollpacker.cluster.decide.placement import Choice, Policy, Rest, State, limits, rest_of
+from rollpacker.cluster.decide.placement import Choice, Policy, State
 
 WORTH = 2.0
 """Room is made if the wait that it saves is worth so many restarts."""

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollpacker.cluster.decide.iteration import Iteration
-from rollpacker.cluster.decide.job import ClusterJob, Phase, RoundTimes, Times
+from rollpacker.cluster.decide.job import ClusterJob, Iteration, Phase, RoundTimes, Times
 from rollpacker.cluster.decide.nodes import Pool
 from rollpacker.cluster.profile.phase_times import PhaseTimes
 from rollpacker.config.load import differences, load_config, to_plain

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from rollpacker.cluster.decide.iteration import EMPTY, EVALUATED, Iteration
+from rollpacker.cluster.decide.job import EMPTY, EVALUATED, Iteration
 from rollpacker.core.commands import (
     Command,
     Commit,

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, get_args
 
-from rollpacker.cluster.seats.open_seat import open_seat
+from rollpacker.cluster.seats.mailbox_seat import open_seat
 from rollpacker.cluster.seats.seat import SEAT_VARIABLE, Iteration, LeaseLost, Seat
 from rollpacker.core.ids import PoolName
 from rollpacker.warn_once import WarnOnce

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from rollpacker.cluster.decide.iteration import Iteration as Iteration
+from rollpacker.cluster.decide.job import Iteration as Iteration
 from rollpacker.core.ids import PoolName
 
 SEAT_VARIABLE = "ROLLPACKER_SEAT"

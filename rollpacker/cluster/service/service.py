@@ -14,8 +14,9 @@ before anybody hears of it. So no two jobs are ever on one device, whatever was 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -24,10 +25,9 @@ from rollpacker.cluster.decide import cluster as core
 from rollpacker.cluster.decide.cluster import Cluster, Command, Event
 from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.cluster.decide.nodes import Node
-from rollpacker.cluster.seats.mailbox import SERVICE, Letter, Mailbox
+from rollpacker.cluster.seats.mailbox import ALL, SERVICE, Letter, Mailbox
 from rollpacker.cluster.seats.mailbox_seat import LEASE_S
 from rollpacker.cluster.service.book import Record, committed, node_name, node_of, order_of
-from rollpacker.cluster.service.forgetting import Forgetting
 from rollpacker.cluster.service.past import Past, State
 from rollpacker.cluster.service.runner import NoHost, Runner
 from rollpacker.cluster.service.starts_alive import Alive, why_ended
@@ -35,6 +35,45 @@ from rollpacker.cluster.service.status import Status
 from rollpacker.cluster.service.store import Entry, Position, entry_of
 from rollpacker.codec import from_plain
 from rollpacker.core.ids import PoolName
+
+FORGET_S = 1.0
+ANSWER_S = 86_400.0
+"""Who was answered last so long ago asks nothing more."""
+
+
+class Forgetting:
+    """Lets the mailbox forget it, now and then. A service that is new does not know whom an earlier
+    one has answered; of jobs it knows."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._forgot_s = -math.inf
+        self._answered_s: dict[str, float] = {}
+        """When each box of a question had its last answer."""
+        self._emptied: set[str] = set()
+        """Of jobs that have ended."""
+
+    def answered(self, box: str) -> None:
+        self._answered_s[box] = time.monotonic()
+
+    def is_due(self) -> bool:
+        return time.monotonic() - self._forgot_s > FORGET_S
+
+    def forget(self, upto: int, ended: Iterable[str]) -> None:
+        """`upto`: of the service's letters. `ended`: the jobs of which no process is left. Raises
+        `OSError`."""
+        now_s = time.monotonic()
+        self._mailbox.forget(SERVICE, upto)
+        names = set(ended)
+        self._emptied &= names  # the others were submitted once more
+        for name in sorted(names - self._emptied):
+            self._mailbox.forget(name, ALL)
+            self._emptied.add(name)
+        for box in [box for box, at_s in self._answered_s.items() if now_s - at_s > ANSWER_S]:
+            self._mailbox.forget(box, ALL)
+            del self._answered_s[box]
+        self._forgot_s = now_s
+
 
 LOOK_S = 0.1
 """So often it looks whether processes have ended."""

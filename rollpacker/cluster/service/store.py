@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rollpacker.cluster.decide import cluster as core
-from rollpacker.cluster.seats.local_disk import check_local
+from rollpacker.cluster.seats.mail_file import check_local
 from rollpacker.codec import from_plain, to_plain
 
 FORMAT = 3

@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +127,8 @@ def model_needs(model: str) -> dict[str, float]:
 
 # -- traces ------------------------------------------------------------------------
 
-_OWN = {field.name for field in fields(ClusterJob)} - {"rounds"}
-_ROUND = {field.name for field in fields(RoundTimes)}
+_OWN = {*ClusterJob.__struct_fields__} - {"rounds"}
+_ROUND = {*RoundTimes.__struct_fields__}
 _ELSEWHERE = {"profile": profile_of_run, "scenario": profile_of_scenario}
 _TRACE_KEYS = (_OWN | _ROUND | {"arrival_h", "rounds", "hours", "model", *_ELSEWHERE}) - {
     *("kind", "share")

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollpacker.cluster.decide.iteration import EMPTY, Iteration
-from rollpacker.cluster.decide.job import Phase, RoundTimes
+from rollpacker.cluster.decide.job import EMPTY, Iteration, Phase, RoundTimes
 from rollpacker.cluster.profile.job_profile import (
     check_device,
     needs_of,

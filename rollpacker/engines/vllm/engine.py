@@ -14,6 +14,7 @@ It was tried on a CPU; that a GPU's vLLM obeys the same calls follows from its s
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,7 +43,7 @@ from rollpacker.engines.loop import (
 from rollpacker.engines.vllm.adapters import lora_request
 from rollpacker.engines.vllm.draws import DRAW, NUMBER, Draw, Draws
 from rollpacker.engines.vllm.live import Live
-from rollpacker.engines.vllm.parallel import Workers
+from rollpacker.engines.vllm.parallel import Workers, watch_processes
 from rollpacker.engines.vllm.setup import close_vllm, open_vllm
 from rollpacker.engines.vllm.weights import Copy
 from rollpacker.weights.buffer import WeightSource
@@ -91,8 +92,10 @@ class VllmEngine(LoopEngine):
         self._vllm = open_vllm(model, config, self._draws, tensor_parallel, sleeps=sleeps)
         self._lora_request = lora_request(model)
         self._workers: Workers | None = None
+        self._workers_may_end: threading.Event | None = None
         if tensor_parallel > 1:
-            self._workers = Workers(self._vllm, model, self._died)
+            self._workers = Workers(self._vllm, model)
+            self._workers_may_end = watch_processes(self._vllm, self._died)
         self._copy = Copy(
             model, self._vllm, self._workers, hand_over=self._hand_over, forget=self._forget
         )
@@ -132,8 +135,8 @@ class VllmEngine(LoopEngine):
         await super().close()
         if not self._is_closed:
             self._is_closed = True
-            if self._workers is not None:
-                self._workers.closing()
+            if self._workers_may_end is not None:
+                self._workers_may_end.set()
             close_vllm(self._vllm)
 
     def _died(self, error: EngineError) -> None:

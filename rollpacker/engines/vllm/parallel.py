@@ -32,32 +32,11 @@ WORKER = "rollpacker.engines.vllm.worker"
 class Workers:
     """Of one engine."""
 
-    def __init__(
-        self, engine: LLMEngine, model: PreTrainedModel, on_error: Callable[[EngineError], None]
-    ) -> None:
-        """Takes memory for the weights. `on_error` is called, in a thread of its own, when one of
-        them ends by itself. Raises `OSError`, or `ValueError` if there is no room."""
+    def __init__(self, engine: LLMEngine, model: PreTrainedModel) -> None:
+        """Takes memory for the weights. Raises `OSError`, or `ValueError` if there is no room."""
         self._engine = engine
         self._buffer = WeightBuffer.create(base_weights(model))
         self._num_loads = 0
-        self._is_closing = False
-        executor: Any = engine.engine_core.engine_core.model_executor
-        self._processes = [worker.proc for worker in executor.workers]
-        family = [os.getpid(), *(one.pid for one in self._processes)]
-        for path in {path for pid in family for path in _shared_memory(pid)}:
-            path.unlink(missing_ok=True)  # all have mapped it: it goes with them, however they end
-        threading.Thread(target=self._watch, args=(on_error,), daemon=True).start()
-
-    def closing(self) -> None:
-        """From now on they may end."""
-        self._is_closing = True
-
-    def _watch(self, on_error: Callable[[EngineError], None]) -> None:
-        """vLLM's own watch says so some ten seconds later."""
-        ended = wait([one.sentinel for one in self._processes])
-        if not self._is_closing:
-            gone = next(one for one in self._processes if one.sentinel in ended)
-            on_error(EngineError(f"{gone.name} of vLLM's (pid {gone.pid}) ended by itself"))
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Bring them to these weights."""
@@ -88,6 +67,27 @@ class Workers:
         """What each of them answers."""
         answers: list[Any] = self._engine.collective_rpc(method, args=(argument,))
         return answers
+
+
+def watch_processes(engine: LLMEngine, on_error: Callable[[EngineError], None]) -> threading.Event:
+    """Call `on_error`, in a thread of its own, when one of the engine's worker processes ends by
+    itself. Nothing is called once the event that this returns is set. vLLM's own watch says so some
+    ten seconds later."""
+    executor: Any = engine.engine_core.engine_core.model_executor
+    processes = [worker.proc for worker in executor.workers]
+    family = [os.getpid(), *(one.pid for one in processes)]
+    for path in {path for pid in family for path in _shared_memory(pid)}:
+        path.unlink(missing_ok=True)  # all have mapped it: it goes with them, however they end
+    may_end = threading.Event()
+
+    def watch() -> None:
+        ended = wait([one.sentinel for one in processes])
+        if not may_end.is_set():
+            gone = next(one for one in processes if one.sentinel in ended)
+            on_error(EngineError(f"{gone.name} of vLLM's (pid {gone.pid}) ended by itself"))
+
+    threading.Thread(target=watch, daemon=True).start()
+    return may_end
 
 
 def _shared_memory(pid: int) -> Iterator[Path]:

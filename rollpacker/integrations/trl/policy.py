@@ -52,11 +52,12 @@ class LentModel:
             if replaced is not None:
                 model.forward = replaced
 
-    def close(self) -> None:
-        """End the engine's thread and let go of its memory."""
-        thread = threading.Thread(target=asyncio.run, args=(self.engine.close(),))
-        thread.start()  # in a notebook this thread has an event loop that runs
-        thread.join()
+
+def close(engine: TorchEngine) -> None:
+    """End the engine's thread. Its memory is free once nobody refers to the engine."""
+    thread = threading.Thread(target=asyncio.run, args=(engine.close(),))
+    thread.start()  # in a notebook this thread has an event loop that runs
+    thread.join()
 
 
 def _without_wrapper(model: Any) -> PreTrainedModel:

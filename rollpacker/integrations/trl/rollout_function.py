@@ -22,9 +22,9 @@ from rollpacker.data.dataset import PromptRow
 from rollpacker.engines.engine import EngineConfig, GenerationRequest, Response, SamplingParams
 from rollpacker.integrations.trl.cursor import SamplerCursor
 from rollpacker.integrations.trl.late_rows import LateDataset, Row
-from rollpacker.integrations.trl.policy import LentModel, prompt_tokens
+from rollpacker.integrations.trl.policy import LentModel, close, prompt_tokens
 from rollpacker.integrations.trl.rollouts import FOLDER, Groups, Rollouts, collect, restore
-from rollpacker.run.carried import Waiting
+from rollpacker.run.ports.carried import Waiting
 
 ALL_THREE = (
     "GRPOTrainer(..., train_dataset=rollout.dataset, rollout_func=rollout, callbacks=[rollout])"
@@ -227,7 +227,7 @@ class RolloutFunction(TrainerCallback):
 
     def _close(self) -> None:
         if self._lent is not None:
-            self._lent.close()
+            close(self._lent.engine)
         self._lent = None
 
     def _evaluate(self, prompts: list[Any], trainer: Any) -> list[Response]:

@@ -69,9 +69,9 @@ from rollpacker.engines.engine import (
 )
 from rollpacker.report.history import History
 from rollpacker.report.time_book import TimeBook
-from rollpacker.run.carried import CarriedTokens, Waiting, read_carried, write_carried
-from rollpacker.run.clock import RealClock
 from rollpacker.run.errors import DeadlineExceeded
+from rollpacker.run.ports.carried import CarriedTokens, Waiting, read_carried, write_carried
+from rollpacker.run.ports.clock import RealClock
 
 FOLDER = "rollpacker"
 """Of a checkpoint of TRL's, with what waits for its next launch."""

@@ -16,9 +16,8 @@ from rollpacker.pipeline.links.direct_link import (
     direct_group,
 )
 from rollpacker.pipeline.links.host_receiver import LOOPBACK, HostReceiver
-from rollpacker.pipeline.links.host_route import decode_routes, encode_routes
+from rollpacker.pipeline.links.host_route import decode_routes, encode_routes, own_addresses
 from rollpacker.pipeline.links.host_sender import HostSender
-from rollpacker.pipeline.links.interfaces import own_addresses
 from rollpacker.pipeline.links.link import ArrivalTimes, Border, LinkLost
 from rollpacker.pipeline.links.switched import SwitchedReceiver, SwitchedSender
 from rollpacker.pipeline.plan.choosers import Kind

@@ -19,7 +19,6 @@ from typing import Any
 from rollpacker.did_you_mean import did_you_mean
 from rollpacker.imports import GIVEN, ImportSpecError, given, is_given
 from rollpacker.rewards.functions.logged import read
-from rollpacker.rewards.functions.patience import Patience
 from rollpacker.rewards.functions.printed import Printed
 from rollpacker.rewards.functions.returned import Value, shortened
 from rollpacker.rewards.functions.shapes import Binding, Signature
@@ -337,6 +336,34 @@ class RewardFunction:
             why = shortened(value["why"], _MAX_REASON)
             return Failed(reason=f"{self.name} {why}", seconds=seconds)
         return Scored(value=value, seconds=seconds, metrics=metrics, extras=extras)
+
+
+class Patience:
+    """Counts the calls in a row that gave no sample a verdict, and says when to call no more."""
+
+    def __init__(self, name: str, most: int | None) -> None:
+        """`most`: so many end it; None: it has no end."""
+        self.ended: str | None = None
+        """Why, once it has."""
+        self._name = name
+        self._most = most
+        self._num_failed = 0
+
+    def saw(self, verdicts: Sequence[Scored | Failed | None], *, even_so: bool = False) -> bool:
+        """Whether patience ends with this call. A lost worker says nothing of the function
+        (`even_so`: but this does)."""
+        failed = [verdict for verdict in verdicts if isinstance(verdict, Failed)]
+        if len(failed) < len(verdicts):
+            self._num_failed = 0
+        elif even_so or failed[0].cause is not Cause.INFRASTRUCTURE:
+            self._num_failed += 1
+        if self._most is None or self._num_failed < self._most or self.ended is not None:
+            return False
+        self.ended = (
+            f"reward {self._name} gave no verdict in {self._most} calls in a row, at last:"
+            f" {failed[0].reason}"
+        )
+        return True
 
 
 def _sent(spec: str) -> bytes:

@@ -1,1 +1,1 @@
-"""Builds the parts of a run from its config."""
+"""Each part of a run is built here from the config, in one file a part; nothing else knows how."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollpacker.dialogue.rewrites import Rewrites
     from rollpacker.environments.supervised import SupervisedEnvironments
     from rollpacker.run.parts.hosts import Hosts
-    from rollpacker.run.player import Player
+    from rollpacker.run.ports.player import Player
 
 SLOW_FACTOR, SLOW_S = 3.0, 30.0
 """An answer may take so many times the longest so far, and so long in any case: long trajectories
@@ -54,7 +54,7 @@ class Turns:
 
     def player(self, seed: int) -> Player:
         """Whoever plays; the environments are opened by whoever runs."""
-        from rollpacker.run.player import Player
+        from rollpacker.run.ports.player import Player
 
         return Player(
             self.environments,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.core.placement.roles import Placement
     from rollpacker.trainer.launch import RankPlace
-    from rollpacker.weights.buffer import BufferLayout, WeightSource
+    from rollpacker.weights.buffer import WeightSource
     from rollpacker.workers.host import Host
     from rollpacker.workers.hosts.facts import HostFacts
     from rollpacker.workers.hosts.ray_agents import Cluster
@@ -146,9 +146,7 @@ def nodes_of(environ: Mapping[str, str]) -> dict[str, list[str]]:
 def _on_cluster(
     config: RunConfig, cluster: Cluster, plan: Placement, facts: Mapping[str, HostFacts]
 ) -> Hosts:
-    from rollpacker.weights.between_hosts.copies import read
-    from rollpacker.weights.between_hosts.own_host import OwnHost
-    from rollpacker.weights.between_hosts.spread import Spread
+    from rollpacker.weights.between_hosts.spread import OwnHost, Spread
     from rollpacker.workers.hosts.remote_host import RemoteHost
 
     own = cluster.own_address
@@ -156,18 +154,12 @@ def _on_cluster(
     _check(config, cluster, plan, {host: facts[host] for host in used})
     cluster.reserve({host: _devices_on(host, plan) for host in used}, within_s=RESERVE_S)
     remote: dict[str, RemoteHost] = {}
-
-    def read_there(layout: BufferLayout, start: int, size: int) -> bytes:
-        """Of the trainer's weights, on the host that they are on."""
-        at = remote[layout.host].read if layout.host else read
-        return at(layout, start, size)
-
-    spread = Spread(read_there, cluster.put)
+    spread = Spread()
     heartbeat_s = config.deadlines.heartbeat_s
     for host in used:
         if host != own:
             remote[host] = RemoteHost(host, cluster.connect(host), spread, heartbeat_s=heartbeat_s)
-    own_host = OwnHost(spread, cluster.get, address=own)
+    own_host = OwnHost(spread, address=own)
     members: dict[str, RemoteHost | OwnHost] = {**remote, own: own_host}
     engines = {plan.devices[device].host for unit in plan.of("rollout") for device in unit.devices}
     ended = threading.Event()

@@ -11,7 +11,7 @@ from rollpacker.config.schema import RunConfig
 from rollpacker.imports import given, is_given
 
 if TYPE_CHECKING:
-    from rollpacker.run.parts.parts import Policy
+    from rollpacker.run.parts.policy import Policy
 
 
 def tokenizer_fingerprint(policy: Policy) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
-    from rollpacker.run.run_folder import RunFolder
+    from rollpacker.run.folder.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def check_config(config: RunConfig, folder: RunFolder, step: int) -> None:
     """Raises `RunError` where a key makes another run of it, and warns of a resume after `step`
     that trains no more than one step because it has fewer."""
     from rollpacker.config.load import changes_since
-    from rollpacker.run.run_folder import check_resume
+    from rollpacker.run.folder.run_folder import check_resume
 
     before = config_before(folder)
     check_resume(changes_since(before, config), SAME, SAME)
@@ -60,8 +60,8 @@ def reason_to_end(config: RunConfig, folder: RunFolder) -> str | None:
     evaluation; None: it goes on. Raises `RunError` where it is another run."""
     from rollpacker.config.load import changes_since
     from rollpacker.core.job.job import Job
-    from rollpacker.run.checkpoint import newest_state
-    from rollpacker.run.run_folder import check_resume
+    from rollpacker.run.folder.checkpoint import newest_state
+    from rollpacker.run.folder.run_folder import check_resume
 
     state = newest_state(folder.checkpoints)
     if state is None or (reason := _said_at_the_end(folder, state["log_bytes"])) is None:
@@ -96,7 +96,7 @@ def _said_at_the_end(folder: RunFolder, log_bytes: int) -> str | None:
 
 def let_others_end(config: RunConfig) -> None:
     """Processes of torchrun's that wait for the run to tell them what to do."""
-    from rollpacker.run.parts.parts import start_trainer_processes
+    from rollpacker.run.parts.trainer import start_trainer_processes
     from rollpacker.trainer.launch import Torchrun
 
     if Torchrun.from_environment() is not None:

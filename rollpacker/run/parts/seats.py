@@ -133,7 +133,7 @@ def _lease_lost(why: str) -> Exception:
 def take_seat(config: RunConfig, environ: Mapping[str, str], stack: ExitStack) -> RunSeat:
     """The seat that the environment names, if any; `stack` closes it. Raises `ValueError` for a
     config that cannot share pools, before anything starts."""
-    from rollpacker.cluster.seats.open_seat import open_seat
+    from rollpacker.cluster.seats.mailbox_seat import open_seat
     from rollpacker.cluster.seats.seat import SEAT_VARIABLE
     from rollpacker.run.errors import reaching_the_cluster
 

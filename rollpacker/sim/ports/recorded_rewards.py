@@ -1,7 +1,7 @@
 """Rewards of a run that was recorded: its own verdicts, and its own seconds.
 
 A kind of check with workers or a deadline is bounded by the core, and each check takes what a
-recorded one took. Other checks wait for one another as in a real run (`run/scoring.py`):
+recorded one took. Other checks wait for one another as in a real run (`run/ports/scoring.py`):
 what is asked for while nothing more can be handed over joins one batch, and each batch is a call of
 the reward, which has so many workers.
 """

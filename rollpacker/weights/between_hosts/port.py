@@ -19,8 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, Protocol
 
-from rollpacker.weights.between_hosts.copies import opened
-from rollpacker.weights.buffer import ALIGNMENT, BufferLayout, StaleWeightsError
+from rollpacker.weights.buffer import ALIGNMENT, BufferLayout, StaleWeightsError, opened
 from rollpacker.workers.line import Line, LineEnded
 from rollpacker.workers.listener import Listener, connect
 

@@ -21,10 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollpacker.weights.between_hosts.arriving import Shipment
-from rollpacker.weights.between_hosts.copies import read
 from rollpacker.weights.between_hosts.host_weights import HostWeights
 from rollpacker.weights.between_hosts.port import PortAddress
-from rollpacker.weights.buffer import BufferLayout
+from rollpacker.weights.buffer import BufferLayout, read
 from rollpacker.workers.child import Child
 from rollpacker.workers.frames import Message
 from rollpacker.workers.host import ThisHost
@@ -173,12 +172,8 @@ class Agent:
         return facts()
 
     def copy(self, source: BufferLayout) -> BufferLayout:
-        """See `Copies.layout`."""
+        """See `HostWeights.copy`."""
         return self._weights.copy(source)
-
-    def write(self, source: BufferLayout, start: int, data: bytes) -> None:
-        """See `Copies.write`."""
-        self._weights.write(source, start, data)
 
     def port(self, address: str) -> PortAddress:
         """See `HostWeights.port`."""
@@ -193,7 +188,7 @@ class Agent:
         return self._weights.take(shipment, own)
 
     def read(self, layout: BufferLayout, start: int, size: int) -> bytes:
-        """See `read` (copies.py)."""
+        """See `read` (weights/buffer.py)."""
         return read(layout, start, size)
 
     def close(self) -> None:

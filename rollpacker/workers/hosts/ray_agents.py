@@ -162,15 +162,6 @@ class Cluster:
             return False
         return True
 
-    def put(self, data: bytes) -> Any:
-        """In this host's object store; an agent that is called with it gets the bytes."""
-        return ray.put(data)
-
-    def get(self, put: Any) -> bytes:
-        """The bytes of what `put` has returned."""
-        data: bytes = ray.get(put)
-        return data
-
     def close(self) -> None:
         """Let go of devices and hosts. Idempotent. Without a head there is nobody to tell, and ray
         would wait for one until it ends this process."""

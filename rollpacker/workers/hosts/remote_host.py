@@ -155,11 +155,6 @@ class RemoteHost:
         there: BufferLayout = self._call(self._living(), "copy", wanted)
         return replace(there, host=self.name)
 
-    def read(self, layout: BufferLayout, start: int, size: int) -> bytes:
-        """Bytes of a buffer of this host. Raises `OSError` if it is gone, or the host is lost."""
-        found: bytes = self._call(self._session, "read", layout, start, size)
-        return found
-
     def _call(self, session: _Session, method: str, *arguments: Any) -> Any:
         try:
             return session.call(method, *arguments)
@@ -171,7 +166,7 @@ class RemoteHost:
         if source.layout.host == self.name:
             return source
         session = self._session
-        return self._spread.bring(source, session, partial(self._call, session))
+        return self._spread.bring(source, session, partial(self._call, session), self.address)
 
     def agent(self) -> tuple[object, Call]:
         """See `Member`."""

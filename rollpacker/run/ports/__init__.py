@@ -1,0 +1,1 @@
+"""What obeys the core's commands in real time, and what these ports share."""
