@@ -139,6 +139,13 @@ class CarryCounts:
         verified = self.verified.total()
         return self.mismatches.total() / verified if verified else None
 
+    @property
+    def mismatch_per_update(self) -> float:
+        """Chance per token and update; 0 if no token of older weights was looked at."""
+        looked_at = sum(age * num for age, num in self.verified.items())
+        num = sum(num for age, num in self.mismatches.items() if age)
+        return num / looked_at if looked_at else 0.0
+
     def by_age(self) -> dict[int, float]:
         """Mismatch per token."""
         return {age: self.mismatches[age] / self.verified[age] for age in sorted(self.verified)}

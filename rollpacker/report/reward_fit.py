@@ -76,6 +76,10 @@ class Calls:
     """Seconds of the run's first calls, where each took longer than any that was not among them:
     imports, caches. They are not among the recorded ones."""
 
+    def line_s(self, num_samples: int) -> float:
+        """Mean seconds of a call of so many samples, never 0."""
+        return self.fixed_s + self.per_sample_s * num_samples + 1e-9
+
 
 class _Batch(NamedTuple):
     asked_s: float

@@ -44,11 +44,6 @@ class Stretch(NamedTuple):
     """Samples that ended, or were stopped, right before."""
     seconds: float
 
-    @property
-    def cached_sum(self) -> int:
-        """`cached` added up over the steps: every step adds one token to each running sample."""
-        return self.steps * self.cached + self.running * self.steps * (self.steps - 1) // 2
-
 
 def iterate_rounds(entries: Iterable[Entry]) -> Iterator[RoundHistory]:
     """The rounds whose samples all ended, in order, those of steps without a commit included."""
