@@ -14,7 +14,7 @@ preempted at once."""
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one engine."""
+    """Limits of one engine's cache and of its decode steps."""
 
     capacity: int
     """Tokens in the cache, prompts included."""
@@ -26,7 +26,7 @@ class Limits:
     """Sequences in one step."""
     prompt_tokens: int
     recompute_token_s: float
-    """Prefill of one token of a preempted sequence."""
+    """Seconds to compute one token of a preempted sequence again."""
 
     @classmethod
     def of(
@@ -37,7 +37,8 @@ class Limits:
         recompute_token_s: float,
         flat_tokens: int,
     ) -> Limits:
-        """None is no limit. `flat_tokens`: in the cache while a step takes its floor time."""
+        """None is no limit. `flat_tokens`: tokens in the cache up to which a step takes its floor
+        time."""
         assert kv_tokens is None or kv_tokens > prompt_tokens
         assert max_running is None or max_running >= 1
         admission = UNLIMITED if kv_tokens is None else int(kv_tokens * (1 - KV_WATERMARK))

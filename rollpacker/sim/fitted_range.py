@@ -1,4 +1,4 @@
-"""What of a simulation lies outside of what its constants were fitted to.
+"""The parts of a simulation that lie outside of what its constants were fitted to, in words.
 
 A sentence or two for below a table. A scenario is compared with the set-ups of the calibration, a
 recorded run's simulation with the run.
@@ -60,7 +60,7 @@ def outside_of_scenario(scenario: Scenario, *, step_s: float, whose: str, given:
 
 
 def _places(scenario: Scenario) -> Iterator[str]:
-    """What of the scenario lies outside, in words."""
+    """Each part of the scenario that lies outside, in words."""
     shape, cluster = scenario.shape, scenario.cluster
     cap = scenario.rollout.max_response_tokens
     if not any(abs(shape.params / params - 1) <= PARAMS_SLACK for params in FITTED_PARAMS):
@@ -142,7 +142,7 @@ def outside_of_run(model: RunModel, config: RunConfig, predicted: SystemResult) 
 
 
 def _beyond_the_run(model: RunModel, config: RunConfig, predicted: SystemResult) -> Iterator[str]:
-    """What was simulated and the run did not measure, in words."""
+    """Each thing that was simulated and that the run did not measure, in words."""
     own = model.config
     engines, before = config.rollout.engines, own.rollout.engines
     if engines != before:

@@ -1,4 +1,4 @@
-"""Which settings make a step fast without training on shorter responses than allowed.
+"""The search for settings that make a step fast without training on shorter responses than allowed.
 
 Searched are ideas that can be switched on one by one (`plan_ideas.py`), and the factors of the
 races. There is one search, over candidates x seeds:
@@ -156,8 +156,9 @@ def compare(
     steps: int,
     jobs: int = 1,
 ) -> list[Finding]:
-    """These candidates on the same seeds (counted from the base's own); savings are against the
-    first. More steps are simulated where they are needed to see every kind of round."""
+    """Simulate these candidates on the same seeds (counted from the base's own). Savings are
+    against the first candidate. More steps are simulated where they are needed to see every kind of
+    round."""
     with workers(evaluate, jobs) as pool:
         simulations = _Simulations(base, evaluate, pool, lambda *of: None, 1)
         return simulations.compare(candidates, seeds, steps, "comparison")
@@ -251,8 +252,9 @@ class _Search:
     def _fastest(
         self, tried: list[Candidate], steps: int, stage: str, slack: float
     ) -> list[Candidate]:
-        """Those that keep the bound within `slack`, the fastest first, as many as the budget keeps.
-        Every idea must shorten the step by `MIN_GAIN`, or it counts against the candidate."""
+        """The fastest candidates that keep the bound within `slack`, the fastest first, as many as
+        the budget keeps. Every idea must shorten the step by `MIN_GAIN`, or it counts against the
+        candidate."""
         # Of several that change the same, the one with the fewest ideas.
         by_ideas = sorted(tried, key=lambda candidate: -candidate.num_switches)
         distinct = {candidate.key: candidate for candidate in by_ideas}.values()
@@ -296,7 +298,8 @@ class _Search:
         return all(bound.keeps(end.shift, end.shift_error) for end in at_ends)
 
     def _reasons(self, best: Finding, seeds: Sequence[int]) -> tuple[Reason, ...]:
-        """What every idea of the best setting is worth: its neighbour that lacks this one."""
+        """The worth of each idea of the best setting: the loss in its neighbour that lacks this
+        idea."""
         ideas = best.candidate.ideas
         tried = [best.candidate, *(best.candidate.without(idea) for idea in ideas)]
         found = self._simulations.compare(tried, seeds, self._budget.steps, "reasons")[1:]
@@ -345,7 +348,7 @@ class _Simulations:
     def compare(
         self, candidates: Sequence[Candidate], seeds: Sequence[int], steps: int, stage: str
     ) -> list[Finding]:
-        """All of them on the same seeds; savings are against the first."""
+        """Simulate all candidates on the same seeds. Savings are against the first candidate."""
         base, prices = self.base, self.base.prices
         keys = [
             [(c.key, base.seed + seed, self._num_steps(c, steps)) for seed in seeds]
@@ -380,7 +383,7 @@ class _Simulations:
         self._progress(stage, done, total, min(self.num_steps / self._num_expected, MOST_DONE))
 
     def _num_steps(self, candidate: Candidate, steps: int) -> int:
-        """So many, or as many as it takes to see a round of every kind."""
+        """Steps to simulate: this many, or more if a round of some kind would not come up."""
         return max(steps, self._least_steps(candidate)) + self._num_warm(candidate)
 
     def _num_warm(self, candidate: Candidate) -> int:
@@ -423,7 +426,7 @@ def _together(alone: Sequence[tuple[Idea, float]], base: Base) -> Candidate:
 
 
 def _with_ideas_of_the_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """These candidates, each with its own factors and the ideas of the first, each once."""
+    """Each candidate with its own factors and the ideas of the first one, without repetitions."""
     found: dict[str, Candidate] = {}
     for candidate in candidates:
         own = [idea for idea in candidate.ideas if idea.slot == FACTORS]

@@ -1,4 +1,4 @@
-"""What a plan can try: ideas, each a few config keys set together, on a scenario or a recorded run.
+"""Ideas that a plan can try on a scenario or a recorded run, each a few config keys set together.
 
 The search (`sim/plan.py`) knows a system only by `Base` and `Evaluate`, so that both are planned by
 the same code. Everything here is in the core, on-policy, and can be written into a config.
@@ -42,9 +42,9 @@ class Idea:
     """A few keys of the config that are changed together."""
 
     name: str
-    """What is tried, in words."""
+    """A few words for tables."""
     slot: str
-    """Of two ideas with the same slot only one can be taken."""
+    """Ideas with the same slot exclude one another."""
     changes: Mapping[str, Any]
     """Dotted keys of the config and their new values, as plain values."""
 
@@ -64,7 +64,7 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """The same for candidates that change the same."""
+        """A text that is equal for candidates with equal changes."""
         return json.dumps(self.changes, sort_keys=True)
 
     @property
@@ -93,12 +93,12 @@ class Evaluate(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """What the search knows of a system."""
+    """A system as the search knows it."""
 
     prompts_per_step: int
     samples_per_prompt: int
     tail_batching: TailBatchingConfig
-    """As it is now."""
+    """The current settings of tail batching."""
     ideas: tuple[Idea, ...]
     """Switches worth a try, factors and tiers left out."""
     oracle: Candidate | None = None
@@ -110,18 +110,19 @@ class Base:
     mismatch: float = 0.0
     """Chance per token and update that a carried token comes out differently."""
     mismatch_band: tuple[float, ...] = ()
-    """Its ends, where it is not known better."""
+    """Lower and upper end of the interval that `mismatch` lies in. Empty: it is known."""
     has_turns: bool = False
     """Samples are trajectories, to which the complement rule does not apply."""
     capped_share: float | None = None
-    """Of the policy's own responses, so many run to the cap; None: not known."""
+    """Share of the policy's own responses that run to the cap. None: not known."""
     trust: float | None = None
-    """By this share the simulated step is off: trained tokens per second must gain more. None: not
-    known."""
+    """Share by which the simulated step differs from the measured one. A setting must gain more
+    than that in trained tokens per second. None: not known."""
     measured_shift: float | None = None
     """Length shift of the current settings as a run measured it; None: it is simulated."""
     prices: PoolPrices | None = None
-    """Of pools that are shared; None: the step's seconds are compared."""
+    """Prices of shared pools, by which settings are compared. None: the step's seconds are
+    compared."""
 
     @property
     def order_only(self) -> bool:
@@ -169,7 +170,7 @@ class ScenarioEvaluate:
 
 
 def plan_base(scenario: Scenario) -> Base:
-    """What can be tried on a scenario."""
+    """Everything that can be tried on a scenario."""
     rollout, scheduler = scenario.rollout, scenario.reward_scheduler
     ideas = _tail_and_stream_ideas(scenario)
     if scheduler.order != "closest" and scenario.rewards:
@@ -220,7 +221,7 @@ def _oracle(scenario: Scenario) -> Candidate:
 
 
 def plan_base_of_run(config: RunConfig, model: RunModel) -> Base:
-    """What can be tried on a recorded run; `model` says how its responses fared."""
+    """Everything that can be tried on a recorded run. `model` has its lengths and mismatches."""
     ideas = _tail_and_stream_ideas(config)
     return Base(
         prompts_per_step=config.rollout.prompts_per_step,
@@ -233,7 +234,7 @@ def plan_base_of_run(config: RunConfig, model: RunModel) -> Base:
 
 
 def _tail_and_stream_ideas(config: Scenario | RunConfig) -> list[Idea]:
-    """What can be tried with the race and with the stream trainer, which both configs have."""
+    """Ideas for the race and for the stream trainer, sections that both kinds of config have."""
     tail, stream = config.tail_batching, config.stream_trainer
     on = {} if stream.enabled else {"stream_trainer.enabled": True}
     ideas = []

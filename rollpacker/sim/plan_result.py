@@ -1,4 +1,4 @@
-"""What a plan comes to: long-run step times, comparisons with the current settings, and reasons."""
+"""Results of a plan: long-run step times, comparisons with the current settings, and reasons."""
 
 from __future__ import annotations
 
@@ -49,19 +49,20 @@ class Measure:
     """One simulation, boiled down."""
 
     cost_s: float
-    """What is compared, a mean in the long run: the step's seconds, or on shared pools `busy_s`."""
+    """The quantity that settings are compared by, as a long-run mean: seconds of a step, or
+    `busy_s` on shared pools."""
     step_s: float
-    """Mean step time, likewise."""
+    """Seconds of a step, as a long-run mean."""
     shift: float
-    """Mean trained length over the policy's own, minus 1, likewise."""
+    """Mean trained length over the policy's own, minus 1, as a long-run mean."""
     kinds_s: Mapping[str, float]
-    """Mean of what is compared by kind of round."""
+    """Mean of the compared quantity for each kind of round, in seconds."""
     tokens: float
-    """Response tokens that a step trains on, likewise."""
+    """Response tokens that a step trains on, as a long-run mean."""
 
 
 def total_s(step: StepResult) -> float:
-    """The step, whatever waits in it."""
+    """Seconds of the whole step, waits included."""
     return step.total_s
 
 
@@ -119,10 +120,10 @@ class Finding:
 
     candidate: Candidate
     cost_s: float
-    """What is compared, as `Measure.cost_s`."""
+    """Mean of `Measure.cost_s` over the seeds."""
     step_s: float
     saved_s: float
-    """Of what is compared: seconds a step that the current settings take more."""
+    """Seconds of `cost_s` that the current settings take more."""
     saved_error_s: float
     """Standard error of that over the seeds; nan with one seed."""
     shift: float
@@ -130,7 +131,7 @@ class Finding:
     shift_error: float
     """Standard error of its difference to that of the current settings; 0 with one seed."""
     kinds_s: Mapping[str, float]
-    """Mean of what is compared by kind of round."""
+    """Mean of the compared quantity for each kind of round, in seconds."""
     tokens: float
     """Response tokens that a step trains on."""
 
@@ -141,7 +142,7 @@ class Finding:
 
     @property
     def is_clear(self) -> bool:
-        """It is faster by more than noise."""
+        """The setting is faster by more than noise."""
         return self.saved_s > max(NOISE_ERRORS * self.saved_error_s, MIN_GAIN * self.cost_s)
 
 
@@ -195,7 +196,7 @@ class Bound:
     most: float | None
     """Trained responses may be shorter by this share; None: by any."""
     both_ways: bool
-    """They may not be longer by more than that either."""
+    """Trained responses may not be longer by more than `most` either."""
 
     def keeps(self, shift: float, error: float = 0.0, slack: float = 0.0) -> bool:
         """The shift keeps the bound within the slack, and not by luck alone: `error`, its noise
@@ -209,7 +210,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """What one idea is worth inside the best setting."""
+    """The worth of one idea inside the best setting."""
 
     idea: Idea
     left_out_s: float
@@ -222,7 +223,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the search found."""
+    """The outcome of a search."""
 
     base: Base
     """The system that was searched."""
@@ -234,7 +235,7 @@ class Plan:
     too_short: tuple[Finding, ...]
     """Finalists that do not keep it."""
     reasons: tuple[Reason, ...]
-    """What each idea of the best setting is worth."""
+    """The worth of each idea of the best setting."""
     rejected: tuple[tuple[Idea, float], ...]
     """Switches that were left out, with the share of a step's time that each saved by itself."""
     oracle: Finding | None
@@ -245,13 +246,13 @@ class Plan:
     untailed: Finding | None = None
     """The best setting without tail batching; None: not known."""
     refused: Finding | None = None
-    """Its step is shorter than the current one's by more than noise, its trained tokens per second
-    gain no more than `Base.trust`. None: nothing was refused for that."""
+    """A setting whose step is clearly shorter, but whose trained tokens per second gain no more
+    than `Base.trust`. None: nothing was refused for that."""
     num_seeds: int
     num_steps: int
-    """Of each of the last simulations."""
+    """Steps of each final simulation."""
     num_simulated: int
-    """Steps, in all."""
+    """Steps of all simulations together."""
 
     @property
     def has_tail_batching(self) -> bool:
@@ -280,7 +281,8 @@ class Plan:
 
     @property
     def given_up(self) -> str | None:
-        """What the defaults promise and the best setting does not, in a sentence."""
+        """A sentence on a promise of the defaults that the best setting gives up. None: it gives up
+        nothing."""
         if self.best.candidate.changes.get("tail_batching.complement") is not False:
             return None
         return (
@@ -290,7 +292,7 @@ class Plan:
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """As `rollpacker plan --json` prints it."""
+        """The plan as `rollpacker plan --json` prints it."""
         prices = self.base.prices
         return {
             "current": self._plain(self.current),

@@ -19,7 +19,7 @@ MIN_NEIGHBOURS = 8
 
 
 class RecordedChecks:
-    """What rewards said of responses, and how long their calls took."""
+    """A run's verdicts on its responses, and the calls that brought them."""
 
     def __init__(
         self, by_row: Mapping[int, Sequence[Check]], calls: Calls | None, *, warm: bool = False

@@ -24,15 +24,15 @@ NUM_SEEN = 512
 
 class Turn(NamedTuple):
     tokens: int
-    """Of the message."""
+    """Tokens of the message."""
     is_cut_off: bool
-    """It ran into a limit, and ends the trajectory."""
+    """The message ran into a limit, which ends the trajectory."""
     given: int
     """Tokens of the answer."""
     seconds: float
-    """Until it is there."""
+    """Seconds until the answer is there."""
     is_over: bool
-    """With it the episode is."""
+    """The episode is over with this answer."""
 
 
 AtRank = Callable[[Mapping[float, float], SampleId, int, int], NDArray[np.floating[Any]]]
@@ -42,7 +42,7 @@ Message = Callable[[SampleId, int], int]
 
 
 class Trajectories:
-    """Turns by sample."""
+    """The turns of every sample."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ MODELLED = (
 )
 """Keys of a run's config that a simulation of it can follow."""
 COLOCATED = ("train.colocate", "train.processes", "train.replicas")
-"""These, too, if engines and the trainer share devices."""
+"""Further keys that a simulation can follow if engines and the trainer share devices."""
 SHORTEST_STEP_S = 1e-6
 NUM_AGAIN = 64
 """Lengths drawn for every row beside the recorded ones."""
@@ -67,7 +67,7 @@ class WhatIf:
     fit_text: str
     """The fitted constants, as a table."""
     model: RunModel
-    """What was simulated both times."""
+    """The run as something that can be simulated."""
     config: RunConfig
     """The settings with the overrides."""
     scenario: Mapping[str, Any]
@@ -122,10 +122,10 @@ class RunModel:
         in_order: bool = False,
         every: int = 1,
     ) -> SystemResult:
-        """The same for a whole config. With seed 0, or `in_order`, prompts come in the recorded
-        order, else in a random one: a few steps then stand for the whole run, in which lengths
-        drift. `every`: only every so many-th row, for fewer steps of the same drift. `mismatch`
-        None: as often as in the run."""
+        """Simulate so many steps of a whole config. With seed 0, or `in_order`, prompts come in the
+        recorded order, else in a random one: a few steps then stand for the whole run, in which
+        lengths drift. `every`: only every so many-th row, for fewer steps of the same drift.
+        `mismatch` None: as often as in the run."""
         rollout = config.rollout
         in_order = in_order or not seed
         rows = list(self._pools)[::every]
@@ -205,7 +205,8 @@ class RunModel:
 
     @cached_property
     def capped_share(self) -> float:
-        """Of the recorded responses that were not stopped, so many ran to the cap."""
+        """Share of the recorded responses that ran to the cap, among those that were not
+        stopped."""
         pools = self.fitted.workload.pools.values()
         lengths = [tokens for pool in pools for tokens in pool]
         cap = self.config.rollout.max_response_tokens
