@@ -120,3 +120,20 @@ def end_of_turn(
     if not ids or ids[0] == tokenizer.unk_token_id:
         return None
     return int(ids[0])
+
+
+class SpecialTokens:
+    """The texts that a tokenizer makes special tokens of. In a text of somebody who is not trusted
+    they would end a turn, or begin one of another role."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = tokenizer.added_tokens_decoder.values()
+        marks = {one.content for one in added if one.special or one.content.startswith("<")}
+        self._texts = [text for text in {*marks, *tokenizer.all_special_tokens} if len(text) > 1]
+
+    def spelt_out(self, text: str) -> str:
+        """The text with a space inside of each of them, which is then letters like all others."""
+        for one in self._texts:
+            if one in text:
+                text = text.replace(one, f"{one[0]} {one[1:]}")
+        return text

@@ -202,10 +202,10 @@ def _writer(hint: Any) -> Convert | None:
             key = _writer(arguments[0])
             return list if key is None else lambda values: [key(value) for value in values]
         return _mapping_writer(*arguments) if len(arguments) == 2 else dict  # a Counter has one
-    if _is_record(hint):
-        return to_plain
     if hasattr(hint, "parse"):
         return str
+    if _is_record(hint):
+        return to_plain
     if hasattr(hint, "_fields"):
         return _elements(tuple(get_type_hints(hint).values()), _writer, list)
     return _value_of if isinstance(hint, type) and issubclass(hint, Enum) else None
@@ -228,10 +228,10 @@ def _reader(hint: Any) -> Convert | None:
             key = _reader(arguments[0])
             return dict.fromkeys if key is None else lambda values: dict.fromkeys(map(key, values))
         return _mapping_reader(*arguments) if len(arguments) == 2 else Counter
-    if _is_record(hint):
-        return partial(from_plain, hint)
     if hasattr(hint, "parse"):
         return hint.parse  # type: ignore[no-any-return]  # a class method of ours
+    if _is_record(hint):
+        return partial(from_plain, hint)
     if hasattr(hint, "_fields"):
         read = _elements(tuple(get_type_hints(hint).values()), _reader, tuple)
         return lambda values: hint(*read(values))

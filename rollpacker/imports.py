@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import logging
 import sys
 import traceback
@@ -61,6 +62,23 @@ def given(spec: str) -> Any:
             " name a function or file in its place."
         )
     return objects[name]
+
+
+def pickled_given(spec: str, destination: str) -> bytes:
+    """A copy of the object behind `<python>:name`, with all that it refers to and no module holds.
+    Raises `ImportSpecError`; `destination` is what its message calls the processes that get it."""
+    import cloudpickle
+
+    found = given(spec)
+    try:
+        return cloudpickle.dumps(found)  # type: ignore[no-any-return]  # it is untyped
+    except Exception as error:  # whatever the user's objects say of being copied
+        said = " ".join(str(error).split())[:200]
+        raise ImportSpecError(
+            f"{spec.removeprefix(GIVEN)} cannot be sent to {destination}: {type(error).__name__}:"
+            f" {said}. It may only refer to what can be copied: make locks, files, connections and"
+            " models inside of it, at its first call, or name a function in a file."
+        ) from error
 
 
 def missing(package: str, *, extra: str, what: str) -> str | None:
@@ -140,6 +158,13 @@ def load_function(spec: str) -> Callable[..., Any]:
     if not callable(found):
         raise ImportSpecError(f'"{spec}" is a {type(found).__name__}, not a function.')
     return found  # type: ignore[no-any-return]
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether it is a coroutine function, or an object whose calls are."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
 
 
 def file_of(spec: str) -> Path | None:

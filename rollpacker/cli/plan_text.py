@@ -45,7 +45,7 @@ def trust(plan: Plan, real: AsMeasured) -> list[str]:
 def ranking(plan: Plan, real: AsMeasured | None = None) -> Table:
     from rollpacker.report.table import table
 
-    columns = COLUMNS if plan.prices is None else SHARED_COLUMNS
+    columns = COLUMNS if plan.base.prices is None else SHARED_COLUMNS
     made = table("setting", *columns, expand=False, dense=True)
     if real is not None:
         made.add_row("measured", *_measured_cells(real.measured, plan))
@@ -62,7 +62,7 @@ def ranking(plan: Plan, real: AsMeasured | None = None) -> Table:
 def _measured_cells(measured: SystemResult, plan: Plan) -> list[str]:
     from rollpacker.sim.plan_result import total_s
 
-    cost_s = total_s if plan.prices is None else plan.prices.busy_s
+    cost_s = total_s if plan.base.prices is None else plan.base.prices.busy_s
     costs_s = [cost_s(step) for step in measured.steps]
     rounds = ""
     kinds_s = {
@@ -82,9 +82,9 @@ def _costs(
 ) -> list[str]:
     """The cells of the first columns."""
     told = [_seconds(cost_s, plan), saved]
-    if plan.prices is None:
+    if plan.base.prices is None:
         return [*told, f"{tokens:,.0f}", rounds]
-    price = f"{plan.prices.price_of_1k_prompts(cost_s):,.2f}"
+    price = f"{plan.base.prices.price_of_1k_prompts(cost_s):,.2f}"
     return [price, *told, _seconds(step_s, plan)]
 
 
@@ -137,9 +137,9 @@ def _pays(plan: Plan) -> list[str]:
     gain, without = "", plan.untailed
     if plan.has_tail_batching and without is not None:
         best_s, without_s = _seconds(plan.best.cost_s, plan), _seconds(without.cost_s, plan)
-        what, of = ("a step", "of") if plan.prices is None else ("pools that are busy", "for")
+        what, of = ("a step", "of") if plan.base.prices is None else ("pools that are busy", "for")
         gain = f" ({what} {of} {best_s} s with it, {of} {without_s} s without)"
-    why, capped = "", plan.capped_share
+    why, capped = "", plan.base.capped_share
     if capped is not None and capped > NO_TAIL_SHARE:
         why = f", as {capped:.0%} of the responses run to the cap and there is no tail to cut off"
     return ["", f"Tail batching does not pay here{gain}{why}: tail_batching.enabled=false will do."]
@@ -163,7 +163,7 @@ def _what_to_do(plan: Plan) -> list[str]:
     error = f" ± {best.saved_error_s / now.cost_s:.1%}" if best.saved_error_s >= 0 else ""
     lines = [f"Best: {best.candidate.name}"]
     what, more = "The step takes", "longer"
-    if plan.prices is not None:
+    if plan.base.prices is not None:
         what, more = "The pools that the job holds cost", "more"
     if best.saved_s < 0:
         lines.append(
@@ -191,14 +191,15 @@ def _what_to_do(plan: Plan) -> list[str]:
 
 
 def _why_refused(plan: Plan, refused: Finding) -> str:
-    assert plan.trust is not None
+    assert plan.base.trust is not None
     now = plan.current
     gain = refused.tokens_per_s / now.tokens_per_s - 1
-    what = "the step takes" if plan.prices is None else "the pools cost"
+    what = "the step takes" if plan.base.prices is None else "the pools cost"
     return (
         f"Stay with the current settings: with {refused.candidate.name} {what} "
         f"{refused.saved_s / now.cost_s:.1%} less, but trained tokens per second change by "
-        f"{gain:+.1%}, which is not more than the {plan.trust:.1%} by which the simulation is off."
+        f"{gain:+.1%}, which is not more than the {plan.base.trust:.1%} by which "
+        "the simulation is off."
     )
 
 
@@ -211,13 +212,10 @@ def _shown(value: object) -> str:
 def _reasons(plan: Plan) -> list[str]:
     if not plan.reasons:
         return []
-    lines = ["", "Why, one after the other (and what is lost if only this one is left out):"]
+    lines = ["", "Why (what is lost if only this one is left out):"]
     for reason in plan.reasons:
-        added, lost = _seconds(reason.added_s, plan), _seconds(reason.left_out_s, plan)
-        lines.append(
-            f"  saves {added:>6} s  ({lost} ± {_seconds(reason.left_out_error_s, plan)} s)  "
-            f"{reason.idea.name}"
-        )
+        lost, error = (_seconds(s, plan) for s in (reason.left_out_s, reason.left_out_error_s))
+        lines.append(f"  saves {lost:>6} ± {error} s  {reason.idea.name}")
     return lines
 
 
@@ -237,17 +235,18 @@ def _small_print(plan: Plan, corrected: bool) -> list[str]:
     else:
         bound = (
             f"Bound: trained responses on average at most {plan.max_shift or 0:.1%} shorter "
-            f"{'or longer ' if plan.order_only else ''}than the policy's own"
+            f"{'or longer ' if plan.base.order_only else ''}than the policy's own"
             + (
-                f", at {plan.mismatch:.1e} mismatches per carried token and update."
-                if plan.order_only
+                f", at {plan.base.mismatch:.1e} mismatches per carried token and update."
+                if plan.base.order_only
                 else "."
             )
         )
-    if plan.measured_shift is not None and not corrected:
+    measured = plan.base.measured_shift
+    if measured is not None and not corrected:
         bound += (
             f" The current settings are held to it by the shift that the run measured "
-            f"({plan.measured_shift:+.1%}), not by the simulated one ({plan.current.shift:+.1%})."
+            f"({measured:+.1%}), not by the simulated one ({plan.current.shift:+.1%})."
         )
     return [
         bound,
@@ -260,7 +259,7 @@ def _small_print(plan: Plan, corrected: bool) -> list[str]:
 
 def _prices(plan: Plan) -> list[str]:
     """A sentence on what is compared on shared pools. Empty without shared pools."""
-    prices = plan.prices
+    prices = plan.base.prices
     if prices is None:
         return []
     return [
