@@ -3,9 +3,9 @@
     committed     launch       engines empty   (launch ...)    train on   trained   committed
         |--- sync ---|---- rollout ---|-- reward wait --|--- ... ---|-- train --|--- sync ---|
 
-The steps are those that `result.step_result` makes of the history of the event log, as a test
-holds. They are counted here all the same: a simulation that keeps the history as well takes 1.4
-times as long (`benchmarks/sim_speed.py --history`).
+A test holds that the steps are those of the history of the event log. They are counted here all the
+same: a simulation that keeps the history as well takes 1.4 times as long
+(`benchmarks/sim_speed.py --history`).
 
 A step that is filled up (dynamic sampling) has several rollouts. A step without anything to train
 on is no step here: its time belongs to the next one.
