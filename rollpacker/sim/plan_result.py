@@ -225,7 +225,7 @@ class Plan:
     ranked: tuple[Finding, ...]
     """The finalists that keep the bound, fastest first."""
     too_short: tuple[Finding, ...]
-    """Finalists that do not keep it."""
+    """Finalists that do not keep the bound."""
     reasons: tuple[Reason, ...]
     """The worth of each idea of the best setting."""
     rejected: tuple[tuple[Idea, float], ...]
@@ -248,7 +248,7 @@ class Plan:
 
     @property
     def has_tail_batching(self) -> bool:
-        """The best setting has it."""
+        """The best setting has tail batching."""
         return self.base.tail_of(self.best.candidate).enabled
 
     @property
