@@ -1,4 +1,4 @@
-"""What `rollpacker plan` found, for people."""
+"""Tells people what `rollpacker plan` found."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ MIN_FEWER, MIN_FASTER = 0.08, 0.02
 COLUMNS = ("step s", "saved s", "tokens/s", "short/cascade/long s", "shift", "oracle")
 SHARED_COLUMNS = ("price/1k", "busy s", "saved s", "step s", "shift", "oracle")
 NO_TAIL_SHARE = 0.3
-"""With more responses than this at the cap, the cap is what ends a round."""
+"""Share of responses at the cap above which the cap is what ends a round."""
 
 
 def left(seconds: float) -> str:
-    """So long, roughly, in words; nothing of nothing known."""
+    """Roughly how long these seconds are, in words. Empty for 0, which means that nothing is
+    known."""
     minutes = round(seconds / 60)
     if minutes < 2:
         return "about a minute" if seconds > 0 else ""
@@ -28,7 +29,7 @@ def left(seconds: float) -> str:
 
 
 def trust(plan: Plan, real: AsMeasured) -> list[str]:
-    """How far off the simulation is on the run as it was, which a gain should exceed."""
+    """A line on how far off the simulation is on the run as it was, which a gain should exceed."""
     off = real.offset
     direction = "longer" if off > 0 else "shorter"
     told = (
@@ -79,7 +80,7 @@ def _measured_cells(measured: SystemResult, plan: Plan) -> list[str]:
 def _costs(
     plan: Plan, cost_s: float, saved: str, step_s: float, tokens: float, rounds: str
 ) -> list[str]:
-    """The first columns."""
+    """The cells of the first columns."""
     told = [_seconds(cost_s, plan), saved]
     if plan.base.prices is None:
         return [*told, f"{tokens:,.0f}", rounds]
@@ -88,7 +89,7 @@ def _costs(
 
 
 def _label(finding: Finding) -> str:
-    """The factors; the switches of all finalists are the same."""
+    """The factors of a finding; the switches of all finalists are the same."""
     names = [idea.name for idea in finding.candidate.ideas if idea.slot == "factors"]
     return names[0].removeprefix("factors ") if names else "current factors"
 
@@ -114,7 +115,7 @@ def _seconds(value: float, plan: Plan) -> str:
 
 
 def explain(plan: Plan, *, corrected: bool) -> list[str]:
-    """What to do and why, one line each. `corrected`: tail_batching.debias is on."""
+    """Lines on what to do, and why. `corrected`: tail_batching.debias is on."""
     return [
         "",
         *_verdict(plan),
@@ -130,7 +131,7 @@ def _verdict(plan: Plan) -> list[str]:
 
 
 def _pays(plan: Plan) -> list[str]:
-    """One sentence, where tail batching does not pay."""
+    """A sentence for settings under which tail batching does not pay. Empty if it does."""
     if plan.pays:
         return []
     gain, without = "", plan.untailed
@@ -257,7 +258,7 @@ def _small_print(plan: Plan, corrected: bool) -> list[str]:
 
 
 def _prices(plan: Plan) -> list[str]:
-    """What is compared on shared pools."""
+    """A sentence on what is compared on shared pools. Empty without shared pools."""
     prices = plan.base.prices
     if prices is None:
         return []

@@ -106,7 +106,8 @@ class CarryBook:
         self._retracing.clear()
 
     def _place_of(self, sample: SampleId) -> SampleId:
-        return self._replaced.get(sample, sample)._replace(attempt=0)
+        drawn = self._replaced.get(sample, sample)
+        return SampleId(drawn.prompt, drawn.index, 0)
 
 
 @dataclass(slots=True)

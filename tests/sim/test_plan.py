@@ -144,7 +144,7 @@ def test_round_shares_of_special_cases() -> None:
     assert round_shares(TailBatchingConfig(enabled=False), 64) == {"plain": 1.0}
     only_samples = TailBatchingConfig(selection="published", prompt_factor=1.0, sample_factor=1.25)
     assert round_shares(only_samples, 64) == {"short": 1.0}
-    assert round_shares(TailBatchingConfig(prompt_factor="auto"), 64) is None
+    assert round_shares(TailBatchingConfig(selection="published", prompt_factor="auto"), 64) is None
     assert round_shares(TailBatchingConfig(stragglers="pool", prompt_factor=2.0), 64) == {
         "short": 1.0
     }
