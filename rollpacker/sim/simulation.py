@@ -102,7 +102,7 @@ class Simulation:
         )
         self._pipeline, self._verified = machine.pipeline, (carried or responses).verified
         self._num_steps = 0
-        """Asked for."""
+        """Steps that were asked for."""
         self._progress: Callable[[int], None] = lambda steps: None
         self._finished: str | None = None
 
@@ -137,8 +137,8 @@ class Simulation:
         self.clock.run(take, until_s)
 
     def result(self) -> SystemResult:
-        """Of a run that is over; its seconds have waits for pools in them. Raises `ValueError` as
-        `run` does."""
+        """The result of a run that is over. Its seconds contain waits for pools. Raises
+        `ValueError` as `run` does."""
         done, steps = len(self._tally.steps), self._num_steps
         if done < steps:
             hint = "lower the rates of unkind" if self._unkind else "simulate fewer steps"
