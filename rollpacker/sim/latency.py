@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from rollpacker.core.portable import power
-from rollpacker.sim.drafts import Drafts
+from rollpacker.sim.drafts import Drafts, Speculation
 from rollpacker.sim.hardware import GpuSpec, ModelShape
 
 
@@ -30,12 +30,11 @@ class StepCost:
     """Seconds to read the keys and values of one token."""
     per_sequence_s: float
     """Seconds of sampling and bookkeeping of one sequence."""
-    speculation_speedup: float = 1.0
-    """Steps are this much faster while at most `speculation_max_live` sequences run."""
-    speculation_max_live: int = 0
+    speculation: Speculation | None = None
+    """Steps are faster while few sequences run, whatever the kind of round. None: they are not."""
     drafts: Drafts | None = None
-    """Drafts, whose speed-up depends on how many sequences run. They replace the two fields above.
-    None: no drafts."""
+    """Drafts, whose speed-up depends on how many sequences run, instead of `speculation`. None: no
+    drafts."""
     knots: tuple[tuple[float, float], ...] = ()
     """Instead of everything but `per_cached_token_s`, if not empty: (n, seconds of a step of n
     sequences with nothing cached), straight lines between them and beyond the last. For a measured
@@ -48,14 +47,6 @@ class StepCost:
                 raise ValueError(f"{name} must be 0 or more, not {value}")
         if not self.empty_step_s(1) > 0:
             raise ValueError("a decode step must take time: launch_s, bytes_s or per_sequence_s")
-        if not (math.isfinite(self.speculation_speedup) and self.speculation_speedup >= 1):
-            raise ValueError(
-                f"speculation_speedup must be 1 or more, not {self.speculation_speedup}"
-            )
-        if self.speculation_max_live < 0:
-            raise ValueError(
-                f"speculation_max_live must be 0 or more, not {self.speculation_max_live}"
-            )
 
     def step_s(self, num_running: int, cached_tokens: int) -> float:
         """Seconds of one step with `num_running` sequences and `cached_tokens` in the cache."""
@@ -81,7 +72,9 @@ class StepCost:
         """Speed-up by speculative decoding with this number of running sequences."""
         if self.drafts is not None:
             return self.drafts.speedup(num_running)
-        return self.speculation_speedup if num_running <= self.speculation_max_live else 1.0
+        if self.speculation is not None and num_running <= self.speculation.max_live:
+            return self.speculation.speedup
+        return 1.0
 
 
 class LatencyModel(Protocol):
@@ -224,9 +217,6 @@ class DatasheetModel:
     power law."""
     sync_given_s: float | None = None
     """Seconds of the weight sync where they are known. None: the power law."""
-    speculation_speedup: float = 1.0
-    """Speculative decoding: see `StepCost`."""
-    speculation_max_live: int = 0
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1:
@@ -276,8 +266,6 @@ class DatasheetModel:
             bytes_s=gpu_bytes / bytes_per_s + collective_s,
             per_cached_token_s=self._kv_token_bytes(tensor_parallel) / bytes_per_s,
             per_sequence_s=c.per_sequence_s,
-            speculation_speedup=self.speculation_speedup,
-            speculation_max_live=self.speculation_max_live,
         )
 
     def kv_tokens(self, tensor_parallel: int) -> int:

@@ -224,11 +224,7 @@ class Rollout:
             if machine.drafts is not None:
                 cost = replace(cost, drafts=machine.drafts)
             if speculate and machine.speculation is not None:
-                cost = replace(
-                    cost,
-                    speculation_speedup=machine.speculation.speedup,
-                    speculation_max_live=machine.speculation.max_live,
-                )
+                cost = replace(cost, speculation=machine.speculation)
             engines = [
                 TokenClockEngine(
                     cost,
