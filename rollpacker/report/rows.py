@@ -62,7 +62,7 @@ class Table(Sequence[Mapping[str, Any]]):
 
     def _meant(self, name: str) -> str:
         from rollpacker.did_you_mean import did_you_mean
-        from rollpacker.report.other_names import here_it_is
+        from rollpacker.report.metrics import here_it_is
 
         of_others = here_it_is(name, self.columns) if self._of_metrics else ""
         return of_others or did_you_mean(name, self.columns)

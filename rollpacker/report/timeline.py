@@ -233,7 +233,7 @@ def _draw_samples(axes: Axes, steps: Sequence[StepHistory], clock: _Clock, lanes
 
 
 def _draw_band(axes: Axes, steps: Sequence[StepHistory], clock: _Clock) -> None:
-    """What the run did: rollout in grey, the other phases in colour."""
+    """Draw what the run did: rollout in grey, the other phases in colour."""
     for step in steps:
         if step.rollout_start_s is not None:
             left, right = clock(step.rollout_start_s), clock(step.rollout_end_s or step.end_s)
