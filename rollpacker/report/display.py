@@ -273,15 +273,13 @@ class LiveDisplay:
 
         state = self._state
         done, total = state.accounting.history.last_step, state.total_steps
+        head, tail = f"step {numbered(done, total)}", f"  {elapsed(state)}"
         if total is None:
-            return Text.assemble((f"step {done}", "bold"), f"  {elapsed(state)}")
-        left = None if state.is_over else state.left_s()
-        if done > total:  # the steps that empty the long queue come on top
-            head = f"step {numbered(done, total)}"
-            tail = f"  {elapsed(state)}" if state.is_over else "  finishing deferred prompts"
-        else:
-            head = f"step {done}/{total}"
-            tail = f"  {elapsed(state)}" + (f", {clock(left)} left" if left else "")
+            return Text.assemble((head, "bold"), tail)
+        if not state.is_over and done > total:  # steps that empty the long queue come on top
+            tail = "  finishing deferred prompts"
+        elif not state.is_over and (left := state.left_s()):
+            tail += f", {clock(left)} left"
         room = max(10, width - len(head) - max(len(tail), 24) - 2)
         full = round(room * min(1.0, done / total)) if total else 0
         return Text.assemble(

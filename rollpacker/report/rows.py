@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
 
 from rollpacker.imports import require
+from rollpacker.report.writing import printable
 
 NUM_SHOWN = 5
 """Rows at each end that a notebook is shown."""
@@ -105,11 +106,5 @@ def _cell(value: Any) -> str:
     """Untrusted text: escaped, on one line, control characters made visible."""
     if value is None:
         return ""
-    text = f"{value:.4g}" if isinstance(value, float) else inert(str(value))
+    text = f"{value:.4g}" if isinstance(value, float) else printable(str(value))
     return html.escape(text if len(text) <= MAX_CELL else text[: MAX_CELL - 3] + "...")
-
-
-def inert(text: str) -> str:
-    """Control characters and half surrogates, by which a text could act on what shows it, as
-    escapes."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
