@@ -101,8 +101,8 @@ class Bus:
             self.take_alone(event)
 
     def take_alone(self, event: Event) -> None:
-        """As `take`, on a bus that a single thread uses: without its lock, which takes some 4 % of a
-        simulation's time."""
+        """As `take`, on a bus that a single thread uses: without its lock, which takes some 4 % of
+        a simulation's time."""
         answers = self._answers
         if self._is_busy:
             answers.append(event)
