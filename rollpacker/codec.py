@@ -346,6 +346,7 @@ class Codec:
     JSON would have it, tuples as lists."""
 
     def __init__(self, *types: type | Kind) -> None:
+        self.types = types
         self._codes: dict[type, int] = {}
         self._kinds: dict[int, Kind] = {}
         """By code, of types that are written by themselves."""

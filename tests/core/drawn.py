@@ -17,7 +17,7 @@ from rollpacker.core.ids import PromptId, SampleId
 
 TEXTS = st.text(max_size=6)
 FLOATS = st.floats(allow_nan=False)
-NUMBERS = st.integers(-(2**40), 2**40)
+NUMBERS = st.integers(-(2**31), 2**31 - 1)
 PROMPTS = st.builds(
     PromptId, st.sampled_from(["gsm8k", "a/b", "ä#1.2"]), st.integers(0, 3), st.integers(0, 99)
 )
@@ -58,6 +58,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(values(arguments[0]), st.integers(1, 99), max_size=3).map(Counter)
     if origin is np.ndarray:
         dtype = get_args(arguments[1])[0]
+        dtype = {np.integer: np.int64, np.floating: np.float32}.get(dtype, dtype)
         return st.lists(st.integers(0, 99), max_size=4).map(lambda found: np.array(found, dtype))
     if isinstance(hint, type) and issubclass(hint, Enum):
         return st.sampled_from(hint)
