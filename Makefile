@@ -207,6 +207,7 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python docs/make_simulation.py
 	$(BIN)/python docs/make_tail_batching.py
 	$(BIN)/python docs/make_pipeline.py
+	$(BIN)/python docs/make_proofs.py
 
 site: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -17,7 +17,6 @@ was drawn once more.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
@@ -27,10 +26,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
+from typing import Any
 
 import policies
 import torch
-from machine import write_result
+from lab import bench
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -47,7 +47,7 @@ from rollpacker.engines.engine import (
     Response,
     SamplingParams,
 )
-from rollpacker.run.parts import parts
+from rollpacker.run.parts import policy as build
 
 TIE = 1e-5
 SLOTS = 64
@@ -302,7 +302,7 @@ def _load(model: PreTrainedModel, state: Weights) -> None:
 def quickstart_batches(dice: random.Random) -> Iterator[tuple[list[GenerationRequest], list[int]]]:
     """Prompts, and the steps of the policies that they are launched under."""
     config = policies.quickstart()
-    policy = parts.load_policy(config, threads=1)
+    policy = build.load_policy(config, threads=1)
     asyncio.run(policy.engine.close())
     rows = sorted(policy.train_prompts.rows, key=lambda row: -len(row.tokens))
     # Long sums have long answers, of which much can be carried.
@@ -330,7 +330,7 @@ def quickstart_arm(num_tokens: int, seed: int, *, complement: bool) -> Counts:
     torch.set_num_threads(1)
     dice, counts = random.Random(seed), Counts()
     config = policies.quickstart()
-    policy = parts.load_policy(config, model_path=str(policies.policy_folder(20)), threads=1)
+    policy = build.load_policy(config, model_path=str(policies.policy_folder(20)), threads=1)
     asyncio.run(policy.engine.close())
     for requests, steps in quickstart_batches(dice):
         weights = [load_file(policies.policy_folder(s) / "model.safetensors") for s in steps]
@@ -403,33 +403,30 @@ def described(counts: Counts) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=500_000, help="of the quickstart's policies")
-    parser.add_argument("--wide-tokens", type=int, default=30_000)
-    parser.add_argument("--complement-tokens", type=int, default=80_000)
-    parser.add_argument("--processes", type=int, default=4)
-    args = parser.parse_args()
+PROCESSES = 4
+
+
+def main(
+    tokens: int = 500_000, wide_tokens: int = 30_000, complement_tokens: int = 80_000
+) -> dict[str, Any]:
     policies.policy_folder(1)
-    spread = range(args.processes)
-    with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
-        share = args.tokens // args.processes
+    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
         running = {
             "quickstart": [
-                pool.submit(quickstart_arm, share, seed, complement=False) for seed in spread
+                pool.submit(quickstart_arm, tokens // PROCESSES, seed, complement=False)
+                for seed in range(PROCESSES)
             ],
             "complement": [
-                pool.submit(quickstart_arm, args.complement_tokens // 2, seed, complement=True)
+                pool.submit(quickstart_arm, complement_tokens // 2, seed, complement=True)
                 for seed in (100, 101)
             ],
-            "wide vocabulary": [pool.submit(wide_arm, args.wide_tokens, 0)],
+            "wide vocabulary": [pool.submit(wide_arm, wide_tokens, 0)],
         }
-        arms = {
-            name: together([one.result() for one in started]) for name, started in running.items()
+        return {
+            name: described(together([one.result() for one in started]))
+            for name, started in running.items()
         }
-    write_result("carry_exact", {name: described(counts) for name, counts in arms.items()})
-    assert not any(counts.different for counts in arms.values())
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, holds=lambda found: not any(arm["different"] for arm in found.values()))

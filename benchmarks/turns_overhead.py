@@ -18,7 +18,6 @@ counts for those who call them. Exit code 1 above 5 % of a step.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import cProfile
 import dataclasses
@@ -35,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench
 
 sys.path.insert(0, str(ROOT))  # for the tests' fakes and tokenizers
 
@@ -56,10 +55,10 @@ from rollpacker.environments.environment import EnvironmentConfig
 from rollpacker.environments.supervised import SupervisedEnvironments
 from rollpacker.run.driver import Controller, Parts
 from rollpacker.run.driving import python_set_for_runs
-from rollpacker.run.engines import Engines, Weights
-from rollpacker.run.event_log import LogWriter
+from rollpacker.run.folder.event_log import LogWriter
+from rollpacker.run.folder.samples import SampleWriter
 from rollpacker.run.parts.environments import Turns
-from rollpacker.run.samples import SampleWriter
+from rollpacker.run.ports.engines import Engines, Weights
 from rollpacker.trainer.trainer import HandOver
 from tests.dialogue.families import FAMILIES, tokenizer_of
 from tests.run.fakes import FakeReward, FakeTrainer, build_samples, run_config
@@ -84,13 +83,13 @@ class AtOnce:
 """
 PARTS = {
     "core": ("rollpacker/core/",),
-    "bus and log": ("rollpacker/bus.py", "run/event_log.py", "core/records.py"),
+    "bus and log": ("rollpacker/bus.py", "run/folder/event_log.py", "core/records.py"),
     "tokens": ("rollpacker/dialogue/", "rollpacker/chat_template.py", "tokenizers", "transformers"),
     "calls of environments": (
         *("rollpacker/environments/", "rollpacker/workers/", "rollpacker/rewards/"),
         *("/json/", "/asyncio/", "/selectors.py", "/socket.py"),
     ),
-    "player and episodes": ("run/player.py", "run/episodes.py"),
+    "player and episodes": ("run/ports/player.py", "run/ports/episodes.py"),
     "other ports": ("rollpacker/run/",),
 }
 """By parts of a file's path; the last that fits."""
@@ -251,7 +250,7 @@ def make(folder: Path, steps: int, tokens_per_s: float) -> tuple[Controller, Pac
         decode=partial(text, skip_special_tokens=True),
         render=partial(text, skip_special_tokens=False),
         log=LogWriter(folder / "events.jsonl"),
-        samples=SampleWriter(folder / "samples", folder / "evaluations"),
+        samples=SampleWriter(folder),
         player=turns.player(0),
     )
     controller = Controller(config, parts, checkpoints=folder / "checkpoints", time_s=0.0)
@@ -336,24 +335,14 @@ def largest(stats: pstats.Stats) -> list[str]:
     return [f"{own_s / total:.3f} {where} ({calls} calls)" for own_s, where, calls in rows[:15]]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--tokens-per-s", type=float, default=20_000.0)
-    parser.add_argument("--no-result", action="store_true", help="write no result file")
-    args = parser.parse_args()
+def main(steps: int = 2, tokens_per_s: float = 20_000.0, quick: bool = False) -> dict[str, Any]:
     measure(1, 1e7, profiled=False)  # caches and imports
-    found = measure(args.steps, args.tokens_per_s, profiled=False)
+    found = measure(1 if quick else steps, tokens_per_s, profiled=False)
     print(found, flush=True)
-    profiled = measure(1, args.tokens_per_s, profiled=True)
-    found |= {"tokens_per_s": args.tokens_per_s, "parts": profiled["parts"]}
-    print(profiled["parts"], *profiled["largest"], sep="\n")
-    if not args.no_result:
-        write_result("turns_overhead", found)
-    if found["share_of_a_step"] > BOUND:
-        print(f"missed: {found['share_of_a_step']:.1%} of a step is more than {BOUND:.0%}")
-    return int(found["share_of_a_step"] > BOUND)
+    profiled = measure(1, tokens_per_s, profiled=True)
+    print(*profiled["largest"], sep="\n")
+    return found | {"tokens_per_s": tokens_per_s, "parts": profiled["parts"]}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, holds=lambda found: found["share_of_a_step"] <= BOUND)

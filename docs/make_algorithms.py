@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any, get_args
 from rollpacker.algo.config import AlgorithmConfig, Name
 from rollpacker.algo.row import Row
 from rollpacker.algo.table import ALGORITHMS
-from rollpacker.algo.trl import EQUAL_SETTINGS
 
 PAGE = Path(__file__).resolve().parent / "algorithms.md"
 _TABLE = re.compile(r"(<!-- table: ([a-z]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -44,6 +44,9 @@ def needs_table() -> str:
 
 def trl_table() -> str:
     """Settings of TRL and ours that mean the same."""
+    sys.path.insert(0, str(PAGE.parents[1]))
+    from tests.algo.trl_settings import EQUAL_SETTINGS
+
     rows = [
         [equal.trainer, _settings(equal.trl) or "(defaults)", _settings(equal.ours)]
         for equal in EQUAL_SETTINGS

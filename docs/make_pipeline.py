@@ -15,7 +15,7 @@ from typing import Any
 from make_simulation import figure, filled, result, save, table
 from matplotlib.patches import Patch
 
-from rollpacker.pipeline.sim.picture import OP_COLOURS, OP_WORDS, draw_sweep, longest_s
+from rollpacker.pipeline.sim.show import OP_COLOURS, OP_WORDS, draw_sweep, longest_s
 from rollpacker.sim.scenario import load_scenario, with_pipeline
 from rollpacker.sim.simulate import simulate
 

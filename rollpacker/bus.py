@@ -31,7 +31,7 @@ Routes = Mapping[type[Command], Callable[[Any], None]]
 takes time is begun here and answered by an event later."""
 
 Sink = Callable[[Entry], None]
-"""Whoever is given every entry of the event log, in order, under the lock; must be quick."""
+"""Is given every entry of the event log, in order, under the lock; must be quick."""
 
 
 class Clock(Protocol):

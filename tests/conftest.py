@@ -15,7 +15,6 @@ from tests import guard
 
 guard.install()  # before a module under test imports a function by its name
 
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,9 +32,12 @@ _FIXED = bool(os.environ.get("CI") or os.environ.get("ROLLPACKER_FIXED_EXAMPLES"
 settings.load_profile("ci" if _FIXED else "here")
 
 _ORDER = (
-    *("core", "config", "report", "data", "examples", "endpoints", "processes", "sandbox"),
-    *("rewards", "cli", "controller", "trainer", "rollout"),
+    *("core", "config", "report", "data", "examples", "endpoints", "workers", "sandbox"),
+    *("rewards", "cli", "run", "trainer", "engines"),
 )
+
+_BEGAN = pytest.StashKey[float]()
+_SECONDS = "processor_s"
 
 # -- which tests run ---------------------------------------------------------------
 
@@ -74,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             draw(item, at_least=tiers.NIGHTLY_EXAMPLES)
         elif tier == "quick" and own == "quick":
             draw(item, at_most=tiers.QUICK_EXAMPLES)
-        elif not tiers.runs(own, tier):
+        elif not tiers.runs(item.nodeid, own, tier):
             left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -112,6 +114,7 @@ def draw(item: pytest.Item, *, at_least: int = 0, at_most: int | None = None) ->
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """Watches from here on, so that fixtures of a module are watched, too: in a quick run alone,
     since in a full one it would only find again what `make check` has found."""
+    item.stash[_BEGAN] = durations.processor_seconds()
     is_quick = item.config.getoption("tier") == "quick" and tier_of(item) == "quick"
     guard.watch(item.nodeid if is_quick else None)
     return (yield)
@@ -120,6 +123,8 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     result = yield
+    seconds = durations.processor_seconds() - item.stash[_BEGAN]
+    item.user_properties.append((_SECONDS, seconds))
     refused = guard.watch(None)
     if refused:
         pytest.fail("\n".join(refused), pytrace=False)
@@ -129,11 +134,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 # -- how long they take ------------------------------------------------------------
 
 
-_durations: dict[str, float] = defaultdict(float)
+_durations: dict[str, float] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _durations[report.nodeid] += report.duration
+    """A worker's processor seconds reach the process that records them in the last report."""
+    if report.when == "teardown":
+        _durations[report.nodeid] = dict(report.user_properties).get(_SECONDS, 0.0)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -144,5 +151,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto` is one for each processor that this process may use, hyperthreads included."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """`-n auto` is three for two processors that this process may use, hyperthreads included: a
+    third of what tests take they wait for processes."""
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)) * 3 // 2)
+    return os.cpu_count() or 1

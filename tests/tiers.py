@@ -1,13 +1,16 @@
 """Which tests run when: quick, full or nightly.
 
 A test has the tier of the longest row that its id begins with: of its folder, its file, or its own
-name. A fixture in `FIXTURES` moves whatever uses it to a later tier.
+name. A fixture in `FIXTURES` moves whatever uses it to a later tier, and so do the seconds that
+were recorded of a test: `LONGEST_S`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Literal
+
+from tests import durations
 
 Tier = Literal["quick", "full", "nightly"]
 """When a test runs. quick: `make check`, and with every other; full: `make test`, with quick;
@@ -24,7 +27,7 @@ FOLDERS: dict[str, Tier] = {
         (
             *("tests/algo/", "tests/config/", "tests/run/", "tests/core/", "tests/data/"),
             *("tests/dialogue/", "tests/docker/", "tests/drills/", "tests/endpoints/"),
-            *("tests/golden/", "tests/report/", "tests/sim/", "tests/serving/", "tests/test_"),
+            *("tests/golden/", "tests/report/", "tests/sim/", "tests/test_"),
         ),
         "quick",
     ),
@@ -35,6 +38,57 @@ FOLDERS: dict[str, Tier] = {
 }
 """Beginning of the ids of a folder's tests -> their tier. Where a row below begins longer, it
 holds."""
+
+SLOW: dict[str, str] = {
+    **dict.fromkeys(
+        ("tests/core/", "tests/config/", "tests/golden/", "tests/report/test_", "tests/sim/"),
+        "pure, with as many examples as the decisions need; a quick run tries a few",
+    ),
+    **dict.fromkeys(("tests/test_", "tests/docs/test_site"), "looks at every file"),
+    **dict.fromkeys(
+        (
+            "tests/run/test_salvage.py::test_a_real_round_is_taken_up",
+            "tests/run/test_order_only.py::test_a_frozen_policy_is_trained_on_the_same_responses[0]",
+            "tests/run/test_turns.py::test_a_resumed_run_is_the_uninterrupted_one",
+            "tests/run/test_carried_turns.py::test_under_the_same_weights_only_the_order_changes[q",
+            "tests/integrations_trl/test_rollout_function.py::test_only_the_order_changes[default]",
+        ),
+        "the promise of the project, once for each way in which it is kept",
+    ),
+    **dict.fromkeys(
+        (
+            "tests/docs/test_pages.py::test_a_command_runs[init quickstart]",
+            "tests/cli/test_python.py::test_it_takes_a_dict_functions_and_rows",
+        ),
+        "what a user tries first",
+    ),
+    **dict.fromkeys(
+        (
+            "tests/engines/test_conformance.py::test_one_that_joins_later_reads_what_the_others_have"
+            "[embedded in a process]",
+            "tests/trainer/pipeline/test_open_sweep.py::test_portions_that_come_at_any_time_change_no"
+            "_bit[(2, 1)",
+            "tests/trainer/pipeline/test_stages.py::test_no_order_and_no_delay_changes_a_bit[(2",
+            "tests/environments/test_tools.py::test_what_goes_wrong_is_told_to_the_model_and_counted"
+            "[fails",
+            "tests/sandbox/test_attacks.py::test_contained[bwrap python: own environment]",
+        ),
+        "one of many that differ in a parameter; the others are nightly",
+    ),
+}
+"""Beginning of the ids of tests that take more than `LONGEST_S` -> why they are not nightly."""
+
+LONGER = (
+    "tests/rewards/test_code_corpus.py",
+    "tests/rewards/test_verdicts.py",
+    "tests/rewards/test_worker.py",
+    "tests/rewards/test_worker_pool.py",
+)
+"""Files that a nightly run runs, too, and with more cases: `ROLLPACKER_FULL=1` asks for those."""
+
+LONGEST_S = 2.0
+"""A test that takes more processor seconds, by `durations.json`, is nightly unless a row of `SLOW`
+says why it is not. On two busy cores that is about three seconds."""
 
 FIXTURES: dict[str, Tier] = {"built": "nightly", "command": "nightly"}
 """Fixture -> the earliest tier of a test that uses it."""
@@ -65,12 +119,23 @@ MOVED: dict[str, tuple[Tier, str]] = {
     ),
     **_rows(
         "full",
+        "ports and engines in threads, which are waited for",
+        "tests/run/test_driver.py",
+        "tests/run/test_engines.py",
+        "tests/run/test_parts.py",
+        "tests/run/test_pools.py",
+        "tests/run/test_shared_devices.py",
+        "tests/run/test_trainer_faults.py",
+    ),
+    **_rows(
+        "full",
         "starts a process",
         "tests/algo/test_config.py::test_the_package_loads_no_torch",
+        "tests/dialogue/test_call_formats.py::test_a_turn_that_repeats_itself",
+        "tests/docs/test_many_jobs_page.py::test_the_batch_script_is_bash",
         "tests/drills/test_engine_drill.py::test_a_run_with_an_engine_of_one_row",
         "tests/golden/test_golden.py::test_seeded_loss_curves",
         "tests/golden/test_processors.py",
-        "tests/run/test_driver.py::test_the_controller_does_not_import_torch",
         "tests/run/test_salvage.py::test_a_real_round_is_taken_up",
         "tests/sim/test_plan.py::test_processes_change_nothing",
         "tests/sim/test_purity.py::test_the_log_is_the_same_under_every_hash_seed_and_replays[",
@@ -78,7 +143,7 @@ MOVED: dict[str, tuple[Tier, str]] = {
         "tests/test_layering.py::test_light_modules_load_nothing_heavy",
         "tests/test_layering.py::test_cli_module_loads_no_config_libraries",
         "tests/test_layering.py::test_help_answers_at_once",
-        "tests/test_optional_packages.py::test_a_run_needs_none_of_them",
+        "tests/test_optional_packages.py",
         "tests/test_quickstart_files.py::test_the_script_writes_the_same_bytes_again",
         "tests/test_weight_buffer.py",
     ),
@@ -157,6 +222,8 @@ MOVED: dict[str, tuple[Tier, str]] = {
         "tests/cli/test_operating.py::test_on_a_terminal_the_panel_stays",
         "tests/cli/test_operating.py::test_under_nohup",
         "tests/cli/test_operating.py::test_verbose_shows",
+        "tests/cluster_service/test_chaos.py",
+        "tests/cluster_service/test_chaos_runs.py",
         "tests/cluster_service/test_cold_start.py",
         "tests/cluster_service/test_together.py",
     ),
@@ -177,7 +244,6 @@ MOVED: dict[str, tuple[Tier, str]] = {
         "nightly",
         "the libraries themselves, which start services and processes of their own",
         "tests/remote/test_ray.py",
-        "tests/trackers/test_tracked_run.py::test_a_library_holds_metrics_jsonl",
         "tests/trackers/test_trackers.py::test_a_killed_run_goes_on_as_the_same_run",
         "tests/trackers/test_trackers.py::test_doctor_says_which_can_be_used",
     ),
@@ -196,6 +262,7 @@ MOVED: dict[str, tuple[Tier, str]] = {
     **_rows(
         "nightly",
         "600 attacks; in full those below",
+        "tests/sandbox/test_left_behind.py",
         "tests/sandbox/test_attacks.py::test_contained",
         "tests/sandbox/test_attacks.py::test_without_a_sandbox_the_harness_sees_the_escape",
     ),
@@ -227,12 +294,15 @@ def tier_of(test: str, fixtures: Iterable[str] = ()) -> Tier:
     """The tier of the test with that id, which uses those fixtures."""
     begin = row(test)
     own = MOVED[begin][0] if begin in MOVED else FOLDERS[begin]
+    if durations.listed().get(test, 0.0) > LONGEST_S and not test.startswith(tuple(SLOW)):
+        own = "nightly"
     return max((own, *(FIXTURES.get(name, own) for name in fixtures)), key=_LATER.index)
 
 
 _LATER: tuple[Tier, ...] = ("quick", "full", "nightly")
 
 
-def runs(own: Tier, asked: str) -> bool:
-    """Whether a test of that tier runs if that one is asked for."""
-    return asked in ("all", own) or (asked == "full" and own == "quick")
+def runs(test: str, own: Tier, asked: str) -> bool:
+    """Whether the test with that id and of that tier runs if that one is asked for."""
+    longer = asked == "nightly" and test.startswith(LONGER)
+    return longer or asked in ("all", own) or (asked == "full" and own == "quick")

@@ -11,9 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.cli.arguments import add_overrides
+
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
-    from rollpacker.run.evaluation import EvalResult
+    from rollpacker.run.ports.evaluation import EvalResult
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,13 +25,7 @@ def add_parser(subparsers: Any) -> None:
         description="Evaluate a run's newest checkpoint, or a model folder, on held-out prompts.",
     )
     parser.add_argument("target", metavar="RUN_OR_MODEL", help="a run's folder or a model's folder")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=(),
-        metavar="key=value",
-        help="replace single settings of the config",
-    )
+    add_overrides(parser, "replace single settings of the config")
     parser.add_argument(
         "--task",
         metavar="TASK_OR_CONFIG",
@@ -46,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate, and return the exit code. Raises `ValueError` for what the user can mend."""
     import asyncio
 
-    from rollpacker.run.hub import look_for_hub
+    from rollpacker.run.parts.hub import look_for_hub
 
     if args.k is not None and args.k < 1:
         raise ValueError("-k must be at least 1")
@@ -70,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(metrics: Mapping[str, float]) -> Iterator[str]:
-    """One for each metric, its standard error beside it."""
+    """A line for each metric, with its standard error."""
     for name, value in metrics.items():
         name = name.removeprefix("eval/")
         if not name.startswith("stderr/"):
@@ -108,7 +104,7 @@ def _is_run(target: Path) -> bool:
 def model_of(target: Path) -> str:
     """The folder of a run's newest model, of one of its checkpoints' model, or `target` itself.
     Raises `CheckpointError` for a run without a checkpoint."""
-    from rollpacker.run.checkpoint import newest_checkpoint
+    from rollpacker.run.folder.checkpoint import newest_checkpoint
 
     if _is_run(target):
         return str(newest_checkpoint(target / "checkpoints").folder / "model")
@@ -144,8 +140,8 @@ def _task_config(task: str, model: str, overrides: list[str]) -> RunConfig:
 async def _evaluate(config: RunConfig, model: str) -> EvalResult:
     from rollpacker.engines.collect import collect
     from rollpacker.rewards.reward import Progress
-    from rollpacker.run.evaluation import evaluate
-    from rollpacker.run.parts.parts import load_policy
+    from rollpacker.run.parts.policy import load_policy
+    from rollpacker.run.ports.evaluation import evaluate
 
     policy = load_policy(config, model_path=model)
     if policy.eval_prompts is None:

@@ -1,4 +1,4 @@
-"""What `rollpacker doctor` finds out about a machine: one `Finding` per fact, with its cure.
+"""Finds out about a machine for `rollpacker doctor`: one `Finding` per fact, with its cure.
 
 Nothing here changes anything. Torch is imported inside functions.
 """
@@ -10,10 +10,11 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from rollpacker.run.parts import this_host
 
 GIB = 1 << 30
 LOW_MEMORY_GIB = 4
@@ -23,10 +24,6 @@ LOW_SHARED_MIB = 256
 LOW_OPEN_FILES = 1024
 LOW_PROCESSES = 512
 
-_CGROUPS = Path("/sys/fs/cgroup")
-_NO_LIMIT = 1 << 60
-"""Kernels write about 2**63 where there is none."""
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -35,7 +32,7 @@ class Finding:
     name: str
     text: str
     cure: str = ""
-    """One sentence, for all that is not ok."""
+    """One sentence. Empty for what is ok."""
     details: dict[str, Any] = field(default_factory=dict)
 
 
@@ -62,8 +59,8 @@ def packages() -> Finding:
 
 
 def _wrong(extra: str) -> list[str]:
-    """What is missing, or has another version, of the packages that we need; of an extra those that
-    it adds to these."""
+    """Packages that are missing or have another version than we need, in words. `extra`: those that
+    this extra adds; "" for those that are always needed."""
     from importlib.metadata import PackageNotFoundError, requires, version
 
     from packaging.requirements import Requirement
@@ -86,9 +83,7 @@ def _wrong(extra: str) -> list[str]:
 
 def cpus() -> Finding:
     """Processors that this process may really use."""
-    affine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    usable: float = affine or os.cpu_count() or 1
-    quota = cgroup_cpus()
+    usable, quota = this_host.shown_cpus(), this_host.cgroup_cpus()
     if quota is None or quota >= usable:
         return Finding("ok", "processors", f"{usable:g}", details={"usable": usable})
     text = f"{quota:g} by the cgroup's quota, though {usable:g} are shown"
@@ -97,8 +92,8 @@ def cpus() -> Finding:
 
 
 def memory() -> Finding:
-    total, free = _memory_bytes()
-    limit = cgroup_memory_bytes()
+    total, free = this_host.memory_bytes()
+    limit = this_host.cgroup_memory_bytes()
     text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
     if limit is not None and limit < total:
         text += f"; this cgroup may use {limit / GIB:.1f} GiB"
@@ -198,67 +193,8 @@ def _gpu(number: int, driver: str | None) -> Finding:
     return Finding("warn", f"gpu {number}", text, f"{'; '.join(cures)}.")
 
 
-def cgroup_cpus() -> float | None:
-    """The smallest quota from here up, in processors. None: no quota."""
-    quotas = []
-    for text in _cgroup_files("cpu", "cpu.max"):
-        quota, _, period = text.partition(" ")
-        if quota.isdigit():
-            quotas.append(int(quota) / int(period or 100_000))
-    for quota, period in zip(
-        _cgroup_files("cpu", "cpu.cfs_quota_us"),
-        _cgroup_files("cpu", "cpu.cfs_period_us"),
-        strict=False,
-    ):
-        if quota.isdigit() and period.isdigit():
-            quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)
-
-
-def cgroup_memory_bytes() -> int | None:
-    """The smallest limit from here up. None: no limit."""
-    names = ("memory.max", "memory.limit_in_bytes")
-    texts = [text for name in names for text in _cgroup_files("memory", name)]
-    limits = [int(text) for text in texts if text.isdigit()]
-    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
-
-
-def _cgroup_files(controller: str, name: str) -> Iterator[str]:
-    """Contents of this file in our own cgroup and in those above it, of version 1 or 2."""
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0":
-            mounts = [_CGROUPS, _CGROUPS / "unified"]
-        elif controller in controllers.split(","):
-            mounts = [_CGROUPS / controller, _CGROUPS / controllers]
-        else:
-            continue
-        for mount in dict.fromkeys(mounts):
-            folder = mount / path.strip("/")
-            while folder.is_relative_to(mount):
-                if text := _read(folder / name).strip():
-                    yield text
-                folder = folder.parent
-
-
-def _memory_bytes() -> tuple[int, int]:
-    """Bytes of memory that the machine has, and that are free for programs."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    found = re.search(r"MemAvailable:\s*(\d+) kB", _read(Path("/proc/meminfo")))
-    return total, int(found[1]) << 10 if found else total
-
-
 def _driver() -> str | None:
     """The version of NVIDIA's driver; None where there is no driver."""
-    text = _read(Path("/proc/driver/nvidia/version"))
+    text = this_host.read_text(Path("/proc/driver/nvidia/version"))
     found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
     return found[1] if found else ("of unknown version" if text else None)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.cli.arguments import add_overrides
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -13,9 +15,9 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.core.ids import SampleId
     from rollpacker.data.dataset import PromptRow
-    from rollpacker.run.parts.parts import Inputs
-    from rollpacker.run.player import Player
-    from rollpacker.run.playing import Generate, LetGo
+    from rollpacker.run.parts.policy import Inputs
+    from rollpacker.run.ports.player import Player
+    from rollpacker.run.ports.playing import Generate, LetGo
 
 
 def add_parser(subparsers: Any) -> None:
@@ -30,13 +32,7 @@ def add_parser(subparsers: Any) -> None:
         "Ctrl-D ends the episode.",
     )
     parser.add_argument("config", metavar="CONFIG", help="a YAML file with an `environment`")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=(),
-        metavar="key=value",
-        help="replace single settings of the config",
-    )
+    add_overrides(parser, "replace single settings of the config")
     parser.add_argument(
         "--model",
         metavar="RUN_OR_MODEL",
@@ -63,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.cli.eval import model_of
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
-    from rollpacker.run.hub import look_for_hub
+    from rollpacker.run.parts.hub import look_for_hub
 
     config = load_config(args.config, args.overrides, RunConfig)
     if config.environment is None:
@@ -90,7 +86,7 @@ async def _play(config: RunConfig, args: argparse.Namespace, model: str | None) 
     from rollpacker.cli.by_hand import ByHand
     from rollpacker.cli.stage import Stage
     from rollpacker.engines.collect import collect
-    from rollpacker.run.parts.parts import load_inputs, load_policy
+    from rollpacker.run.parts.policy import load_inputs, load_policy
 
     policy = None
     if args.model is None:
@@ -154,8 +150,8 @@ async def _episode(
     """Raises `ValueError` if the environment was lost."""
     from rollpacker.cli.by_hand import StoppedByHand
     from rollpacker.rewards.reward import Progress
-    from rollpacker.run.evaluation import reward_input
-    from rollpacker.run.playing import play_all
+    from rollpacker.run.ports.evaluation import reward_input
+    from rollpacker.run.ports.playing import play_all
 
     sample, row = asked
     assert inputs.turns is not None

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.cli.arguments import add_overrides
+
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.engines.engine import SamplingParams
-    from rollpacker.serving.endpoint import Endpoint
-    from rollpacker.serving.sessions import Sessions
     from rollpacker.trainer.trainer import ModelConfig
 
 PORT = 8000
 LOOPBACK = "127.0.0.1"
 MAX_RESPONSE_TOKENS = 1024
-"""Where neither a request nor a config says."""
+"""Most tokens of a response where neither the request nor a config says."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,13 +33,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "target", metavar="RUN_OR_MODEL", help="a run's folder, a model's folder, or a config"
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=(),
-        metavar="key=value",
-        help="replace single settings of the config",
-    )
+    add_overrides(parser, "replace single settings of the config")
     parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; 0: a free one")
     parser.add_argument("--host", default=LOOPBACK, help=f"default {LOOPBACK}: this machine alone")
     parser.add_argument("--token", help="what clients must send; one is made if left out")
@@ -59,7 +53,7 @@ class _Target:
 
     @property
     def sampling(self) -> SamplingParams:
-        """What a request does not say."""
+        """The settings for what a request does not say."""
         from rollpacker.engines.engine import SamplingParams
 
         if self.config is None:
@@ -91,11 +85,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _target(args: argparse.Namespace) -> _Target:
-    """Which model, and what else is known of it."""
+    """The model that is to be served, and its config if it has one."""
     from rollpacker.config.earlier import as_it_was
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
-    from rollpacker.run.checkpoint import newest_checkpoint
+    from rollpacker.run.folder.checkpoint import newest_checkpoint
     from rollpacker.trainer.trainer import ModelConfig
 
     path = Path(args.target)
@@ -130,11 +124,11 @@ async def _serve(args: argparse.Namespace, target: _Target) -> None:
     from rollpacker.engines.embedded.attention import install_attention
     from rollpacker.engines.engine import EngineConfig
     from rollpacker.engines.table import BRING_THEIR_OWN_MODEL
-    from rollpacker.run.parts.parts import make_engine
-    from rollpacker.run.parts.threads import set_threads
+    from rollpacker.run.parts.policy import engine_in_process, set_threads
+    from rollpacker.serving.endpoint import Endpoint
     from rollpacker.serving.policy import EnginePolicy
     from rollpacker.serving.sessions import Sessions
-    from rollpacker.trainer.model import load_model
+    from rollpacker.trainer.model import context_tokens, load_model
 
     dialogue = _dialogue(target)
     sessions = Sessions(dialogue, record=args.record)
@@ -144,7 +138,7 @@ async def _serve(args: argparse.Namespace, target: _Target) -> None:
         install_attention(loaded.model)
     if target.config is not None:
         set_threads(target.config, loaded, None)
-    engine = make_engine(loaded, engine_config)
+    engine = engine_in_process(loaded, engine_config)
     died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     token = args.token or secrets.token_urlsafe(24)
 
@@ -154,8 +148,15 @@ async def _serve(args: argparse.Namespace, target: _Target) -> None:
 
     try:
         policy = EnginePolicy(engine, fail)
-        endpoint = _endpoint(target, policy, sessions, loaded.tokenizer, token)
-        server = endpoint.server()
+        server = Endpoint(
+            policy.draw,
+            sessions,
+            name=target.name,
+            token=token,
+            sampling=target.sampling,
+            max_context_tokens=context_tokens(target.model.path),
+            text_of=lambda tokens: str(loaded.tokenizer.decode(list(tokens))),
+        ).server()
         try:
             port = await server.open(args.port, args.host)
         except OSError as error:
@@ -174,7 +175,8 @@ async def _serve(args: argparse.Namespace, target: _Target) -> None:
 
 
 def _dialogue(target: _Target) -> Any:
-    """Before the model loads, which takes longer. Raises `TemplateError`."""
+    """The dialogue of the model's chat template, made before the model loads, which takes longer.
+    Raises `TemplateError`."""
     from rollpacker.dialogue.parsing import TemplateDialogue
     from rollpacker.dialogue.template import DialogueTemplate
     from rollpacker.trainer.model import end_tokens, load_tokenizer
@@ -186,23 +188,6 @@ def _dialogue(target: _Target) -> Any:
         end_tokens=end_tokens(path),
     )
     return TemplateDialogue(template)
-
-
-def _endpoint(
-    target: _Target, policy: Any, sessions: Sessions, tokenizer: Any, token: str
-) -> Endpoint:
-    from rollpacker.serving.endpoint import Endpoint
-    from rollpacker.trainer.model import context_tokens
-
-    return Endpoint(
-        policy.draw,
-        sessions,
-        name=target.name,
-        token=token,
-        sampling=target.sampling,
-        max_context_tokens=context_tokens(target.model.path),
-        text_of=lambda tokens: str(tokenizer.decode(list(tokens))),
-    )
 
 
 def _tell(

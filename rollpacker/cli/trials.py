@@ -1,4 +1,4 @@
-"""What `rollpacker doctor` tries out: the sandbox, the engine, and a config's model and data.
+"""Tries things out for `rollpacker doctor`: the sandbox, the engine, and a config's model and data.
 
 Heavy imports stand inside functions.
 """
@@ -50,8 +50,8 @@ def sandbox(config: SandboxConfig, *, needed: bool) -> Finding:
 
 
 async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
-    """What the sandbox is seen to enforce now. Opening the embedded one may go by what is
-    remembered of an earlier test."""
+    """The capabilities that the sandbox shows in a self-test now. Opening the embedded one may go
+    by what is remembered of an earlier test."""
     from rollpacker.sandbox import open_sandbox
     from rollpacker.sandbox.selftest import self_test
 
@@ -123,7 +123,7 @@ def engine() -> Finding:
 def model(config: RunConfig) -> list[Finding]:
     """The folder is whole, its tokenizer loads, and a step's memory is there. Raises what a run's
     start would raise."""
-    from rollpacker.run.hub import look_for_hub
+    from rollpacker.run.parts.hub import look_for_hub
     from rollpacker.trainer.model import (
         check_weights,
         context_tokens,
@@ -157,10 +157,10 @@ def fit(config: RunConfig) -> list[Finding]:
     there = torch.cuda.mem_get_info()[0] if on_gpu else findings.memory().details["free_bytes"]
     kind = "the GPU" if on_gpu else "memory"
     text = f"a step needs about {needed / GIB:.1f} GiB of {kind}, {there / GIB:.1f} are free"
-    largest = None if known.stages is None else known.stages.largest
-    if largest is not None and (needed > there or (on_gpu and largest.size_bytes > there)):
+    largest = max(known.ranks, key=lambda rank: rank.size_bytes, default=known.memory)
+    if known.sweep is not None and (needed > there or (on_gpu and largest.size_bytes > there)):
         text += (
-            f"; of the pipeline's, stage {largest.index} takes the most, about "
+            f"; of the pipeline's, {largest.name} takes the most, about "
             f"{largest.size_bytes / GIB:.1f} GiB in each process"
         )
         cure = "Lower train.pipeline.live_tokens or train.micro_batch_tokens, or add processes."
@@ -177,7 +177,7 @@ def fit(config: RunConfig) -> list[Finding]:
 def run_folder(config: RunConfig) -> list[Finding]:
     """Whether a run of this name is there already. Only what is in the way is found."""
     from rollpacker.run.errors import RunError
-    from rollpacker.run.run_folder import RunFolder
+    from rollpacker.run.folder.run_folder import RunFolder
 
     path = Path(config.runs_dir).expanduser() / config.name
     try:
@@ -190,8 +190,9 @@ def run_folder(config: RunConfig) -> list[Finding]:
 
 
 def training(config: RunConfig) -> Finding:
-    """What the algorithm comes to, after what `train --dry-run` checks, the schedule, the further
-    models that the algorithm asks, and adapters. Raises what a run's start would raise."""
+    """A finding that says what the algorithm comes to, after the checks of `train --dry-run`, of
+    the schedule, of the further models that the algorithm asks, and of adapters. Raises what a
+    run's start would raise."""
     from rollpacker.cli.dry_run import check_parts
     from rollpacker.trainer.model import load_tokenizer
     from rollpacker.trainer.schedule import check_schedule
@@ -225,7 +226,7 @@ def _try_adapter(config: RunConfig) -> None:
 def inputs(config: RunConfig) -> list[Finding]:
     """Data and rewards, as a run takes them up: every row becomes a prompt, every reward looks at
     the rows and is tried out. Raises what a run's start would raise."""
-    from rollpacker.run.parts.parts import load_inputs
+    from rollpacker.run.parts.policy import load_inputs
     from rollpacker.trainer.model import ModelError
 
     try:

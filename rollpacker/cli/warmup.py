@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from rollpacker.config.schema import RunConfig
-    from rollpacker.config.warmup import WarmupConfig
-    from rollpacker.trainer.warmup import WarmupProgress, WarmupResult
+from rollpacker.cli.arguments import add_overrides
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,9 +16,7 @@ def add_parser(subparsers: Any) -> None:
         "write a model folder.",
     )
     parser.add_argument("config", help="YAML file")
-    parser.add_argument(
-        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the model that is in the output folder"
     )
@@ -35,83 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Fine-tune, and return the exit code. Raises `ValueError` with a message for the user."""
     from rollpacker.config.load import load_config
     from rollpacker.config.warmup import WarmupConfig
+    from rollpacker.run.parts.warm_up import warm_up
 
-    _warm_up(load_config(args.config, args.overrides, WarmupConfig), overwrite=args.overwrite)
+    warm_up(load_config(args.config, args.overrides, WarmupConfig), overwrite=args.overwrite)
     return 0
-
-
-def make_missing(config: RunConfig) -> None:
-    """Run the warm-up of a run whose model's folder is not there yet, and write it there. Raises
-    `ValueError` with a message for the user."""
-    from rollpacker.config.load import load_config
-    from rollpacker.config.warmup import WarmupConfig
-
-    path = config.model.path
-    if config.warmup is not None and not Path(path).expanduser().exists():
-        _warm_up(load_config(config.warmup, [f"output={json.dumps(path)}"], WarmupConfig))
-
-
-def _warm_up(config: WarmupConfig, *, overwrite: bool = False) -> None:
-    from rollpacker.run import output
-    from rollpacker.run.hub import look_for_names
-    from rollpacker.trainer.warmup_output import check_output
-
-    check_output(Path(config.output).expanduser(), config, overwrite)
-    if config.model is not None:
-        look_for_names({"model.path": config.model.path})
-    from rollpacker.trainer.warmup import run_warmup  # takes seconds
-
-    console = output.console()
-    if console.is_terminal:
-        result = _with_progress_bar(config, console, overwrite=overwrite)
-    else:
-        result = run_warmup(config, _LinePrinter(console), overwrite=overwrite)
-    losses = ", ".join(f"{loss:.3f}" for loss in result.losses)
-    console.print(
-        f"Warmed up {result.num_parameters:,} parameters in {result.elapsed_s:.0f} s "
-        f"(final loss by stage: {losses}). The model is in {result.output}",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _with_progress_bar(config: WarmupConfig, console: Console, *, overwrite: bool) -> WarmupResult:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from rollpacker.trainer.warmup import run_warmup
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}  loss {task.fields[loss]:.3f}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        tasks = [
-            bar.add_task(f"Warm-up {i + 1}/{len(config.stages)}", total=stage.steps, loss=0.0)
-            for i, stage in enumerate(config.stages)
-        ]
-
-        def show(progress: WarmupProgress) -> None:
-            bar.update(tasks[progress.stage], completed=progress.step, loss=progress.loss)
-
-        return run_warmup(config, show, overwrite=overwrite)
-
-
-class _LinePrinter:
-    """Prints a line after each tenth of a stage, for logs."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def __call__(self, progress: WarmupProgress) -> None:
-        tenth = progress.step * 10 // progress.num_steps
-        if tenth == (progress.step - 1) * 10 // progress.num_steps:
-            return
-        self._console.print(
-            f"warm-up {progress.stage + 1}/{progress.num_stages}: "
-            f"step {progress.step}/{progress.num_steps}, loss {progress.loss:.3f}, "
-            f"{progress.elapsed_s:.0f} s",
-            highlight=False,
-            soft_wrap=True,
-        )

@@ -16,7 +16,8 @@ from rollpacker.dialogue.token_length import TokenLength, token_length
 from rollpacker.dialogue.trajectory import TooLong
 
 Held = Mapping[str, str]
-"""What stands in a rendered text for a marker that somebody's words spell: stand-in -> words."""
+"""The words that each stand-in in a rendered text stands for: markers that somebody's words
+spell."""
 
 _SPACE = "\u2581"
 
@@ -33,7 +34,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer, is_raw=True)
         self._texts: dict[int, str] = {}
-        """Of tokens that were asked for, which are few: those that end turns."""
+        """Texts of the tokens that were asked for, which are few: those that end turns."""
         written = "\n".join(template_texts)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._ids = {
@@ -41,7 +42,8 @@ class Encoder:
             for number, token in added.items()
             if (token.special or token.content in written) and token.content.strip()
         }
-        self._markers = _any_of(self._ids)
+        self.markers = _any_of(self._ids)
+        """Matches the markers in a text."""
         self._spaced = _any_of(
             self._ids,
             before={token.content for token in added.values() if token.lstrip},
@@ -57,29 +59,6 @@ class Encoder:
     def marker_ids(self) -> frozenset[int]:
         """Tokens that steer the model, which given words never become."""
         return frozenset(self._ids.values())
-
-    def held(self, messages: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], Held]:
-        """The messages with stand-ins for all markers that tools and users spell, and which stands
-        for what. Half characters (lone surrogates), which have no tokens, become U+FFFD."""
-        plain = [_whole(dict(message)) for message in messages]
-        name = ""
-        words: dict[str, str] = {}
-
-        def stand_in(found: re.Match[str]) -> str:
-            nonlocal name
-            name = name or _in_none_of(plain)
-            return words.setdefault(found.group(), f"{name}{len(words)}z")
-
-        changed = [
-            message
-            if message.get("role") in OWN_WORDS
-            else {
-                key: value if key == "role" else _mapped(value, self._markers, stand_in)
-                for key, value in message.items()
-            }
-            for message in plain
-        ]
-        return changed, {found: text for text, found in words.items()}
 
     def check_room(self, text: str, held: Held, most: int | None) -> None:
         """Raises `TooLong` for a text that surely has more than `most` tokens. One that nobody can
@@ -123,15 +102,8 @@ class Encoder:
         return text
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Their text, markers included, as it is."""
+        """The text of these tokens as it is, markers included."""
         return self._text(tokens, skip_special_tokens=False)
-
-    def whole_marker(self, text: str, length: int) -> int:
-        """The largest length up to `length` that cuts no marker of the text in two."""
-        for found in self._markers.finditer(text):
-            if found.start() < length < found.end():
-                return found.start()
-        return length
 
     def _whole_ids(self, text: str) -> list[int]:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -146,7 +118,8 @@ class Encoder:
         )
 
     def _parts(self, text: str, stand_ins: re.Pattern[str]) -> Iterable[str]:
-        """Cut at the template's markers around each stretch of words in which something is held."""
+        """Parts of the text, cut at the template's markers around each stretch of words in which
+        something is held."""
         begun = at = 0
         for found in [*self._spaced.finditer(text), None]:
             end = len(text) if found is None else found.start()
@@ -158,8 +131,8 @@ class Encoder:
         yield text[begun:]
 
     def _letters(self, part: str, held: Held, stand_ins: re.Pattern[str]) -> list[int]:
-        """Without the added vocabulary. A tokenizer whose words themselves hold a marker gets it
-        with a space in it."""
+        """The tokens of a part in which something is held, without the added vocabulary. A
+        tokenizer whose words themselves hold a marker gets the marker with a space in it."""
         ids = self._bare_ids(stand_ins.sub(lambda found: held[found.group()], part))
         if self.marker_ids.isdisjoint(ids):
             return ids
@@ -184,8 +157,43 @@ class Encoder:
         return [token.id for word in words for token in backend.model.tokenize(word)]
 
 
+def held(
+    messages: Iterable[Mapping[str, Any]], markers: re.Pattern[str]
+) -> tuple[list[dict[str, Any]], Held]:
+    """The messages with stand-ins for all markers that tools and users spell, and the words that
+    each stand-in stands for. Half characters (lone surrogates), which have no tokens, become
+    U+FFFD."""
+    plain = [_whole(dict(message)) for message in messages]
+    name = ""
+    words: dict[str, str] = {}
+
+    def stand_in(found: re.Match[str]) -> str:
+        nonlocal name
+        name = name or _in_none_of(plain)
+        return words.setdefault(found.group(), f"{name}{len(words)}z")
+
+    changed = [
+        message
+        if message.get("role") in OWN_WORDS
+        else {
+            key: value if key == "role" else _mapped(value, markers, stand_in)
+            for key, value in message.items()
+        }
+        for message in plain
+    ]
+    return changed, {found: text for text, found in words.items()}
+
+
+def whole_marker(text: str, length: int, markers: re.Pattern[str]) -> int:
+    """The largest length up to `length` that cuts no marker of the text in two."""
+    for found in markers.finditer(text):
+        if found.start() < length < found.end():
+            return found.start()
+    return length
+
+
 def num_alike(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginnings."""
+    """Number of characters that two texts have in common at their beginnings."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -1,4 +1,4 @@
-"""What the model sampled in a turn, as an assistant's message for the environment.
+"""Makes an assistant's message for the environment of the tokens that the model sampled in a turn.
 
 The message is for those who answer it. The tokens that are trained on stay the sampled ones: a
 message is never encoded again.
@@ -18,17 +18,19 @@ from rollpacker.dialogue.template import DialogueTemplate, TemplateError, stand_
 from rollpacker.dialogue.trajectory import Message
 
 MAX_TOOL_SETS = 256
-"""So many sets of tools that episodes brought are kept ready."""
+"""Most sets of tools of episodes for which a dialogue is kept ready."""
 _THOUGHT, _WORDS = "stand-in-of-a-thought", "stand-in-of-words"
 
 
-class TurnParser:
-    """Reads turns in the format of a chat template, which it is told by rendering."""
+class TemplateDialogue:
+    """Meets `Dialogue` with a chat template. It reads turns in the template's own format, which it
+    learns by rendering."""
 
     def __init__(self, template: DialogueTemplate) -> None:
         """Raises `TemplateError` if there are tools and nobody knows how the template's calls are
         read."""
-        self._template = template
+        self.template = template
+        self._with_tools: dict[str, TemplateDialogue] = {}
         self._tools = {
             str(tool["function"]["name"]): tool["function"].get("parameters") or {}
             for tool in template.tools
@@ -50,12 +52,47 @@ class TurnParser:
             _, begins, behind = template.behind_turn([]).rpartition(self._opening)
             self._thinks_at_once = bool(begins) and self._closing not in behind
 
+    def prompt(self, messages: Sequence[Message], *, most: int | None = None) -> tuple[int, ...]:
+        """See `Dialogue`."""
+        return self.template.prompt(messages, most=most)
+
+    def appended(
+        self, messages: Sequence[Message], sampled: Sequence[int], *, most: int | None = None
+    ) -> tuple[int, ...]:
+        """See `Dialogue`."""
+        return self.template.appended(messages, sampled, most=most)
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateDialogue:
+        """See `Dialogue`."""
+        key = json.dumps(tools, sort_keys=True)
+        found = self._with_tools.get(key)
+        if found is None:
+            template = DialogueTemplate(
+                self.template.tokenizer,
+                tools=tools,
+                chat_template_kwargs=self.template.kwargs,
+                end_tokens=self.template.end_tokens,
+            )
+            if len(self._with_tools) >= MAX_TOOL_SETS:
+                self._with_tools.clear()
+            found = self._with_tools[key] = TemplateDialogue(template)
+        return found
+
+    def rewritten(self) -> str | None:
+        """See `Dialogue`."""
+        return self._rewritten
+
+    @cached_property
+    def _rewritten(self) -> str | None:
+        found = find_rewrites(self.template)
+        return None if found is None else found.sentence
+
     def message(self, sampled: Sequence[int], turn: int = 1) -> dict[str, Any]:
         """The assistant's message of these tokens, which may end anywhere: `role`, `content`;
         `reasoning_content` if it thought; `tool_calls` (each with an `id` of nine letters and
         digits, made of `turn` and its place if the model gave none) if it called tools; and
         `malformed_tool_calls`, a list of texts, if it tried to. Never raises."""
-        text = self._template.text_of(sampled)
+        text = self.template.text_of(sampled)
         if self._has_schema and self._format is None and self._tools:
             return self._by_schema(text, sampled, turn)
         thought, text = self._thought_of(text)
@@ -67,27 +104,29 @@ class TurnParser:
         generation prompt's thinking."""
         question = {"role": "user", "content": "question"}
         calls = stand_in_calls([{"role": "tool", "name": name}])
-        before = self._template.render([question])
-        whole = self._template.render([question, calls])
-        text = self._template.turn_text([question, calls]) or whole[len(before) :]
+        before = self.template.render([question])
+        whole = self.template.render([question, calls])
+        text = self.template.turn_text([question, calls]) or whole[len(before) :]
         return text.rpartition("</think>")[2]
 
     def _marks_of_thought(self) -> tuple[str, str]:
-        """What the template writes around an assistant's thinking. Two empty ones: it has none."""
+        """The marks that the template writes around an assistant's thinking. Two empty texts: it
+        writes none."""
         question = {"role": "user", "content": "question"}
         answer = {"role": "assistant", "content": _WORDS, "reasoning_content": _THOUGHT}
-        shown = self._template.render([question, answer])
+        shown = self.template.render([question, answer])
         before, is_shown, behind = shown.partition(_THOUGHT)
         opening = re.search(r"(<[^<>]+>|\[[^\[\]]+\])\w*$", before.rstrip())
         closing, are_words, _ = behind.partition(_WORDS)
         if is_shown and are_words and opening and closing.strip():
             return opening.group(), closing.strip()
-        if "</think>" in str(self._template.tokenizer.chat_template):
+        if "</think>" in str(self.template.tokenizer.chat_template):
             return "<think>", "</think>"
         return "", ""
 
     def _thought_of(self, text: str) -> tuple[str | None, str]:
-        """Thinking that was cut off is all of the turn."""
+        """The thinking in a turn's text, None if there is none, and the rest of the text. Thinking
+        that was cut off is all of the turn."""
         if not self._closing:
             return None, text
         before, is_closed, behind = text.partition(self._closing)
@@ -98,15 +137,15 @@ class TurnParser:
         return thought, behind.lstrip("\n")
 
     def _by_schema(self, text: str, sampled: Sequence[int], turn: int) -> dict[str, Any]:
-        """By transformers' own parser, where the tokenizer says how. It closes what is open, so
-        that a turn without its end makes no call."""
-        tokenizer = self._template.tokenizer
-        is_over = bool(sampled) and sampled[-1] in self._template.end_tokens
+        """The message by transformers' own parser, where the tokenizer says how. The parser closes
+        what is open, so a turn without its end makes no call."""
+        tokenizer = self.template.tokenizer
+        is_over = bool(sampled) and sampled[-1] in self.template.end_tokens
         try:
             parsed = tokenizer.parse_response(
                 text + (tokenizer.decode([sampled[-1]]) if is_over else ""),
-                prefix=self._template.behind_turn([]),
-                tools=list(self._template.tools),
+                prefix=self.template.behind_turn([]),
+                tools=list(self.template.tools),
             )
             functions = [call["function"] for call in parsed.get("tool_calls") or ()]
             calls = [call_of(one) for one in functions]
@@ -136,52 +175,3 @@ def _message(found: Found, thought: str | None, turn: int) -> dict[str, Any]:
     if found.malformed:
         message["malformed_tool_calls"] = found.malformed
     return message
-
-
-class TemplateDialogue:
-    """Meets `Dialogue` with a chat template and the parser of its turns."""
-
-    def __init__(self, template: DialogueTemplate) -> None:
-        """Raises `TemplateError` as `TurnParser` does."""
-        self.template = template
-        self._parser = TurnParser(template)
-        self._with_tools: dict[str, TemplateDialogue] = {}
-
-    def prompt(self, messages: Sequence[Message], *, most: int | None = None) -> tuple[int, ...]:
-        """See `Dialogue`."""
-        return self.template.prompt(messages, most=most)
-
-    def appended(
-        self, messages: Sequence[Message], sampled: Sequence[int], *, most: int | None = None
-    ) -> tuple[int, ...]:
-        """See `Dialogue`."""
-        return self.template.appended(messages, sampled, most=most)
-
-    def message(self, sampled: Sequence[int], turn: int) -> dict[str, Any]:
-        """See `Dialogue`."""
-        return self._parser.message(sampled, turn)
-
-    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateDialogue:
-        """See `Dialogue`."""
-        key = json.dumps(tools, sort_keys=True)
-        found = self._with_tools.get(key)
-        if found is None:
-            template = DialogueTemplate(
-                self.template.tokenizer,
-                tools=tools,
-                chat_template_kwargs=self.template.kwargs,
-                end_tokens=self.template.end_tokens,
-            )
-            if len(self._with_tools) >= MAX_TOOL_SETS:
-                self._with_tools.clear()
-            found = self._with_tools[key] = TemplateDialogue(template)
-        return found
-
-    def rewritten(self) -> str | None:
-        """See `Dialogue`."""
-        return self._rewritten
-
-    @cached_property
-    def _rewritten(self) -> str | None:
-        found = find_rewrites(self.template)
-        return None if found is None else found.sentence

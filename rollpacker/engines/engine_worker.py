@@ -1,8 +1,9 @@
 """A process with an engine in it, which does what the run's process says over an inherited line.
 
-    the run -- Exchange --> main thread: submits, aborts, starts calls
-            <-- Report ---- reporting thread: waits until there is something to say
-                            the engine's own thread, or whatever it has
+    the run -- Work, Call ------> main thread: submits, aborts
+                                  calling thread: one call after the other
+            <-- Report, Answer -- reporting thread: waits until there is something to say
+                                  the engine's own thread, or whatever it has
 
 It ends when its line does, or its engine: one that is dead must not stay and be asked again.
 Light until it is told what to make.
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -26,110 +27,64 @@ from rollpacker.engines.messages import (
     WEIGHT_PROBE,
     Answer,
     Call,
-    Exchange,
     Report,
+    Work,
     codec,
     packed,
 )
 from rollpacker.imports import load_function
-from rollpacker.workers.kinds import ANSWER, FAILED, READY
+from rollpacker.workers.kinds import ANSWER, BEAT, CALL, FAILED, READY
 from rollpacker.workers.line import LineEnded
 from rollpacker.workers.program import Program, text_of
 
 
 class EngineHost:
-    """The verb `exchange` of one engine: `obey` takes it, `report` answers it."""
+    """An engine that does what messages say, and tells in messages what comes of it."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Starts the engine."""
+    def __init__(self, engine: Engine, beat_s: float) -> None:
+        """Starts the engine. `beat_s`: the longest time between two reports, in seconds."""
         self._engine = engine
+        self._beat_s = beat_s
+        self._calls: queue.SimpleQueue[tuple[int, Call]] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._sequence = 0
-        """The newest exchange that was obeyed ..."""
-        self._answered = 0
-        """... and that a report has answered."""
-        self._report_by = 0.0
-        """The time on the monotonic clock at which the next answer is due."""
-        self._outputs: deque[EngineOutput] = deque()
-        """Those that the run has not acknowledged."""
-        self._first = 1
-        """Number of the first of them."""
-        self._num_reported = 0
-        """Number of the last one that a report had."""
-        self._answer: Answer | None = None
-        self._answer_is_new = False
-        self._call = 0
+        self._outputs: list[EngineOutput] = []
+        """Outputs that were in no report yet."""
+        self._answers: list[tuple[int, Answer]] = []
+        """Answers to calls, each with the call's number, that were not sent yet."""
         self._error: BaseException | None = None
         engine.start(self._heard, self._died)
+        threading.Thread(target=self._make_calls, name="calls", daemon=True).start()
 
-    def obey(self, exchange: Exchange) -> None:
-        """Take an exchange, once. One that was taken before is only to be answered again."""
-        if exchange.sequence > self._sequence:
-            self._give(exchange)
-        with self._changed:
-            while self._outputs and self._first <= exchange.acknowledged:
-                self._outputs.popleft()
-                self._first += 1
-            if exchange.sequence <= self._sequence:  # the run may lack what was said since
-                self._answered = self._sequence - 1
-                self._num_reported = self._first - 1
-            if self._sequence == self._answered or not exchange.wait_s:
-                self._report_by = time.monotonic() + exchange.wait_s
-            self._sequence = max(self._sequence, exchange.sequence)
-            self._changed.notify_all()
-
-    def _give(self, exchange: Exchange) -> None:
+    def obey(self, number: int, told: Work | Call) -> None:
+        """Do the work at once, or make the call of this number after those before it."""
+        if isinstance(told, Call):
+            self._calls.put((number, told))
+            return
         try:
-            if exchange.let_go:
-                self._engine.let_go(exchange.let_go)
-            if exchange.requests:
-                self._engine.submit(exchange.requests)
-            if exchange.aborts:
-                self._engine.abort(exchange.aborts)
+            if told.let_go:
+                self._engine.let_go(told.let_go)
+            if told.requests:
+                self._engine.submit(told.requests)
+            if told.aborts:
+                self._engine.abort(told.aborts)
         except EngineError as error:
             self._died(error)
-        if exchange.call is not None and exchange.call.number > self._call:
-            self._call = exchange.call.number
-            threading.Thread(
-                target=self._do, args=(exchange.call,), name="call", daemon=True
-            ).start()
 
-    def report(self) -> Report:
-        """Wait until there is an exchange to answer, and either something to say or its time over.
-
-        Raises `EngineError` once the engine is dead.
-        """
+    def report(self) -> tuple[Report, list[tuple[int, Answer]]]:
+        """Wait for outputs or answers, or until a report is due. Returns the report, and the
+        answers to calls that are to be sent behind it. Raises `EngineError` once the engine is
+        dead."""
         with self._changed:
-            while not self._is_due():
-                unanswered = self._sequence > self._answered
-                self._changed.wait(self._report_by - time.monotonic() if unanswered else None)
+            # Idle engines of a host report at the same moments, which makes one packet of them.
+            self._changed.wait_for(self._has_news, self._beat_s - time.monotonic() % self._beat_s)
             if self._error is not None:
                 raise EngineError(text_of(self._error, EngineError)) from self._error
-            start = self._num_reported + 1
-            outputs = [self._outputs[i - self._first] for i in range(start, self._end)]
-            self._num_reported = self._end - 1
-            self._answered = self._sequence
-            self._answer_is_new = False
-            answer, sequence = self._answer, self._sequence
-        return Report(
-            sequence=sequence,
-            first=start,
-            outputs=tuple(packed(output) for output in outputs),
-            status=self._engine.status(),
-            answer=answer,
-        )
+            outputs, self._outputs = self._outputs, []
+            answers, self._answers = self._answers, []
+        return Report(tuple(map(packed, outputs)), self._engine.status()), answers
 
-    def _is_due(self) -> bool:
-        if self._error is not None:
-            return True
-        has_news = self._num_reported + 1 < self._end or self._answer_is_new
-        is_late = time.monotonic() >= self._report_by
-        return self._sequence > self._answered and (has_news or is_late)
-
-    @property
-    def _end(self) -> int:
-        """The number that the next output gets."""
-        return self._first + len(self._outputs)
+    def _has_news(self) -> bool:
+        return bool(self._outputs or self._answers or self._error)
 
     # -- the engine's side -----------------------------------------------------------------
 
@@ -143,42 +98,50 @@ class EngineHost:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _do(self, call: Call) -> None:
-        result, failure = None, None
-        try:
-            if call.name == UPDATE_WEIGHTS:
-                asyncio.run(self._engine.update_weights(call.version, call.source))
-            elif call.name in (OFFLOAD, RELOAD):
-                asyncio.run(
-                    self._engine.offload() if call.name == OFFLOAD else self._engine.reload()
-                )
-            else:
-                assert call.name == WEIGHT_PROBE, call.name
-                result = self._engine.weight_probe()
-        except Exception as error:
-            failure = text_of(error, EngineError)
-        with self._changed:
-            self._answer = Answer(number=call.number, result=result, error=failure)
-            self._answer_is_new = True
-            self._changed.notify_all()
+    def _make_calls(self) -> None:
+        while True:
+            number, call = self._calls.get()
+            try:
+                answer = Answer(result=self._called(call))
+            except Exception as error:
+                answer = Answer(error=text_of(error, EngineError))
+            with self._changed:
+                self._answers.append((number, answer))
+                self._changed.notify_all()
+
+    def _called(self, call: Call) -> str | None:
+        if call.name == UPDATE_WEIGHTS:
+            asyncio.run(self._engine.update_weights(call.version, call.source))
+        elif call.name == OFFLOAD:
+            asyncio.run(self._engine.offload())
+        elif call.name == RELOAD:
+            asyncio.run(self._engine.reload())
+        else:
+            assert call.name == WEIGHT_PROBE, call.name
+            return self._engine.weight_probe()
+        return None
 
 
-def serve(program: Program, engine: Engine) -> NoReturn:
+def serve(program: Program, engine: Engine, beat_s: float) -> NoReturn:
     """Obey until the line ends, or the engine is dead; then the process ends."""
-    host = EngineHost(engine)
+    host = EngineHost(engine, beat_s)
 
     def speak() -> None:
         try:
             while True:
-                report = host.report()
-                program.say(ANSWER, report.sequence, codec().encode(report))
+                report, answers = host.report()
+                program.say(BEAT, payload=codec().encode(report))
+                for number, answer in answers:
+                    program.say(ANSWER, number, codec().encode(answer))
         except Exception as error:
             program.end_with(FAILED, program.text_of(error))
 
     threading.Thread(target=speak, name="reports", daemon=True).start()
     try:
         while True:
-            host.obey(codec().decode(program.line.receive().payload))
+            message = program.line.receive()
+            if message.kind == CALL:  # that nobody waits for an answer changes nothing here
+                host.obey(message.number, codec().decode(message.payload))
     except LineEnded:
         os._exit(0)
 
@@ -189,7 +152,7 @@ def main() -> NoReturn:
     with program.telling(ValueError):
         engine = load_function(setup.make)(config=setup.config, **setup.arguments)
         program.line.send(READY)
-    serve(program, engine)
+    serve(program, engine, setup.beat_s)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""What a run says to an engine's process, and that to the run. Light: no torch.
+"""The messages between a run and an engine's process. Light: no torch.
 
     down   SETUP EngineSetup     what to make
-           CALL Exchange         whenever there is something new, and as soon as one is answered
-    up     ANSWER Report         the answer to all exchanges so far
+           CALL 0 Work           requests, aborts and samples to forget; it is not answered
+           CALL number Call      something with one answer; calls are made one after the other
+    up     BEAT Report           outputs as they come, and at the latest after `beat_s`
+           ANSWER number Answer  the answer to a call, behind a report with the status after it
 
 The kinds of messages are those of all processes (`workers/kinds.py`).
-`exchange` is the one verb: requests, aborts and calls down; up come the outputs since the last one
-that the run acknowledged. It is transport, sign of life and progress report at once. An exchange
-that comes a second time changes nothing and is answered again.
 """
 
 from __future__ import annotations
@@ -37,72 +36,67 @@ from rollpacker.weights.buffer import WeightSource
 
 UPDATE_WEIGHTS, WEIGHT_PROBE = "update_weights", "weight_probe"
 OFFLOAD, RELOAD = "offload", "reload"
-"""What a `Call` may ask for."""
+"""Names of calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """What an engine's process is to make."""
+    """The engine that a process is to make."""
 
     make: str
-    """`module:function`. It is called there, with `config` and the arguments by keyword, and gives
+    """`module:function`. The process calls it with `config` and the arguments by keyword, and gets
     an `Engine`."""
     config: EngineConfig
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Plain values, lists, tuples and mappings."""
+    """Keyword arguments of `make`: plain values, lists, tuples and mappings."""
+    beat_s: float = 1.0
+    """Longest time between two reports, in seconds. `ProcessEngine` sets it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Call:
-    """Something that takes its time and has one answer. There is one call at a time."""
+    """A call of one of the engine's methods that take their time and have one answer."""
 
-    number: int
     name: str
     version: int = 0
+    """The weights' new version, of `UPDATE_WEIGHTS` alone."""
     source: WeightSource | None = None
+    """Where the new weights are. None: the engine has them already."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Answer:
-    number: int
-    """The call's."""
+    """The result of a call, or the words of its error. Both are None for a call that returns
+    nothing."""
+
     result: str | None = None
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
-    sequence: int
-    """1, 2, ..."""
-    acknowledged: int = 0
-    """The run has the outputs up to this one."""
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Requests, aborts and samples to forget that came since the last message of this kind."""
+
     requests: tuple[GenerationRequest, ...] = ()
     aborts: tuple[SampleId, ...] = ()
     let_go: tuple[SampleId, ...] = ()
-    call: Call | None = None
-    wait_s: float = 0.0
-    """Without anything to report the answer may take so long."""
 
 
 PackedOutput = tuple[SampleGenerated | SampleAborted | SampleFailed, "PackedResponse | None"]
-"""An `EngineOutput` on its way."""
+"""An `EngineOutput` as it is sent."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Report:
-    sequence: int
-    """The newest exchange that it answers."""
-    first: int
-    """Outputs are numbered from 1; the first of these has this number."""
+    """A sign of life: the outputs since the last report, and how the engine is."""
+
     outputs: tuple[PackedOutput, ...]
     status: EngineStatus
-    answer: Answer | None = None
-    """The newest one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedResponse:
-    """A response without what the run knows of it already."""
+    """A response without its sample and prompt, which the run's process knows."""
 
     tokens: NDArray[np.integer]
     log_probs: NDArray[np.floating]
@@ -138,7 +132,7 @@ def packed(output: EngineOutput) -> PackedOutput:
 
 
 def integers(values: tuple[int, ...]) -> NDArray[np.integer]:
-    """As int32, or int64 if they do not fit."""
+    """The numbers as int32, or as int64 if they do not fit."""
     try:
         return np.array(values, np.int32)
     except OverflowError:
@@ -146,7 +140,7 @@ def integers(values: tuple[int, ...]) -> NDArray[np.integer]:
 
 
 def floats(values: tuple[float, ...]) -> NDArray[np.floating]:
-    """As float32 if that holds every one exactly, or float64."""
+    """The numbers as float32 if that holds every one exactly, else as float64."""
     exact = np.array(values, np.float64)
     short = exact.astype(np.float32)
     return short if np.array_equal(short, exact, equal_nan=True) else exact
@@ -154,15 +148,17 @@ def floats(values: tuple[float, ...]) -> NDArray[np.floating]:
 
 @functools.cache
 def codec() -> Codec:
-    return Codec(
-        *(by_field(EngineSetup), EngineConfig, Call, Report, PackedResponse),
-        *(SampleGenerated, SampleAborted, SampleFailed, SampleId, Carried, SamplingParams),
-        Kind(Exchange, _exchange_to_plain, _exchange_from_plain),
-    )
+    """The codec of these messages, for both sides."""
+    written_by_hand = [by_field(EngineSetup), Kind(Work, _work_to_plain, _work_from_plain)]
+    messages = [Call, Answer, Report]
+    inside = [EngineConfig, SamplingParams, Carried, SampleId, PackedResponse]
+    events = [SampleGenerated, SampleAborted, SampleFailed]
+    return Codec([*written_by_hand, *messages, *inside, *events])
 
 
-def _exchange_to_plain(exchange: Exchange) -> list[Any]:
-    """Samples share prompts and sampling parameters, so each of these goes once."""
+def _work_to_plain(work: Work) -> list[Any]:
+    """Write the work down. Samples share prompts and sampling parameters, so each of these is
+    written once."""
     prompts: dict[tuple[int, ...], int] = {}
     samplings: dict[SamplingParams, int] = {}
     requests = [
@@ -176,23 +172,17 @@ def _exchange_to_plain(exchange: Exchange) -> list[Any]:
             request.keep,
             request.carried,
         )
-        for request in exchange.requests
+        for request in work.requests
     ]
-    return [
-        *(exchange.sequence, exchange.acknowledged, exchange.aborts),
-        *(exchange.let_go, exchange.call, exchange.wait_s),
-        *([integers(prompt) for prompt in prompts], list(samplings), requests),
-    ]
+    shared = [integers(prompt) for prompt in prompts], list(samplings)
+    return [requests, *shared, work.aborts, work.let_go]
 
 
-def _exchange_from_plain(plain: list[Any]) -> Exchange:
-    sequence, acknowledged, aborts, let_go, call, wait_s, *said = plain
-    prompts, samplings, requests = said
+def _work_from_plain(plain: list[Any]) -> Work:
+    requests, prompts, samplings, aborts, let_go = plain
     prompts = [tuple(prompt.tolist()) for prompt in prompts]
-    return Exchange(
-        sequence=sequence,
-        acknowledged=acknowledged,
-        requests=tuple(
+    return Work(
+        tuple(
             GenerationRequest(
                 sample=sample,
                 prompt_tokens=prompts[prompt],
@@ -205,8 +195,6 @@ def _exchange_from_plain(plain: list[Any]) -> Exchange:
             )
             for sample, prompt, sampling, forced_length, noise, turn, keep, carried in requests
         ),
-        aborts=aborts,
-        let_go=let_go,
-        call=call,
-        wait_s=wait_s,
+        aborts,
+        let_go,
     )

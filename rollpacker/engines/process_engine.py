@@ -1,11 +1,11 @@
 """An engine in a process of its own, which lives no longer than this one.
 
-    ProcessEngine --Exchange--> engine_worker.py: EngineHost --> any engine
-                  <--Report---
+    ProcessEngine --Work, Call--> engine_worker.py: EngineHost --> any engine
+                  <-Report, Answer-
 
 The loop of all lines (`workers/loop.py`) carries what is submitted, aborted and called to the
-process, and what that reports to the listener. There is always an exchange to be answered, so that
-silence means that the process is stopped or gone.
+process, and what that reports to the listener. The process reports every `beat_s` at the latest, so
+that silence means that it is stopped or gone.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -35,18 +32,18 @@ from rollpacker.engines.messages import (
     RELOAD,
     UPDATE_WEIGHTS,
     WEIGHT_PROBE,
+    Answer,
     Call,
     EngineSetup,
-    Exchange,
-    PackedOutput,
     Report,
+    Work,
     codec,
 )
 from rollpacker.weights.buffer import StaleWeightsError, WeightSource
 from rollpacker.workers.host import Host, Process, ThisHost
-from rollpacker.workers.kinds import ANSWER, CALL
+from rollpacker.workers.kinds import BEAT, CALL
 from rollpacker.workers.loop import LoopUse
-from rollpacker.workers.served import HEARTBEAT_S, START_S, Loss, Served
+from rollpacker.workers.served import HEARTBEAT_S, START_S, Loss, ProcessLost, Served
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,10 +51,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROGRAM = "rollpacker.engines.engine_worker"
-MAX_WAIT_S = 1.0
-"""Without news an engine reports so often: the shorter, the more all of them cost this process."""
+MAX_BEAT_S = 1.0
+"""Longest time between two reports of an engine, in seconds: the shorter, the more all engines cost
+this process."""
 CLOSE_S = 5.0
-"""How long closing waits for the loop of all lines, which somebody may hold up."""
+"""Seconds that closing waits for the loop of all lines, which may be busy."""
 HERE = ThisHost()
 
 
@@ -92,15 +90,15 @@ class ProcessEngine:
         self.name = name
         self._inbox = Inbox()
         self._prompts: dict[SampleId, tuple[int, ...]] = {}
-        self._exchanges = _Exchanges(min(MAX_WAIT_S, heartbeat_s / 5))
         self._status = EngineStatus(
             num_running=0, num_waiting=0, version=0, generated_tokens=0, decode_steps=0
         )
         self._ready: Future[None] = Future()
         self._gone: Future[None] = Future()
-        """Done when the process has ended and nothing is held of it."""
+        """Done when the process has ended and all that belongs to it here is closed."""
         self._burying: asyncio.Task[None] | None = None
         self._is_heard = self._is_over = False
+        setup = replace(setup, beat_s=min(MAX_BEAT_S, heartbeat_s / 5))
         told = codec().encode(setup)  # here: in the loop, nobody would hear that it cannot be
         self._host = host
         self._use = LoopUse()
@@ -127,7 +125,7 @@ class ProcessEngine:
 
     @property
     def last_answer_s(self) -> float:
-        """When the process was last heard of, on the monotonic clock."""
+        """Time of the process's latest message, on the monotonic clock."""
         return self._served.heard_s
 
     # -- the protocol ----------------------------------------------------------------------
@@ -170,32 +168,23 @@ class ProcessEngine:
                 weights = await asyncio.to_thread(self._host.weights, weights)
             except (OSError, ValueError, StaleWeightsError) as error:
                 raise EngineError(f"weights did not get to {self._host.name}: {error}") from error
-        call = self._exchanges.call(UPDATE_WEIGHTS, version, weights)
-        self._wake()
-        await asyncio.wrap_future(call)
+        await asyncio.wrap_future(self._ask(Call(UPDATE_WEIGHTS, version, weights)))
         self._inbox.end_weights()
 
     async def offload(self) -> None:
         """See `Engine`."""
         self._inbox.leave()
-        await self._do(OFFLOAD)
+        await asyncio.wrap_future(self._ask(Call(OFFLOAD)))
 
     async def reload(self) -> None:
         """See `Engine`."""
-        await self._do(RELOAD)
+        await asyncio.wrap_future(self._ask(Call(RELOAD)))
         self._inbox.come_back()
-
-    async def _do(self, name: str) -> None:
-        call = self._exchanges.call(name)
-        self._wake()
-        await asyncio.wrap_future(call)
 
     def weight_probe(self) -> str:
         """See `Engine`."""
         self._inbox.check_here()
-        call = self._exchanges.call(WEIGHT_PROBE)
-        self._wake()
-        probe = call.result()
+        probe = self._ask(Call(WEIGHT_PROBE)).result()
         assert probe is not None
         return probe
 
@@ -217,29 +206,39 @@ class ProcessEngine:
         await asyncio.to_thread(self._served.close)
         await asyncio.to_thread(self._use.end)
 
+    def _ask(self, call: Call) -> Future[str | None]:
+        """Have the process make a call, after those that it was asked for before. In any thread.
+        The future has the result, or an `EngineError`."""
+        return asyncio.run_coroutine_threadsafe(self._answer_to(call), self._use.loop)
+
     def _wake(self) -> None:
         self._use.soon(self._send)
 
     # -- in the loop of all lines ----------------------------------------------------------
 
+    async def _answer_to(self, call: Call) -> str | None:
+        try:
+            answer: Answer = await self._served.call(codec().encode(call))
+        except ProcessLost as lost:
+            raise EngineError(str(lost)) from None
+        if answer.error is not None:
+            raise EngineError(answer.error)
+        return answer.result
+
     def _send(self) -> None:
-        """Give the process what is new; if nothing is, something to answer."""
-        if self._is_over or not self._ready.done():
+        """Give the process what is new, once it is ready and somebody listens."""
+        if self._is_over or not self._ready.done() or not self._is_heard:
             return
         try:
-            self._say()
+            let_go = tuple(self._inbox.take_let_go())
+            entries, aborts = self._inbox.take()
+            requests = tuple(entry.request for entry in entries)
+            self._prompts.update((one.sample, one.prompt_tokens) for one in requests)
+            if requests or aborts or let_go:
+                self._served.post(CALL, 0, Work(requests, tuple(sorted(aborts)), let_go))
         except Exception as error:  # a request that is none
             logger.exception("%s could not be told what to do", self.name)
             self._served.lose(error=error)
-
-    def _say(self) -> None:
-        let_go = tuple(self._inbox.take_let_go()) if self._is_heard else ()
-        entries, aborts = self._inbox.take() if self._is_heard else ([], set())
-        requests = tuple(entry.request for entry in entries)
-        self._prompts.update((request.sample, request.prompt_tokens) for request in requests)
-        exchange = self._exchanges.next(requests, tuple(sorted(aborts)), let_go)
-        if exchange is not None:
-            self._served.post(CALL, exchange.sequence, exchange)
 
     def on_ready(self, said: Any) -> None:
         """See `Owner`."""
@@ -248,8 +247,8 @@ class ProcessEngine:
 
     def on_message(self, kind: int, number: int, said: Any) -> None:
         """See `Owner`."""
-        assert kind == ANSWER, kind
-        self._report(said)
+        if kind == BEAT:
+            self._report(said)
 
     def on_hang_up(self) -> None:
         """See `Owner`."""
@@ -260,12 +259,11 @@ class ProcessEngine:
         if outputs:
             _, listener = self._inbox.end(output.event.sample for output in outputs)
             listener(outputs)
-        self._send()
 
     def _outputs(self, report: Report) -> list[EngineOutput]:
-        """What is new in it, of samples that are there."""
+        """The outputs of a report as a listener gets them, for samples that are in flight."""
         found = []
-        for event, response in self._exchanges.take(report):
+        for event, response in report.outputs:
             prompt = self._prompts.pop(event.sample, None)
             if prompt is None:
                 logger.error("%s reported %s, which it does not have", self.name, event.sample)
@@ -286,11 +284,10 @@ class ProcessEngine:
         on_error(error)
 
     def _end(self, error: Exception) -> None:
-        """Have the process ended, once; who waits for an answer gets `error`."""
+        """Have the process ended, once. Whoever waits for it to be ready gets `error`."""
         if self._is_over:
             return
         self._is_over = True
-        self._exchanges.give_up(error)
         if not self._ready.done():
             self._ready.set_exception(error)
         self._burying = self._use.loop.create_task(self._bury())
@@ -298,97 +295,3 @@ class ProcessEngine:
     async def _bury(self) -> None:
         await self._served.gone()
         self._gone.set_result(None)
-        self._use.end()
-
-
-class _Exchanges:
-    """What was said to an engine's process, what it has answered, and what it owes."""
-
-    def __init__(self, wait_s: float) -> None:
-        self._wait_s = wait_s
-        self._sequence = 0
-        self._answered = 0
-        self._acknowledged = 0
-        self._lock = threading.Lock()
-        self._waiting: deque[tuple[Future[str | None], dict[str, Any]]] = deque()
-        """Calls to make."""
-        self._calling: Future[str | None] | None = None
-        self._num_calls = 0
-        self._error: Exception | None = None
-
-    def call(
-        self, name: str, version: int = 0, source: WeightSource | None = None
-    ) -> Future[str | None]:
-        """From any thread. The answer; it raises `EngineError`."""
-        future: Future[str | None] = Future()
-        with self._lock:
-            self._waiting.append((future, {"name": name, "version": version, "source": source}))
-        if self._error is not None:
-            self.give_up(self._error)
-        return future
-
-    def give_up(self, error: Exception) -> None:
-        """From any thread. There will be no answers any more."""
-        self._error = error
-        with self._lock:
-            owed = [future for future, _ in self._waiting]
-            self._waiting.clear()
-            if self._calling is not None:
-                owed.append(self._calling)
-            self._calling = None
-        for future in owed:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
-
-    def next(
-        self,
-        requests: tuple[GenerationRequest, ...],
-        aborts: tuple[SampleId, ...],
-        let_go: tuple[SampleId, ...] = (),
-    ) -> Exchange | None:
-        """What to say now; None if nothing is new and an answer is owed."""
-        call = self._next_call()
-        is_news = bool(requests or aborts or let_go or call)
-        if not is_news and self._sequence > self._answered:
-            return None
-        self._sequence += 1
-        return Exchange(
-            sequence=self._sequence,
-            acknowledged=self._acknowledged,
-            requests=requests,
-            aborts=aborts,
-            let_go=let_go,
-            call=call,
-            wait_s=self._until_all_answer(),
-        )
-
-    def _until_all_answer(self) -> float:
-        """Idle engines answer at the same moments: from another host, in one call."""
-        return self._wait_s - time.monotonic() % self._wait_s
-
-    def _next_call(self) -> Call | None:
-        with self._lock:
-            if self._calling is not None or not self._waiting:
-                return None
-            self._calling, arguments = self._waiting.popleft()
-            self._num_calls += 1
-            return Call(number=self._num_calls, **arguments)
-
-    def take(self, report: Report) -> Sequence[PackedOutput]:
-        """Settle what the report answers, and return the outputs that were not in an earlier one,
-        as they are in a report."""
-        self._answered = max(self._answered, report.sequence)
-        answer = report.answer
-        if answer is not None and answer.number == self._num_calls:
-            with self._lock:
-                future, self._calling = self._calling, None
-            if future is not None and future.set_running_or_notify_cancel():
-                if answer.error is None:
-                    future.set_result(answer.result)
-                else:
-                    future.set_exception(EngineError(answer.error))
-        num_known = self._acknowledged + 1 - report.first
-        assert num_known >= 0, f"output {self._acknowledged + 1} is missing"
-        fresh = report.outputs[num_known:]
-        self._acknowledged += len(fresh)
-        return fresh

@@ -2,55 +2,50 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from rollpacker.report.least_squares import (
+    Matrix,
+    Vector,
+    nonnegative_least_squares,
+    robust_fit,
+)
 from rollpacker.report.token_clock import Stretch
 
-Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
-Matrix = np.ndarray[tuple[int, int], np.dtype[np.float64]]
-
-HUBER_SCALES = 2.0
-"""A residual counts in full up to so many times the scale of all residuals."""
-ITERATIONS = 25
 NUM_BENDS = 16
 """Cache sizes that are tried as the place where bytes begin to cost more than the launch."""
 BEND_ROUNDS = 2
 """Times that the place is looked for: outliers are others once it is known."""
-GOLDEN_SECTIONS = 12
-MIN_VARIATION = 0.05
-"""Relative spread of the numbers admitted at once that tells an admission from its samples."""
+CLOSER_LOOKS = 4
+"""Times that the interval around the best place is divided again, into eighths."""
 BEND_GAIN = 0.02
 """A bend must lower the loss by this share, else the straight line stays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeFit:
-    """What generation costs, every constant in seconds. A step over n running samples with K
+    """Seconds of generation. Every constant is in seconds. A step over n running samples with K
     cached response tokens takes
 
         max(launch_s, bytes_s + per_cached_token_s * K) + per_sequence_s * n
 
-    and around the steps there is admission and the end of samples. Constants are of the machine as
+    and each sample that is admitted takes per_admitted_s before. Constants are of the machine as
     it was: what it lost now and then to others is spread over them (`stalls`)."""
 
-    launch_s: float
-    bytes_s: float
+    launch_s: float = 0.0
+    bytes_s: float = 0.0
     per_cached_token_s: float
-    per_sequence_s: float
+    per_sequence_s: float = 0.0
     knots: tuple[tuple[float, float], ...] = ()
-    """Instead of everything but `per_cached_token_s`, if not empty: (n, seconds of a step over n
-    samples with nothing cached), straight lines between them and beyond the last."""
-    admission_s: float
-    """Each time that samples are admitted to the engine."""
+    """Where the engine drafted, instead of all constants above but `per_cached_token_s`: pairs (n,
+    seconds of a step over n samples with nothing cached), straight lines between them and beyond
+    the last. Else empty."""
     per_admitted_s: float
-    """Each sample that is admitted: its prefill."""
-    per_ended_s: float
-    """Each sample that ends or is stopped: its row is taken out, the controller answers."""
+    """Seconds of each sample that is admitted to the engine: its prefill."""
     stalls: float
     """Seconds that were measured over those of an undisturbed machine: the factor is in the
     constants already."""
@@ -67,109 +62,84 @@ class DecodeFit:
     def seconds(self, stretches: Sequence[Stretch]) -> Vector:
         """Predicted seconds of each stretch."""
         table = _Stretches(stretches)
-        around = (
-            self.admission_s * table.admissions
-            + self.per_admitted_s * table.admitted
-            + self.per_ended_s * table.ended
-        )
+        admitted = self.per_admitted_s * table.admitted
         if self.knots:
             level = _table(self.knots, table.running) * table.steps
-            return np.asarray(level + self.per_cached_token_s * table.cached_sum + around)
+            return np.asarray(level + self.per_cached_token_s * table.beyond(0.0) + admitted)
         if self.per_cached_token_s > 0:
             bend = (self.launch_s - self.bytes_s) / self.per_cached_token_s
             read = self.launch_s * table.steps + self.per_cached_token_s * table.beyond(bend)
         else:
             read = max(self.launch_s, self.bytes_s) * table.steps
-        return np.asarray(read + self.per_sequence_s * table.sample_steps + around)
+        return np.asarray(read + self.per_sequence_s * table.sample_steps + admitted)
 
 
-def fit_line(rounds: Sequence[Sequence[Stretch]], *, full: bool) -> DecodeFit:
-    """The form with `max`, or the straight line if the data do not tell the two apart.
+def fit_line(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
+    """Fit the form with `max`, or the straight line if the data do not distinguish the two.
 
-    `full` False is for a simulator that knows nothing but decode steps and a prefill per sample:
-    `admission_s` and `per_ended_s` are 0, and the rest makes up for it as well as it can.
+    What an admission or the end of a sample costs by itself is not in the form; the other
+    constants make up for it as well as they can.
     """
     table = _Stretches([s for of_round in rounds for s in of_round])
-    limit = _stall_limit(rounds)
-    around = table.around(full=full)
+    round_s = [sum(s.seconds for s in of_round) for of_round in rounds]
+    limit = 0.5 * float(np.median(round_s))
 
     def columns(bend: float) -> Matrix:
-        read = table.beyond(bend)
-        return np.column_stack([table.steps, read, table.sample_steps, around])
+        return np.column_stack(
+            [table.steps, table.beyond(bend), table.sample_steps, table.admitted]
+        )
 
-    straight = _solve(columns(0.0), table.seconds, limit)
-    solution, bend = straight, 0.0
+    straight = robust_fit(columns(0.0), table.seconds, limit)
+    found, bend = straight, 0.0
     for _ in range(BEND_ROUNDS):
-        bend = _best_bend(columns, table, solution.weights)
-        solution = _solve(columns(bend), table.seconds, limit)
-    bytes_s = float(solution.x[0] - solution.x[1] * bend)
-    if bytes_s < 0 or solution.x[1] == 0 or solution.loss > (1 - BEND_GAIN) * straight.loss:
-        solution, bend, bytes_s = straight, 0.0, float(straight.x[0])
-    launch_s, cached_s, sequence_s, *rest = (solution.factor * solution.x).tolist()
-    bytes_s *= solution.factor
+        bend = _best_bend(columns, table, found.weights)
+        found = robust_fit(columns(bend), table.seconds, limit)
+    if (
+        found.x[0] < found.x[1] * bend  # `bytes_s` would be negative
+        or found.x[1] == 0
+        or found.loss > (1 - BEND_GAIN) * straight.loss
+    ):
+        found, bend = straight, 0.0
+    launch_s, cached_s, sequence_s, admitted_s = found.constants
+    bytes_s = launch_s - cached_s * bend
     if bend == 0.0:
         launch_s, bytes_s = (launch_s, 0.0) if cached_s == 0 else (0.0, launch_s)
-    return _decode_fit(solution, rest, launch_s, bytes_s, cached_s, sequence_s, ())
-
-
-def fit_table(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
-    """A straight line in cached tokens, and a table over running samples that never falls."""
-    table = _Stretches([s for of_round in rounds for s in of_round])
-    counts = _knots(table)
-    columns = _table_columns(table, counts, full=True)
-    return _table_fit(_solve(columns, table.seconds, _stall_limit(rounds)), counts)
-
-
-def fit_rounds(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
-    """The table, fitted to whole rounds: for an engine that drafts, whose stretches are too noisy
-    one by one, as which sample is how far ahead is chance. `admission_s` and `per_ended_s` are
-    0."""
-    tables = [_Stretches(of_round) for of_round in rounds]
-    counts = _knots(_Stretches([s for of_round in rounds for s in of_round]))
-    columns = np.array([_table_columns(one, counts, full=False).sum(axis=0) for one in tables])
-    seconds = np.array([one.seconds.sum() for one in tables])
-    return _table_fit(_solve(columns, seconds, math.inf), counts)
-
-
-def _table_columns(table: _Stretches, counts: Sequence[int], *, full: bool) -> Matrix:
-    """A column for the first of the `counts`, one for each gap between two, then the rest."""
-    ramps = [
-        table.steps * np.clip((table.running - low) / (high - low), 0, 1)
-        for low, high in pairwise(counts)
-    ]
-    return np.column_stack([table.steps, *ramps, table.cached_sum, table.around(full=full)])
-
-
-def _table_fit(solution: _Solution, counts: Sequence[int]) -> DecodeFit:
-    values = (solution.factor * solution.x).tolist()
-    levels = np.cumsum(values[: len(counts)]).tolist()
-    knots = tuple(zip(map(float, counts), levels, strict=True))
-    cached_s, *rest = values[len(counts) :]
-    return _decode_fit(solution, rest, 0.0, 0.0, cached_s, 0.0, knots)
-
-
-def _decode_fit(
-    solution: _Solution,
-    around: list[float],
-    launch_s: float,
-    bytes_s: float,
-    cached_s: float,
-    sequence_s: float,
-    knots: tuple[tuple[float, float], ...],
-) -> DecodeFit:
-    admission_s, admitted_s, ended_s = around
     return DecodeFit(
         launch_s=launch_s,
         bytes_s=bytes_s,
         per_cached_token_s=cached_s,
         per_sequence_s=sequence_s,
-        knots=knots,
-        admission_s=admission_s,
         per_admitted_s=admitted_s,
-        per_ended_s=ended_s,
-        stalls=solution.factor,
-        num_left_out=solution.num_left_out,
+        stalls=found.factor,
+        num_left_out=found.num_left_out,
     )
+
+
+def fit_rounds(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
+    """Fit a table over the number of running samples to whole rounds: for an engine that drafts,
+    whose stretches are too noisy one by one, as which sample is how far ahead is chance."""
+    tables = [_Stretches(of_round) for of_round in rounds]
+    counts = _knots(max(int(table.running.max()) for table in tables))
+    columns = np.array([_table_columns(table, counts).sum(axis=0) for table in tables])
+    found = robust_fit(columns, np.array([table.seconds.sum() for table in tables]))
+    *levels, cached_s, admitted_s = found.constants
+    return DecodeFit(
+        per_cached_token_s=cached_s,
+        knots=tuple(zip(map(float, counts), np.cumsum(levels).tolist(), strict=True)),
+        per_admitted_s=admitted_s,
+        stalls=found.factor,
+        num_left_out=found.num_left_out,
+    )
+
+
+def _table_columns(table: _Stretches, counts: Sequence[int]) -> Matrix:
+    """One column for the first of the `counts`, one for each gap between two of them, then cached
+    tokens and admitted samples. The table never falls, as no constant is negative."""
+    ramps = [
+        table.steps * np.clip((table.running - low) / (high - low), 0, 1)
+        for low, high in pairwise(counts)
+    ]
+    return np.column_stack([table.steps, *ramps, table.beyond(0.0), table.admitted])
 
 
 class _Stretches:
@@ -177,10 +147,8 @@ class _Stretches:
 
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         columns = np.array(stretches, dtype=np.float64).reshape(-1, len(Stretch._fields)).T
-        self.steps, self.running, self.cached, self.admitted, self.ended, self.seconds = columns
-        self.admissions = (self.admitted > 0).astype(np.float64)
+        self.steps, self.running, self.cached, self.admitted, _, self.seconds = columns
         self.sample_steps = self.steps * self.running
-        self.cached_sum = self.beyond(0.0)
 
     def beyond(self, bend: float) -> Vector:
         """Cached tokens beyond `bend`, added up over each stretch's steps."""
@@ -189,83 +157,25 @@ class _Stretches:
         growth = self.steps * (self.steps - 1) - first * (first - 1)
         return np.asarray(num * (self.cached - bend) + self.running * growth / 2)
 
-    def around(self, *, full: bool) -> Matrix:
-        """Columns of admissions, admitted samples and ends. Where as many samples are admitted each
-        time, what an admission costs by itself cannot be told: all of it goes to the samples."""
-        some = self.admitted[self.admitted > 0]
-        vary = full and np.std(some) > MIN_VARIATION * np.mean(some)
-        return np.column_stack([self.admissions * vary, self.admitted, self.ended * full])
-
-
-@dataclass(frozen=True, slots=True)
-class _Solution:
-    x: Vector
-    weights: Vector
-    loss: float
-    factor: float
-    num_left_out: int
-
-
-def _solve(columns: Matrix, seconds: Vector, limit: float) -> _Solution:
-    """Non-negative coefficients by iterated re-weighting: relative errors, outliers held down.
-
-    A machine's disturbances only ever make it slower, so what holds them down falls short of the
-    mean: `factor` makes up for it, over everything but stalls longer than `limit` seconds."""
-    floor = float(np.median(seconds))
-    weights = np.ones_like(seconds)
-    x = np.zeros(columns.shape[1])
-    for _ in range(ITERATIONS):
-        old, x = x, nonnegative_least_squares(columns * weights[:, None], seconds * weights)
-        predicted = columns @ x
-        relative = (predicted + floor) ** -0.5
-        errors = np.abs(seconds - predicted) * relative
-        scale = HUBER_SCALES * 1.4826 * float(np.median(errors)) + 1e-12
-        weights = relative * np.sqrt(np.minimum(1, scale / np.maximum(errors, 1e-300)))
-        if np.allclose(x, old, rtol=1e-5, atol=0):
-            break
-    kept = seconds - predicted <= limit
-    loss = float(np.mean(errors[kept]))
-    factor = float(seconds[kept].sum() / predicted[kept].sum()) if predicted[kept].any() else 1.0
-    return _Solution(x, weights, loss, factor, int((~kept).sum()))
-
 
 def _best_bend(columns: Callable[[float], Matrix], table: _Stretches, weights: Vector) -> float:
-    """The bend of least squares under fixed weights: a coarse look, then golden sections."""
+    """The bend of least squares under fixed weights: a coarse look, then closer ones."""
+    seconds = table.seconds * weights
 
     def loss(bend: float) -> float:
         a = columns(bend) * weights[:, None]
-        return float(
-            np.sum(
-                (
-                    table.seconds * weights
-                    - a @ nonnegative_least_squares(a, table.seconds * weights)
-                )
-                ** 2
-            )
-        )
+        return float(np.sum((seconds - a @ nonnegative_least_squares(a, seconds)) ** 2))
 
     bends = np.unique(np.quantile(table.cached, np.linspace(0, 1, NUM_BENDS)))
-    losses = [loss(float(bend)) for bend in bends]
-    best = int(np.argmin(losses))
-    low, high = float(bends[max(best - 1, 0)]), float(bends[min(best + 1, len(bends) - 1)])
-    golden = (math.sqrt(5) - 1) / 2
-    for _ in range(GOLDEN_SECTIONS):
-        left, right = high - golden * (high - low), low + golden * (high - low)
-        if loss(left) < loss(right):
-            high = right
-        else:
-            low = left
-    return (low + high) / 2
+    for _ in range(CLOSER_LOOKS):
+        best = int(np.argmin([loss(float(bend)) for bend in bends]))
+        low, high = bends[max(best - 1, 0)], bends[min(best + 1, len(bends) - 1)]
+        bends = np.linspace(low, high, 9)
+    return float((low + high) / 2)
 
 
-def _stall_limit(rounds: Sequence[Sequence[Stretch]]) -> float:
-    """Half the seconds of a typical round."""
-    return 0.5 * float(np.median([sum(s.seconds for s in of_round) for of_round in rounds]))
-
-
-def _knots(table: _Stretches) -> list[int]:
-    """Powers of two up to the most that ran at once; the last gap is never a narrow one."""
-    most = int(table.running.max())
+def _knots(most: int) -> list[int]:
+    """Powers of two up to the most samples that ran at once; the last gap is never a narrow one."""
     counts = [1]
     while counts[-1] * 2 <= most:
         counts.append(counts[-1] * 2)
@@ -280,34 +190,3 @@ def _table(knots: tuple[tuple[float, float], ...], running: Vector) -> Vector:
     slope = (levels[-1] - levels[-2]) / (counts[-1] - counts[-2])
     beyond = np.maximum(running - counts[-1], 0)
     return np.asarray(np.interp(running, counts, levels) + slope * beyond)
-
-
-def nonnegative_least_squares(a: Matrix, b: Vector) -> Vector:
-    """The x >= 0 that minimises |a x - b|: the active-set method of Lawson and Hanson (1974)."""
-    scale = np.linalg.norm(a, axis=0)
-    scale[scale == 0] = 1.0
-    # A triangle of a few rows has the same distances as the many rows of the data.
-    triangle = np.asarray(np.linalg.qr(np.column_stack([a / scale, b]), mode="r"))
-    a, b = triangle[:, :-1], triangle[:, -1]
-    num = a.shape[1]
-    x = np.zeros(num)
-    free = np.zeros(num, np.bool_)
-    tolerance = 1e-10 * float(np.linalg.norm(b) + 1e-300)
-    for _ in range(3 * num):
-        gradient = a.T @ (b - a @ x)
-        gradient[free] = -np.inf
-        if free.all() or gradient.max() <= tolerance:
-            break
-        free[int(gradient.argmax())] = True
-        while True:
-            best = np.zeros(num)
-            best[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
-            negative = free & (best <= 0)
-            if not negative.any():
-                break
-            share = float(np.min(x[negative] / (x[negative] - best[negative] + 1e-300)))
-            x += share * (best - x)
-            free &= x > 1e-14
-            x[~free] = 0.0
-        x = best
-    return np.asarray(x / scale)

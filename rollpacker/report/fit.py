@@ -1,4 +1,4 @@
-"""What a machine costs and what a run asked of it, fitted to the run's history.
+"""Seconds that a machine takes, and what a run asked of it, fitted to the run's history.
 
 The constants are those of *that* machine, model and software, in seconds; none comes from a
 datasheet. Prompt lengths are not in a log: what they cost is inside the constants per sample.
@@ -16,31 +16,13 @@ import numpy as np
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.ids import PromptId
 from rollpacker.core.records import POOL_SWITCH, Entry, Session
-from rollpacker.report.decode_fit import (
-    DecodeFit,
-    fit_line,
-    fit_rounds,
-    fit_table,
-    nonnegative_least_squares,
-)
+from rollpacker.report.decode_fit import DecodeFit, fit_line, fit_rounds
 from rollpacker.report.engine_book import engines_of
-from rollpacker.report.fitted_run import (
-    FORMS,
-    CommitFit,
-    FittedRun,
-    RewardFit,
-    RoundErrors,
-    TrainFit,
-    Workload,
-)
+from rollpacker.report.fitted_run import FittedRun, RoundErrors, TrainFit, Workload
 from rollpacker.report.history import iterate_steps
+from rollpacker.report.least_squares import robust_fit
 from rollpacker.report.reward_fit import Checks
-from rollpacker.report.step_history import (
-    CarriedInto,
-    End,
-    RoundHistory,
-    StepHistory,
-)
+from rollpacker.report.step_history import CarriedInto, End, RoundHistory, StepHistory
 from rollpacker.report.token_clock import (
     ClockError,
     Stretch,
@@ -53,7 +35,6 @@ from rollpacker.report.token_clock import (
 MIN_ROUNDS = 3
 DRAFTED_SHARE = 0.02
 """With more rounds than this whose ends contradict one token a step, the engine drafted."""
-REWARD_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 def fit_run(
@@ -91,7 +72,7 @@ def predict_rounds(
 
 
 ClockedRounds = list[tuple[RoundKind, list[list[Stretch]]]]
-"""Of each round, what each of its engines did."""
+"""Kind of each round, with the stretches of each of its engines."""
 
 
 @dataclass(slots=True)
@@ -99,7 +80,7 @@ class _Clocked:
     """Rounds whose token clock can be told."""
 
     slots: int | None
-    """Of each engine; None: as the log says."""
+    """Decode slots of each engine. None: as the log says."""
     may_draft: bool = False
     rounds: ClockedRounds = field(default_factory=list)
     num_skipped: int = 0
@@ -138,7 +119,7 @@ class _Clocked:
 
 @dataclass(slots=True)
 class _Asked:
-    """What was asked and answered, in order of appearance."""
+    """Prompts that were asked and lengths of their responses, in order of appearance."""
 
     sources: set[str] = field(default_factory=set)
     fetched: dict[PromptId, None] = field(default_factory=dict)
@@ -159,7 +140,8 @@ class _Asked:
                 self.capped.add(end.num_tokens)
 
     def _forget(self, row: int, before: CarriedInto) -> None:
-        """What a launch before had told of a response that this one goes on with."""
+        """Remove the length that an earlier launch recorded of a response that this one goes on
+        with."""
         told = (self.pools if before.whole else self.stopped).get(row, [])
         if before.num_tokens in told:
             told.remove(before.num_tokens)
@@ -180,30 +162,28 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Measured:
-    """What a run's steps took, in seconds, and what they asked."""
+    """Seconds that the parts of a run's steps took, and their workload."""
 
     clocked: _Clocked
     asked: _Asked = field(default_factory=_Asked)
     session: Session | None = None
     """The last one."""
     num_steps: int = 0
+    checks: Checks = field(default_factory=Checks)
     exposed: list[float] = field(default_factory=list)
     """Waits for verdicts after a rollout."""
-    verdicts: list[float] = field(default_factory=list)
-    checks: list[float] = field(default_factory=list)
-    recorded: Checks = field(default_factory=Checks)
     trained: list[tuple[int, float]] = field(default_factory=list)
     """(tokens, seconds) of each training step."""
     stopped: list[float] = field(default_factory=list)
     """From telling samples to stop until they have."""
     synced: list[float] = field(default_factory=list)
-    committed: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
-    """By whether there was a checkpoint."""
+    committed: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
+    """From a commit to the next launch."""
 
     @property
     def slots(self) -> int | None:
-        """Of each engine; None: as many as samples."""
+        """Decode slots of each engine. None: as many as samples."""
         session, given = self.session, self.clocked.slots
         if given is not None or session is None or session.slots is None:
             return given
@@ -218,12 +198,7 @@ class _Measured:
                 self.stopped.append(end_s - told_s)
         self.asked.add(step)
         self.session = step.session or self.session
-        self.recorded.add(step)
-        for verdict in step.checks.verdicts:
-            if verdict.asked_s is not None:
-                self.verdicts.append(verdict.time_s - verdict.asked_s)
-            if verdict.event.seconds is not None:
-                self.checks.append(verdict.event.seconds)
+        self.checks.add(step)
         turns = step.turns
         if step.rounds and turns.committed_before_s is not None:
             self.between.append(_own_s(step, turns.committed_before_s, step.rounds[0].start_s))
@@ -242,11 +217,11 @@ class _Measured:
             notes = [note for note in step.notes if note.time_s >= turns.commit_s]
             beside_s = sum(note.seconds for note in notes if note.name != POOL_SWITCH)
             seconds = _own_s(step, turns.commit_s, step.end_s)
-            self.committed[step.checkpointed].append(max(0.0, seconds - beside_s))
+            self.committed.append(max(0.0, seconds - beside_s))
 
 
 def _own_s(step: StepHistory, start_s: float, end_s: float) -> float:
-    """Without waits for pools, which are other jobs'."""
+    """Seconds between two times without waits for pools, which are other jobs' time."""
     return end_s - start_s - step.waited_s(start_s, end_s)
 
 
@@ -263,40 +238,24 @@ def _training_s(step: StepHistory, train_on_s: float, trained_s: float) -> float
 def _fit(measured: _Measured) -> FittedRun:
     clocked, session = measured.clocked, measured.session
     parts = [part for _, parts in clocked.rounds for part in parts]
-    if clocked.drafted is None:
-        fits = {
-            "step": fit_line(parts, full=False),
-            "step_with_ends": fit_line(parts, full=True),
-            "table": fit_table(parts),
-        }
-    else:
-        fits = dict.fromkeys(FORMS, fit_rounds(parts))
-    with_checkpoint, without = measured.committed[True], measured.committed[False]
+    step = fit_line(parts) if clocked.drafted is None else fit_rounds(parts)
+    checks = measured.checks
     return FittedRun(
         job={} if session is None else session.job,
         slots=measured.slots,
         num_steps=measured.num_steps,
         num_rounds=len(clocked.rounds),
         num_skipped=clocked.num_skipped,
-        **fits,
-        errors={form: _round_errors(fit, clocked.rounds) for form, fit in fits.items()},
-        rewards=RewardFit(
-            quantiles=_quantiles(measured.verdicts),
-            check_quantiles=_quantiles(measured.checks),
-            num=len(measured.verdicts),
-            exposed_s=_mean(measured.exposed),
-            by_row={row: tuple(checks) for row, checks in sorted(measured.recorded.by_row.items())},
-            calls=measured.recorded.calls(),
-        ),
+        step=step,
+        errors=_round_errors(step, clocked.rounds),
+        checks={row: tuple(found) for row, found in sorted(checks.by_row.items())},
+        calls=checks.calls(),
+        exposed_s=_mean(measured.exposed),
         stop_s=_mean(measured.stopped),
         train=_fit_training(measured.trained),
         sync_s=_mean(measured.synced),
-        commit=CommitFit(
-            plain_s=_mean(without or with_checkpoint),
-            checkpoint_s=_mean(with_checkpoint) if with_checkpoint else None,
-            checkpoint_share=len(with_checkpoint) / max(1, len(with_checkpoint) + len(without)),
-            between_s=_mean(measured.between),
-        ),
+        commit_s=_mean(measured.committed),
+        between_s=_mean(measured.between),
         workload=measured.asked.workload(),
     )
 
@@ -364,33 +323,11 @@ def _measured_s(part: Sequence[Stretch]) -> float:
 
 
 def _fit_training(trained: Sequence[tuple[int, float]]) -> TrainFit:
-    """Relative least squares; outliers (a stall) count as far as twice the typical error, and what
-    they lost is spread over all, so that the sum is the run's."""
     tokens, seconds = np.array(trained, dtype=np.float64).T
     columns = np.column_stack([np.ones_like(tokens), tokens])
-    weights = 1 / np.maximum(seconds, 1e-9)
-    for _ in range(20):
-        x = nonnegative_least_squares(columns * weights[:, None], seconds * weights)
-        errors = np.abs(columns @ x / np.maximum(seconds, 1e-9) - 1)
-        scale = 2 * 1.4826 * float(np.median(errors)) + 1e-12
-        robust = np.sqrt(np.minimum(1, scale / np.maximum(errors, 1e-300)))
-        weights = robust / np.maximum(seconds, 1e-9)
-    if x.any():
-        x = x * (seconds.sum() / (columns @ x).sum())
-        errors = np.abs(columns @ x / np.maximum(seconds, 1e-9) - 1)
-    return TrainFit(
-        fixed_s=float(x[0]),
-        per_token_s=float(x[1]),
-        num=len(trained),
-        mean_error=float(errors.mean()),
-    )
-
-
-def _quantiles(values: Sequence[float]) -> dict[float, float]:
-    if not values:
-        return {}
-    found = np.quantile(np.array(values), REWARD_QUANTILES).tolist()
-    return dict(zip(REWARD_QUANTILES, found, strict=True))
+    fixed_s, per_token_s = robust_fit(columns, seconds).constants
+    errors = np.abs((fixed_s + per_token_s * tokens) / np.maximum(seconds, 1e-9) - 1)
+    return TrainFit(fixed_s=fixed_s, per_token_s=per_token_s, mean_error=float(errors.mean()))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,4 +1,5 @@
-"""What a run's rewards took and said, read off its log: for a simulation of the same rewards.
+"""Verdicts of a run's rewards and the seconds that they took, read off its log, for a simulation of
+the same rewards.
 
     checks   what was said of a response and in how many seconds, by row of its prompt
     calls    where checks go to the rewards in batches: one call each, and how many run at once
@@ -11,13 +12,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from rollpacker.report.decode_fit import nonnegative_least_squares
+from rollpacker.report.least_squares import robust_fit
 from rollpacker.report.step_history import StepHistory, Verdict
 
 MAX_KEPT_OF_ROW = 64
@@ -25,12 +26,12 @@ MAX_KEPT_OF_ROW = 64
 MAX_CALLS = 20_000
 """Calls that are kept, the first ones."""
 MOST_AT_ONCE = 8
-"""Batches that a run has under way at once (`run/scoring.py`)."""
+"""Batches that a run has under way at once (`run/ports/scoring.py`)."""
 WORSE = 1.05
 """Fewer workers are believed if they explain the ends as well but for this factor."""
 SHORTEST_S = 1e-6
 NUM_FIRST = 8
-"""Of a run's calls: those that may be a worker's first."""
+"""Number of a run's first calls among which a worker's first call is looked for."""
 WARM_UP = 2.0
 """A call that warms a worker up takes so many times as long as any later one."""
 
@@ -39,9 +40,9 @@ class Check(NamedTuple):
     """One response's verdict."""
 
     num_tokens: int
-    """Of the response."""
+    """Tokens of the response."""
     seconds: float
-    """Of execution, as the reward says; without its word all that it was held."""
+    """Seconds of execution as the reward reports them. If it reports none, `held_s`."""
     held_s: float
     """From being handed over to the verdict, which keeps a worker of the core's."""
     value: float | None
@@ -55,7 +56,7 @@ class Call(NamedTuple):
 
     num_samples: int
     seconds: float
-    """Of the worker that had the call."""
+    """Seconds that the call kept its worker."""
     alone: bool
     """Nothing was generated any more when it was asked for. Beside an engine at work the same call
     takes longer."""
@@ -66,7 +67,7 @@ class Calls:
     """Calls of batches of responses."""
 
     recorded: tuple[Call, ...]
-    """By number of samples."""
+    """The calls, sorted by number of samples."""
     num_workers: int
     """Calls that ran at once."""
     fixed_s: float
@@ -75,6 +76,10 @@ class Calls:
     warm_ups: tuple[float, ...] = ()
     """Seconds of the run's first calls, where each took longer than any that was not among them:
     imports, caches. They are not among the recorded ones."""
+
+    def line_s(self, num_samples: int) -> float:
+        """Mean seconds of a call of so many samples, never 0."""
+        return self.fixed_s + self.per_sample_s * num_samples + 1e-9
 
 
 class _Batch(NamedTuple):
@@ -159,7 +164,10 @@ def _with_workers(batches: Sequence[_Batch], num_workers: int) -> tuple[Calls, f
     later_s = max((call.seconds for call in recorded[NUM_FIRST:]), default=np.inf)
     warm_ups = [c for c in recorded[:NUM_FIRST] if c.seconds > WARM_UP * later_s]
     recorded = [call for call in recorded if call not in warm_ups]
-    fixed_s, per_sample_s = _line(recorded)
+    counts, taken_s, _ = np.array(recorded, dtype=np.float64).T
+    fixed_s, per_sample_s = robust_fit(
+        np.column_stack([np.ones_like(counts), counts]), taken_s
+    ).constants
     errors, free = [], [-np.inf] * num_workers
     for batch in batches:
         done_s = max(batch.asked_s, free[0]) + fixed_s + per_sample_s * batch.num_samples
@@ -175,15 +183,3 @@ def _with_workers(batches: Sequence[_Batch], num_workers: int) -> tuple[Calls, f
         ),
         float(np.mean(errors)),
     )
-
-
-def _line(calls: Iterable[Call]) -> tuple[float, float]:
-    """Seconds of a call and of each of its samples: of least absolute error, nearly."""
-    counts, seconds, _ = np.array(list(calls), dtype=np.float64).T
-    columns = np.column_stack([np.ones_like(counts), counts])
-    weights = np.ones_like(seconds)
-    for _ in range(20):
-        x = nonnegative_least_squares(columns * weights[:, None], seconds * weights)
-        errors = np.abs(columns @ x - seconds)
-        weights = 1 / np.sqrt(np.maximum(errors, 0.1 * float(np.mean(errors)) + 1e-9))
-    return float(x[0]), float(x[1])

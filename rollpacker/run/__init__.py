@@ -1,1 +1,2 @@
-"""The real-time driver of the core."""
+"""A run: `train` and `Run`, what drives it, and in `parts`, `ports` and `folder` what it is made
+of."""

@@ -28,51 +28,51 @@ made here: what to do is the core's business. What is known of a sample lies on 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from rollpacker.bus import Bus, Port, Recorded, Unsaid
+from rollpacker.bus import Bus, Port, Recorded, Routes, Unsaid
 from rollpacker.cluster.seats.seat import Seat
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.commands import OF_TURNS, Drop, Finish
-from rollpacker.core.events import Committed, RunStarted, StopRequested
+from rollpacker.core.commands import OF_TURNS, Drop, FetchPrompts, Finish
+from rollpacker.core.events import Committed, PromptsFetched, RunStarted, StopRequested
 from rollpacker.core.job.job import Job
 from rollpacker.core.job.phases import Phase
-from rollpacker.core.records import Observer, Session
+from rollpacker.core.records import Entry, Observer, Session
 from rollpacker.data.dataset import Cursor, PromptSet
 from rollpacker.rewards.reward import Reward
-from rollpacker.run.audience import Audience, nobody
-from rollpacker.run.carried import CarriedTokens
-from rollpacker.run.clock import RealClock
-from rollpacker.run.commits import Commits
-from rollpacker.run.desk import Desk
-from rollpacker.run.engines import Engines
-from rollpacker.run.episodes import Episodes
 from rollpacker.run.errors import BuildSamples, Decode
-from rollpacker.run.evaluation import Evaluator
-from rollpacker.run.event_log import LogWriter
-from rollpacker.run.fetching import Fetching
-from rollpacker.run.generation import Generation
-from rollpacker.run.hand_over import HandingOver, Publish
-from rollpacker.run.main_task import Deed, MainTask
-from rollpacker.run.observing import Observing
-from rollpacker.run.player import Player
-from rollpacker.run.pools import open_pools
-from rollpacker.run.reasons import Reasons
-from rollpacker.run.recovery import Recovery
-from rollpacker.run.salvage import Salvage
-from rollpacker.run.sample_rows import EvaluationRows, PromptColumns, SampleRows
-from rollpacker.run.samples import SampleWriter
-from rollpacker.run.scoring import Scoring
-from rollpacker.run.shared import Shared
-from rollpacker.run.shared_devices import SharedDevices
-from rollpacker.run.training import Training
-from rollpacker.run.watch import Watch
+from rollpacker.run.folder.event_log import LogWriter
+from rollpacker.run.folder.sample_rows import EvaluationRows, PromptColumns, SampleRows
+from rollpacker.run.folder.samples import SampleWriter
+from rollpacker.run.ports.audience import Audience, nobody
+from rollpacker.run.ports.carried import CarriedTokens
+from rollpacker.run.ports.clock import RealClock
+from rollpacker.run.ports.commits import Commits
+from rollpacker.run.ports.desk import Desk
+from rollpacker.run.ports.engines import Engines
+from rollpacker.run.ports.episodes import Episodes
+from rollpacker.run.ports.evaluation import Evaluator
+from rollpacker.run.ports.generation import Generation
+from rollpacker.run.ports.hand_over import HandingOver, Publish
+from rollpacker.run.ports.main_task import Deed, MainTask
+from rollpacker.run.ports.player import Player
+from rollpacker.run.ports.pools import open_pools
+from rollpacker.run.ports.reasons import Reasons
+from rollpacker.run.ports.recovery import Recovery
+from rollpacker.run.ports.salvage import Salvage
+from rollpacker.run.ports.scoring import Scoring
+from rollpacker.run.ports.shared import Shared
+from rollpacker.run.ports.shared_devices import SharedDevices
+from rollpacker.run.ports.training import Training
+from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import Trainer
 
 TICK_S = 0.25
-"""How often a wait looks at its deadline and the observers at the log."""
+"""Seconds between two looks of a wait at its deadline, and of the observers at the log."""
 
 
 # size: a field for each part.
@@ -91,15 +91,15 @@ class Parts:
     build_samples: BuildSamples
     decode: Decode
     render: Decode
-    """Prompt tokens to text, special tokens included: what the model saw."""
+    """Makes text of prompt tokens, special tokens included: what the model saw."""
     log: LogWriter
     samples: SampleWriter | None
     carried: CarriedTokens | None = None
-    """A checkpoint's; None: nothing was generated so far."""
+    """Tokens that a checkpoint's deferred prompts carry. None if nothing was generated so far."""
     tokenizer: str = ""
-    """Its fingerprint."""
+    """Fingerprint of the tokenizer."""
     player: Player | None = None
-    """Of samples that take turns with environments. None: one response each."""
+    """Plays samples that take turns with environments. None if each sample is one response."""
     observers: Sequence[Observer] = ()
     audience: Audience = field(default_factory=nobody)
 
@@ -165,7 +165,8 @@ class Controller:
         bus.connect(*self._ports())
 
     def _make_devices(self, *, on_pools: bool) -> SharedDevices:
-        """What engines and trainer take turns on; `on_pools`: with other jobs, too."""
+        """The devices that engines and trainer take turns on. `on_pools`: other jobs have turns
+        there, too."""
         parts = self.parts
         return SharedDevices(
             self.bus,
@@ -228,7 +229,8 @@ class Controller:
         self._main.post(self._main.fail, error)
 
     def end_at_once(self, error: BaseException) -> None:
-        """With this error, also in the middle of what `fail` lets come to its end. Thread-safe."""
+        """End with this error, also in the middle of what `fail` lets come to its end.
+        Thread-safe."""
         self._main.end_at_once(error)
 
     async def close(self) -> None:
@@ -245,7 +247,7 @@ class Controller:
         self.parts.log.flush()
 
     def _ports(self) -> list[Port]:
-        """One for every kind of command; the bus checks that."""
+        """A port for every kind of command; the bus checks that."""
         parts, shared = self.parts, self._shared
         bus, main = shared.bus, shared.main
         rows = None
@@ -327,7 +329,7 @@ class Controller:
         return Episodes(self._shared, self._scoring, player, rows=rows, carried=self._carried)
 
     def _of_turns(self) -> list[Port]:
-        """Who obeys what is said only where samples take turns with environments."""
+        """The ports of commands that are said only where samples take turns with environments."""
         episodes = self._generation.episodes
         return [Unsaid(*OF_TURNS)] if episodes is None else [episodes]
 
@@ -340,7 +342,7 @@ class Controller:
         return EvaluationRows(parts.samples, prompts, parts.reward.names, threshold)
 
     async def _begin(self) -> None:
-        """The first event of a new run, or that which a resumed one goes on with."""
+        """Take the first event of a new run, or the event with which a resumed run goes on."""
         job = self.parts.job
         if job.evaluation_is_due:
             await self._evaluator.evaluate(job.step)
@@ -350,7 +352,8 @@ class Controller:
             self.bus.take(Committed(time_s=0.0, step=job.step, checkpointed=True))
 
     async def _next(self) -> Deed | Finish:
-        """The next thing that takes long. Raises what a part died of, or `DeadlineExceeded`."""
+        """The next thing that takes long. Raises the error that a part died of, or
+        `DeadlineExceeded`."""
         while True:
             self.parts.log.raise_error()
             todo = await self._main.next(TICK_S)
@@ -359,3 +362,40 @@ class Controller:
             self._observing.feed()
             self._watch.check_rollout()
             await self._recovery.look()
+
+
+class Observing:
+    """The observers' share of the log. Entries are gathered in whatever thread they are logged, and
+    shown to the observers in their order on the event loop, off the engine's path."""
+
+    def __init__(self, bus: Bus, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+        self._unobserved: deque[Entry] = deque()
+        bus.add_sink(self._unobserved.append)
+
+    def feed(self) -> None:
+        """Show the observers what they have not seen yet."""
+        while self._unobserved:
+            entry = self._unobserved.popleft()
+            for observer in self._observers:
+                observer.feed(entry)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """The dataset's port: takes prompts from the cursor, on the main task."""
+
+    bus: Bus
+    main: MainTask
+    cursor: Cursor
+
+    def routes(self) -> Routes:
+        return {FetchPrompts: lambda command: self.main.later(partial(self._fetch, command))}
+
+    async def _fetch(self, command: FetchPrompts) -> None:
+        prompts, epoch_ended, data_ended = self.cursor.take(command.count)
+        self.bus.take(
+            PromptsFetched(
+                time_s=0.0, prompts=prompts, epoch_ended=epoch_ended, data_ended=data_ended
+            )
+        )

@@ -1,4 +1,4 @@
-"""One process's share of a run: it takes the folder, loads and joins the parts, drives them."""
+"""Has the parts of a run built (`parts/`), joins them and drives them, in one process."""
 
 from __future__ import annotations
 
@@ -9,28 +9,46 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.run import interrupts
+from rollpacker.run.driver import Controller, Parts
 from rollpacker.run.driving import INTERRUPTED, Caller, drive
+from rollpacker.run.folder.event_log import LogWriter, cut_back
+from rollpacker.run.folder.run_folder import check_resume
+from rollpacker.run.folder.samples import SampleWriter
+from rollpacker.run.folder.samples import cut_back as cut_back_samples
 from rollpacker.run.output import print_line, progress
+from rollpacker.run.parts.audience import build_audience
+from rollpacker.run.parts.engines import open_engines
+from rollpacker.run.parts.identity import identity_of, tokenizer_fingerprint
+from rollpacker.run.parts.job import build_carried, build_cursor, build_job
+from rollpacker.run.parts.resuming import SAME, check_config, config_before
+from rollpacker.run.parts.rewards import start_reward_hosts, wait_for_reward_hosts
+from rollpacker.run.parts.trainer import (
+    build_samples_function,
+    build_trainer,
+    check_algorithm,
+    load_state,
+    start_trainer_processes,
+)
+from rollpacker.run.ports.hand_over import hand_over_weights, publish_weights
+from rollpacker.run.ports.salvage import Salvage
 
 if TYPE_CHECKING:
     from rollpacker.callbacks import Callback
     from rollpacker.config.schema import RunConfig
     from rollpacker.core.records import Observer
-    from rollpacker.report.live import LiveReport
     from rollpacker.rewards.hosts import HostedReward
-    from rollpacker.run.audience import Audience
-    from rollpacker.run.checkpoint import Checkpoint
-    from rollpacker.run.driver import Controller, Parts
-    from rollpacker.run.engines import Engines
+    from rollpacker.rewards.weighted import WeightedReward
+    from rollpacker.run.folder.checkpoint import Checkpoint
+    from rollpacker.run.folder.run_folder import RunFolder
     from rollpacker.run.parts.hosts import Hosts
-    from rollpacker.run.parts.parts import Policy
+    from rollpacker.run.parts.policy import Policy
     from rollpacker.run.parts.seats import RunSeat
-    from rollpacker.run.run_folder import RunFolder
-    from rollpacker.run.salvage import Salvage
+    from rollpacker.run.ports.audience import Audience
+    from rollpacker.run.ports.engines import Engines
     from rollpacker.trainer.launch import Ranks
     from rollpacker.trainer.trainer import Trainer
 
@@ -39,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One process's share of a run."""
+    """One process's share of a run, from its config to its end."""
 
     config: RunConfig
     hosts: Hosts
@@ -50,7 +68,7 @@ class Session:
     resume: bool
     overwrite: bool
     is_command: bool
-    """The process is this run's alone."""
+    """Whether the process is this run's alone."""
     display: bool
     observers: Sequence[Observer]
     callbacks: Sequence[Callback]
@@ -58,26 +76,19 @@ class Session:
     _controller: Controller | None = field(default=None, init=False)
     _is_folder_taken: bool = field(default=False, init=False)
     has_begun: bool = field(default=False, init=False)
-    """There is something to save."""
+    """Whether the run has begun, so that there is something to save."""
 
-    def prepare(self, watch: float) -> None:
-        """Load everything and put it together. `watch` is when the process began to work."""
-        from rollpacker.run.driver import Parts
-        from rollpacker.run.event_log import LogWriter
-        from rollpacker.run.parts import parts as build
-        from rollpacker.run.parts.identity import identity_of, tokenizer_fingerprint
-        from rollpacker.run.samples import SampleWriter
-
-        config, folder = self.config, self.folder
+    def prepare(self, began: float) -> None:
+        """Build every part, in the order in which they need each other, and join them. `began`:
+        when the process began to work, by `time.perf_counter`."""
+        config, hosts, stack, folder = self.config, self.hosts, self.stack, self.folder
+        shares_pools = self.seat.shares_pools
         self._check_training()
         checkpoint = self._find_checkpoint()
-        if self.resume and checkpoint is None:
-            self._check_config()  # what is thrown away is a beginning of this run, no other's
-            logger.warning("the run ended before its first checkpoint; it begins anew")
         before = folder.read_identity() if checkpoint else {}
-        ranks = build.start_trainer_processes(config, self.hosts)
+        ranks = start_trainer_processes(config, hosts)
         if ranks is not None:
-            self.stack.callback(ranks.close)
+            stack.callback(ranks.close)
         self.seat.load_libraries()
         interrupts.check()  # libraries catch whatever is raised while they are imported
         with self.seat.holding("rollout"):
@@ -85,21 +96,19 @@ class Session:
             identity = identity_of(config, policy)
             if checkpoint is not None:
                 self._check_resume(before, identity, checkpoint)
-            cursor = build.build_cursor(config, policy, checkpoint)
-            job = self._job(checkpoint, cursor, policy)
+            cursor = build_cursor(config, policy, checkpoint)
+            job = build_job(config, policy, cursor, checkpoint, shares_pools=shares_pools)
             tokenizer = tokenizer_fingerprint(policy)
-            carried = build.build_carried(config, checkpoint, job, tokenizer)
-            engines, reward_hosts = self._engines_and_reward_hosts(policy)
+            carried = build_carried(config, checkpoint, job, tokenizer)
+            # What one of these refuses in its process leaves no folder behind.
+            reward_hosts = start_reward_hosts(config, policy.reward, hosts, stack)
+            if policy.inputs.turns is not None:
+                policy.inputs.turns.be_on(hosts)
+            engines = open_engines(config, policy, hosts, stack, shares_pools=shares_pools)
+            wait_for_reward_hosts(reward_hosts, policy.reward)
         salvage = self._take_folder(checkpoint, identity, job.version)
         trainer = self._begin_training(checkpoint, policy, ranks, engines)
-        time_s = checkpoint.state["time_s"] if checkpoint else 0.0
-        log = LogWriter(folder.events)
-        self.stack.callback(log.close)
-        live, audience = self._report_and_audience(checkpoint, policy)
-        watching = [live, *self.observers, *self.seat.observers()]
-        for observer in watching:
-            self.stack.callback(observer.close)
-        samples = SampleWriter(folder.samples, folder.evaluations)
+        log, observers, audience = self._listeners(checkpoint, len(policy.train_prompts.rows))
         parts = Parts(
             job=job,
             engines=engines,
@@ -108,52 +117,33 @@ class Session:
             prompts=policy.train_prompts,
             eval_prompts=policy.eval_prompts,
             cursor=cursor,
-            build_samples=build.build_samples_function(config),
+            build_samples=build_samples_function(config),
             decode=policy.decode,
             render=policy.render,
             log=log,
-            samples=samples if config.save_samples else None,
+            samples=SampleWriter(folder.path) if config.save_samples else None,
             carried=carried,
             tokenizer=tokenizer,
-            observers=watching,
+            observers=observers,
             audience=audience,
             player=policy.player,
         )
-        self._open(parts, watch, time_s, build.marks(config, policy, reward_hosts), salvage)
-
-    def _engines_and_reward_hosts(self, policy: Policy) -> tuple[Engines, HostedReward | None]:
-        """Before the run has a folder: what one refuses in its process leaves nothing behind."""
-        from rollpacker.run.parts.engines import all_made, build_engines
-        from rollpacker.run.parts.reward_hosts import start_reward_hosts, wait_for_reward_hosts
-        from rollpacker.run.shared_devices import let_go_of_all
-
-        reward_hosts = start_reward_hosts(self.config, policy, self.hosts, self.stack)
-        if policy.inputs.turns is not None:
-            policy.inputs.turns.be_on(self.hosts)
-        shares = self.seat.shares_pools
-        engines = build_engines(self.config, policy, self.hosts, shares_pools=shares)
-        self.stack.callback(lambda: Caller().run(engines.close()))
-        Caller().run(all_made(engines))
-        if (
-            self.config.train.colocate or shares
-        ):  # until weights are handed over: the trainer is to load
-            Caller().run(let_go_of_all(engines))
-        wait_for_reward_hosts(reward_hosts, policy)
-        return engines, reward_hosts
+        marks = _marks(config, policy.reward, reward_hosts)
+        time_s = checkpoint.state["time_s"] if checkpoint else 0.0
+        self._open(parts, salvage, marks, time_s=time_s, began=began)
 
     def _begin_training(
         self, checkpoint: Checkpoint | None, policy: Policy, ranks: Ranks | None, engines: Engines
     ) -> Trainer:
-        """With the checkpoint's state. Engines have its weights then, or will when they wake up."""
-        from rollpacker.run.hand_over import hand_over_weights, publish_weights
-        from rollpacker.run.parts.parts import build_trainer
-
+        """The trainer with the checkpoint's state, whose weights the engines have, or will have
+        when they wake up."""
         if self.seat.shares_pools and ranks is not None:
             ranks.connect()  # once they have loaded their libraries, for which they need no device
         with self.seat.holding("train"):
             trainer = build_trainer(self.config, policy, ranks, self.folder.path)
             self.stack.callback(trainer.close)
-            _load(trainer, checkpoint)
+            if checkpoint is not None:
+                load_state(trainer, checkpoint)
             if self.seat.shares_pools:
                 publish = self.hosts.publish
                 Caller().run(publish_weights(trainer, engines, trainer.version, publish))
@@ -161,18 +151,38 @@ class Session:
                 Caller().run(hand_over_weights(trainer, engines, trainer.version))
         return trainer
 
+    def _listeners(
+        self, checkpoint: Checkpoint | None, num_rows: int
+    ) -> tuple[LogWriter, Sequence[Observer], Audience]:
+        """The event log, who sees its entries, and who is told of steps and evaluations."""
+        log = LogWriter(self.folder.events)
+        self.stack.callback(log.close)
+        live, audience = build_audience(
+            self.config,
+            self.folder.path,
+            num_rows=num_rows,
+            resumed_step=None if checkpoint is None else checkpoint.step,
+            callbacks=self.callbacks,
+            call=self._caller.call,
+            display=self.display,
+        )
+        observers = [live, *self.observers, *self.seat.observers()]
+        for observer in observers:
+            self.stack.callback(observer.close)
+        return log, observers, audience
+
     def _open(
         self,
         parts: Parts,
-        watch: float,
-        time_s: float,
-        marks: tuple[str, ...],
         salvage: Salvage | None,
+        marks: tuple[str, ...],
+        *,
+        time_s: float,
+        began: float,
     ) -> None:
-        """Begin the session in the log. `time_s`: where the run's clock goes on."""
-        from rollpacker.run.driver import Controller
-
-        seconds = time.perf_counter() - watch - self.seat.waited_s  # other jobs' time
+        """Make the controller, and begin the session in the log. `time_s`: where the run's clock
+        goes on. `began`: see `prepare`."""
+        seconds = time.perf_counter() - began - self.seat.waited_s  # other jobs' time
         self._controller = Controller(
             self.config,
             parts,
@@ -187,7 +197,7 @@ class Session:
 
     def _load_policy(self, threads: int | None) -> Policy:
         from rollpacker.pipeline.stages.check import check_longest_sample
-        from rollpacker.run.parts.parts import load_policy
+        from rollpacker.run.parts.policy import load_policy
 
         shown: dict[str, Any] = {"tell": print_line, "progress": progress} if self.display else {}
         policy = load_policy(self.config, threads=threads, **shown)
@@ -199,9 +209,9 @@ class Session:
         return policy
 
     def _check_training(self) -> None:
-        """Stages and algorithm; and say what that comes to, where it is not what its name says."""
+        """Check pipeline stages and algorithm, and say what the algorithm comes to where that is
+        not what its name says."""
         from rollpacker.pipeline.stages.check import check_stages
-        from rollpacker.run.parts.parts import check_algorithm
 
         check_stages(self.config)
         check_algorithm(self.config)
@@ -209,15 +219,18 @@ class Session:
             (print_line if self.display else logger.info)(self.config.algorithm.told)
 
     def _find_checkpoint(self) -> Checkpoint | None:
-        """Where a resume goes on, if its config alone does not make another run of it."""
-        from rollpacker.run.parts.resuming import check_config
-
+        """The checkpoint that a resume goes on from. None if the run begins anew, as it does where
+        it ended before its first one. Raises `RunError` if the config alone makes another run."""
         if not self.resume:
             return None
         found = self.folder.find_checkpoint(carries=self.config.tail.carries)
         if found is not None:
             check_config(self.config, self.folder, found.step)
-        return found
+            return found
+        if self.folder.config.exists():  # what is thrown away is a beginning of this run
+            self._check_identity(SAME, SAME, 0, {})
+        logger.warning("the run ended before its first checkpoint; it begins anew")
+        return None
 
     def drive(self) -> str:
         """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason. See `drive`."""
@@ -252,7 +265,7 @@ class Session:
     def _check_resume(
         self, before: dict[str, Any], identity: dict[str, Any], checkpoint: Checkpoint
     ) -> None:
-        """It is the same run that goes on, and says from where."""
+        """Check that it is the same run that goes on, and say from where."""
         self._check_identity(before, identity, checkpoint.step, checkpoint.state["job"])
         where = checkpoint.folder.relative_to(self.folder.path)
         self._tell(f"resuming after step {checkpoint.step} ({where})")
@@ -263,21 +276,12 @@ class Session:
         else:
             logger.info("%s", line)
 
-    def _check_config(self) -> None:
-        """A run that wrote no checkpoint has no identity to go on with, but a config."""
-        from rollpacker.run.parts.resuming import SAME
-
-        if self.folder.config.exists():
-            self._check_identity(SAME, SAME, 0, {})
-
     def _check_identity(
         self, before: Mapping[str, Any], now: Mapping[str, Any], step: int, job: dict[str, Any]
     ) -> None:
-        """A resume after `step` must find what the run began with. The state of its job is told the
-        cap on responses, which earlier versions did not write there."""
+        """Check that a resume after `step` finds what the run began with. `job`, the state of its
+        job, gets the cap on responses, which earlier versions did not write there."""
         from rollpacker.config.load import changes_since
-        from rollpacker.run.parts.resuming import config_before
-        from rollpacker.run.run_folder import check_resume
 
         old = config_before(self.folder)
         for change in check_resume(changes_since(old, self.config), before, now):
@@ -287,12 +291,10 @@ class Session:
     def _take_folder(
         self, checkpoint: Checkpoint | None, identity: dict[str, Any], version: int
     ) -> Salvage | None:
-        """Cut it back to the checkpoint, or empty it, and write down what the run depends on.
-        Returns what had finished after a checkpoint with this version of the weights."""
+        """Cut the run's folder back to the checkpoint, or empty it, and write down what the run
+        depends on. Returns the responses that had finished after a checkpoint with this `version`
+        of the weights; None for a run that begins anew."""
         from rollpacker.config.load import save_config
-        from rollpacker.run.event_log import cut_back
-        from rollpacker.run.salvage import Salvage
-        from rollpacker.run.samples import cut_back as cut_back_samples
 
         folder, salvage = self.folder, None
         self._is_folder_taken = True
@@ -313,77 +315,23 @@ class Session:
         folder.write_identity(identity)
         return salvage
 
-    def _job(self, checkpoint: Checkpoint | None, cursor: Any, policy: Policy) -> Any:
-        from rollpacker.core.job.pooled_job import make_job, restore_job
-        from rollpacker.run.parts.environments import sources_of
-        from rollpacker.run.parts.parts import reward_kinds
 
-        turns, sources = policy.inputs.turns, sources_of(self.config, policy.train_prompts)
-        config = self.config.job(
-            prompt_tokens=policy.mean_prompt_tokens,
-            reward_kinds=reward_kinds(self.config, policy),
-            acting=None if turns is None else turns.acting(sources),
-        )
-        config = replace(config, shares_pools=self.seat.shares_pools)
-        if checkpoint is None:
-            return make_job(config)
-        return restore_job(config, checkpoint.state["job"], data_ended=cursor.ended)
-
-    def _report_and_audience(
-        self, checkpoint: Checkpoint | None, policy: Policy
-    ) -> tuple[LiveReport, Audience]:
-        """Metrics and display, and who is told of what they hold."""
-        from rollpacker.config.load import to_plain
-        from rollpacker.report.live import LiveReport
-        from rollpacker.run.audience import Audience, ToldRun
-        from rollpacker.run.output import console, in_notebook
-        from rollpacker.run.parts.parts import build_trackers
-
-        config = self.config
-        steps = config.num_steps(len(policy.train_prompts.rows))
-        live = LiveReport(
-            self.folder.path,
-            total_steps=steps,
-            resume=checkpoint is not None,
-            slots=config.rollout.max_slots,
-            max_response_tokens=config.rollout.max_response_tokens,
-            console=console(goes_on=True) if self.display else None,
-            show=self.display,
-            notebook=config.name if in_notebook() else None,
-        )
-        run = ToldRun(
-            name=config.name,
-            folder=self.folder.path,
-            config=to_plain(config),
-            total_steps=steps,
-            resumed_step=None if checkpoint is None else checkpoint.step,
-        )
-        audience = Audience(
-            run,
-            callbacks=self.callbacks,
-            trackers=build_trackers(config),
-            call=self._caller.call,
-            row_so_far=live.row_so_far,
-        )
-        live.on_row = audience.row_written
-        return live, audience
-
-
-def _load(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
-    from rollpacker.run.errors import RunError
-    from rollpacker.trainer.trainer import TrainerStateError
-
-    try:
-        if checkpoint is not None:
-            trainer.load(checkpoint.folder)
-    except TrainerStateError as error:
-        raise RunError(
-            f"{error}. The run cannot go on from there (`--overwrite` begins anew)"
-        ) from error
+def _marks(
+    config: RunConfig, reward: WeightedReward, reward_hosts: HostedReward | None
+) -> tuple[str, ...]:
+    """Words that the log has about the whole run, which every number of it must be read with."""
+    tail = config.tail_batching
+    found = {
+        "unsandboxed": reward.shared.unsandboxed
+        or (reward_hosts is not None and reward_hosts.unsandboxed),
+        "weighted_carrying": tail.carries and tail.carry == "weighted",
+    }
+    return tuple(mark for mark, holds in found.items() if holds)
 
 
 def _warn_of_few_rows(config: RunConfig, num_rows: int) -> None:
-    """A step takes no prompt of the next epoch where each ends with the queue empty."""
+    """Warn where `data.train` has fewer rows than a step asks for, and an epoch ends before the
+    next one begins: then no step can be as large as asked."""
     tail, asked = config.tail, config.rollout.prompts_per_step
     if num_rows < asked and (tail.flush_each_epoch or not tail.enabled):
         logger.warning(

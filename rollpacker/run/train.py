@@ -151,11 +151,11 @@ def run_to_end(
 ) -> Run:
     """See `train`. `is_command`: the process is this run's alone, and a second interrupt ends
     it."""
+    from rollpacker.run.folder.run_folder import RunFolder, holds_run
     from rollpacker.run.parts.resuming import let_others_end, reason_to_end
-    from rollpacker.run.run_folder import RunFolder, holds_run
     from rollpacker.run.session import Session
 
-    watch = time.perf_counter()
+    began = time.perf_counter()
     silence_noise()
     path = Path(config.runs_dir).expanduser() / config.name
     session: Session | None = None
@@ -186,7 +186,7 @@ def run_to_end(
                 callbacks=callbacks,
             )
             stack.push(session.forget_if_not_begun)
-            session.prepare(watch)
+            session.prepare(began)
             interrupts.check()
             reason = session.drive()
             stack.pop_all().close()
@@ -203,8 +203,8 @@ def run_to_end(
 
 def _find_model(config: RunConfig) -> None:
     """Warm one up where the config says how, and look for what is on the hub."""
-    from rollpacker.cli.warmup import make_missing
-    from rollpacker.run.hub import look_for_hub
+    from rollpacker.run.parts.hub import look_for_hub
+    from rollpacker.run.parts.warm_up import make_missing
 
     make_missing(config)
     look_for_hub(config)
@@ -225,7 +225,8 @@ def _on_hosts(config: RunConfig, stack: ExitStack) -> tuple[RunConfig, Hosts, Ru
 
 
 def _end_in_error(session: Session) -> None:
-    """What a callback says of the end must not hide what the run died of."""
+    """Tell callbacks of the end. What one of them raises must not hide the error that the run died
+    of."""
     try:
         session.end(None)
     except CallbackError as error:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from rollpacker.sandbox import bwrap, cgroup, frames, seccomp, zygote
 from rollpacker.sandbox.program import OUT_OF_MEMORY_SIGNAL
 from rollpacker.sandbox.sandbox import (
-    PROFILES,
     PYTHON,
     Capabilities,
     Limits,
@@ -56,25 +55,17 @@ class _Call:
     """A run on its way."""
 
     result: asyncio.Future[RunResult]
-    """There as soon as it is known; the worker is seen to afterwards."""
+    """Done as soon as the result is known; the worker is taken care of afterwards."""
     worker: Worker | None = None
     cancelled: bool = False
-
-    def finish(self, result: RunResult) -> None:
-        if not self.result.done():
-            self.result.set_result(result)
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        if self.worker is not None:
-            self.worker.cancel_run()
 
 
 class Pool:
     """Meets `Sandbox`. Belongs to the loop, and to the thread, that opened it."""
 
     def __init__(self, *, workers: int, defaults: Limits, allow_fork: bool = True) -> None:
-        """`allow_fork`: where memory can be bounded. Raises SandboxUnavailable."""
+        """`allow_fork`: whether programs may start processes where memory can be bounded. Raises
+        `SandboxUnavailable`."""
         self._defaults = defaults
         self._bwrap = bwrap.find_bwrap()
         self._groups = cgroup.find_place()
@@ -97,12 +88,8 @@ class Pool:
         self._retiring: asyncio.Task[None] | None = None
         self.capabilities = Capabilities(
             backend="bwrap",
-            passed=(),
-            failed=(),
-            profiles=tuple(PROFILES),
             memory=f"cgroup v{self._groups.version}" if self._groups else "no fork",
             can_fork=can_fork,
-            seconds=0.0,
         )
 
     async def open(self) -> None:
@@ -140,7 +127,7 @@ class Pool:
         try:
             return await call.result
         except asyncio.CancelledError:
-            call.cancel()
+            _cancel(call)
             raise
 
     async def lacks(self, profile: Profile) -> str:
@@ -171,11 +158,11 @@ class Pool:
                 raise WorkerError(f"{worker}: {last_line(reply.stderr) or _NOT_BEGUN}")
         except (WorkerError, OSError) as error:
             _log.warning("sandbox worker failed and is replaced: %s", error)
-            call.finish(RunResult(status=Status.SANDBOX_ERROR, detail=str(error)))
+            _finish(call, RunResult(status=Status.SANDBOX_ERROR, detail=str(error)))
             if worker is not None:
                 await self._replace(worker)
             return
-        call.finish(result_of(reply, limits))
+        _finish(call, result_of(reply, limits))
         await self._give_back(worker)
 
     async def _take(self, profile: Profile) -> Worker:
@@ -190,7 +177,8 @@ class Pool:
         return await self._started(profile)
 
     async def _replace(self, worker: Worker) -> None:
-        """At once, so that the next run need not wait for one to start."""
+        """Start another worker in its place at once, so that the next run need not wait for
+        that."""
         await self._end(worker)
         if self._closing.is_set():
             return
@@ -247,7 +235,7 @@ class Pool:
         if self._retiring is not None:
             await self._retiring
         for call in self._calls.values():
-            call.cancel()
+            _cancel(call)
         if self._calls:
             await asyncio.wait(set(self._calls))
         for idle in self._idle.values():
@@ -255,6 +243,17 @@ class Pool:
                 await self._end(idle.pop())
         for group in self._free_groups:
             await group.close()
+
+
+def _finish(call: _Call, result: RunResult) -> None:
+    if not call.result.done():
+        call.result.set_result(result)
+
+
+def _cancel(call: _Call) -> None:
+    call.cancelled = True
+    if call.worker is not None:
+        call.worker.cancel_run()
 
 
 def result_of(reply: Reply, limits: Limits) -> RunResult:

@@ -48,11 +48,10 @@ class ApiError(Exception):
         kind = {401: "authentication_error", 404: "not_found_error"}.get(
             status, "invalid_request_error" if status < 500 else "server_error"
         )
-        self.told = {"message": message, "type": kind, "param": param, "code": code}
-
-    @property
-    def body(self) -> bytes:
-        return json.dumps({"error": self.told}).encode()
+        self.body = {
+            "error": {"message": message, "type": kind, "param": param, "code": code},
+        }
+        """What the client is sent, as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
-from urllib.parse import unquote
 
 from rollpacker.engines.engine import Response, SamplingParams
-from rollpacker.serving import chat
+from rollpacker.serving import chat, http
 from rollpacker.serving.chat import ApiError, ChatRequest
-from rollpacker.serving.http import Answer, Limits, Request, Server, most_connections
 from rollpacker.serving.policy import RequestFailed
 from rollpacker.serving.sessions import Asked, Sessions
 
@@ -55,45 +52,45 @@ class Endpoint:
         self._text_of = text_of
         self._numbers = itertools.count(1)
 
-    def server(self) -> Server:
-        """One that answers so, once it is open, to who has the token."""
-        limits = Limits(connections=most_connections(MAX_CONNECTIONS), head_s=HEAD_S, body_s=BODY_S)
-        return Server(self._answered, admit=self._refused, limits=limits)
+    def server(self) -> http.Server:
+        """A server that answers so once it is opened, to clients that have the token."""
+        routes = [
+            http.Route("/v1/models", self._models),
+            http.Route("/v1/models/{name:path}", self._one_model),
+            http.Route("/v1/chat/completions", self._completed, methods=["POST"]),
+        ]
+        limits = http.Limits(
+            connections=http.most_connections(MAX_CONNECTIONS), head_s=HEAD_S, body_s=BODY_S
+        )
+        return http.Server(http.api(routes), admit=self._refused, limits=limits)
 
-    def _refused(self, head: Request) -> Answer | None:
-        if head.has_token(self._token):
+    def _refused(self, head: http.Request) -> http.Response | None:
+        if http.has_token(head, self._token):
             return None
         error = ApiError("this endpoint wants its token: Authorization: Bearer TOKEN", status=401)
-        return Answer(error.status, error.body)
+        return http.in_json(error.body, error.status)
 
-    async def _answered(self, request: Request) -> Answer:
-        try:
-            match request.method, request.path.rstrip("/"):
-                case "GET", "/v1/models":
-                    return Answer(200, self._models())
-                case "GET", path if unquote(path) == f"/v1/models/{self._name}":
-                    return Answer(200, json.dumps(self._model()).encode())
-                case "POST", "/v1/chat/completions":
-                    return await self._completed(request)
-            raise ApiError(f"there is no {request.method} {request.path} here", status=404)
-        except ApiError as error:
-            return Answer(error.status, error.body)
+    async def _models(self, _: http.Request) -> http.Response:
+        return http.in_json({"object": "list", "data": [self._model()]})
 
-    def _models(self) -> bytes:
-        return json.dumps({"object": "list", "data": [self._model()]}).encode()
+    async def _one_model(self, request: http.Request) -> http.Response:
+        name = request.path_params["name"]
+        if name != self._name:
+            raise ApiError(f"there is no model {name} here, but {self._name}", status=404)
+        return http.in_json(self._model())
 
     def _model(self) -> dict[str, Any]:
         return {"id": self._name, "object": "model", "created": 0, "owned_by": "rollpacker"}
 
-    async def _completed(self, request: Request) -> Answer:
-        wanted = chat.read_chat(request.body, request.headers)
+    async def _completed(self, request: http.Request) -> http.Response:
+        wanted = chat.read_chat(await request.body(), request.headers)
         asked = self._sessions.asked(wanted)
         sampling = self._sampling_of(wanted, len(asked.tokens))
         identity = f"chatcmpl-{next(self._numbers)}"
         if wanted.stream:
             pieces = self._pieces(identity, wanted, asked, sampling)
-            return Answer(200, kind="text/event-stream", pieces=pieces)
-        return Answer(200, json.dumps(await self._told(identity, wanted, asked, sampling)).encode())
+            return http.StreamingResponse(pieces, media_type="text/event-stream")
+        return http.in_json(await self._told(identity, wanted, asked, sampling))
 
     def _sampling_of(self, wanted: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
         """Raises `ApiError` if the prompt fills the model's context."""
@@ -163,7 +160,7 @@ class Endpoint:
         try:
             told = await self._told(identity, wanted, asked, sampling)
         except ApiError as error:
-            yield chat.event({"error": error.told})
+            yield chat.event(error.body)
             return
         for piece in chat.stream(told, include_usage=wanted.include_usage):
             yield piece

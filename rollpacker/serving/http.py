@@ -1,328 +1,308 @@
-"""A small HTTP/1.1 server in an event loop: h11 reads and writes the protocol, a handler answers.
+"""An HTTP server in an event loop: uvicorn speaks the protocol, a Starlette application answers.
 
-One request of a connection after another; a handler whose client is gone is cancelled. Who may ask
-is decided by a request's head, before its body is kept; who does not get further than that in time
-is let go of, and goes first where there are too many.
+What is added here is how strangers and slow clients are treated. Who may ask is decided by the head
+of a request, before its body is read. A client that does not send its request in time is
+disconnected, and is the first to go where there are too many. A handler whose client has gone is
+cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import resource
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import h11
+from rollpacker.imports import require
+from rollpacker.serving.chat import ApiError
 
-logger = logging.getLogger(__name__)
+try:
+    import h11
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.middleware.gzip import GZipMiddleware
+    from starlette.requests import Request
+    from starlette.responses import Response, StreamingResponse
+    from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+    from uvicorn.server import ServerState
+except ModuleNotFoundError:
+    require("starlette", extra="serve", what="serving over HTTP")
+    require("uvicorn", extra="serve", what="serving over HTTP")
+    raise
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = [
+    "GZipMiddleware",
+    "Middleware",
+    "Request",
+    "Response",
+    "Route",
+    "Starlette",
+    "StreamingResponse",
+]
+"""What applications are made of. They import it from here, so that a package that is missing is a
+sentence wherever one is made."""
 
 LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 32 << 20
-"""Of a request. More is refused."""
+"""The largest body of a request. One that is larger is refused with status 413."""
 MAX_HEAD_BYTES = 64 << 10
 _BACKLOG = 4096
+_ADMITTED = "admitted"
+"""The key of a request's state that holds `_Connection.admitted`."""
+_FOREVER_S = 1 << 30
+"""Seconds for uvicorn's own timer of idle connections, which `Limits` replaces."""
 
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    method: str
-    path: str
-    """Without a query."""
-    headers: Mapping[str, str]
-    """Names in lower case."""
-    body: bytes
-
-    @property
-    def token(self) -> str:
-        """Of `Authorization: Bearer TOKEN`; empty if there is none."""
-        kind, _, token = self.headers.get("authorization", "").partition(" ")
-        return token.strip() if kind.lower() == "bearer" else ""
-
-    def has_token(self, token: str) -> bool:
-        return hmac.compare_digest(self.token.encode(), token.encode())
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """With a body, or with one that comes in pieces."""
-
-    status: int
-    body: bytes = b""
-    kind: str = "application/json"
-    pieces: AsyncIterator[bytes] | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
-Handler = Callable[[Request], Awaitable[Answer]]
-"""Raises nothing: what it raises all the same is a 500 and a line in the log."""
-
-
-Admit = Callable[[Request], Answer | None]
-"""Of a request's head, with an empty body: what is answered instead, if it is not to be handled.
-What comes of its body is thrown away."""
+Admit = Callable[[Request], Response | None]
+"""Looks at the head of a request, whose body must not be read. Returns None for a request that is
+to be handled, and otherwise the response that refuses it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What clients may hold. None: as much as they like."""
+    """What clients may hold. None means that there is no limit."""
 
     connections: int | None = None
-    """At once. One more takes the place of the one that has been without an admitted request for
-    the longest, and is answered 503 if there is none."""
+    """Connections at once. One more takes the place of the connection that has been without an
+    admitted request for the longest, and is answered with status 503 if all have one."""
     head_s: float | None = None
-    """Within which the head of a request is there, from the connection's beginning or the answer
-    before."""
+    """Seconds until the whole head of a request has come, from the connection's beginning or from
+    the response before."""
     body_s: float | None = None
-    """... and, from then on, its body."""
+    """Seconds until the whole body has come, from the end of its head."""
 
 
 def most_connections(wanted: int) -> int:
-    """As many as are wanted, or as the process may have files, less some for other things."""
+    """The wanted number of connections, or fewer if the process may not open as many files. Some
+    files are left for other things."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return wanted if files == resource.RLIM_INFINITY else max(min(wanted, files - 128), 16)
 
 
+def has_token(request: Request, token: str) -> bool:
+    """Whether the request has this token, compared in a time that tells nothing about it."""
+    return hmac.compare_digest(token_of(request).encode(), token.encode())
+
+
+def token_of(request: Request) -> str:
+    """The token of the header `Authorization: Bearer TOKEN`; empty if there is none."""
+    kind, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
+
+
 class Server:
-    """Listens on one address."""
+    """Serves one application on one address."""
 
     def __init__(
-        self,
-        handler: Handler,
-        *,
-        admit: Admit = lambda head: None,
-        limits: Limits = Limits(),
+        self, app: ASGIApp, *, admit: Admit = lambda request: None, limits: Limits = Limits()
     ) -> None:
-        self._shared = _Shared(handler, admit, limits)
+        self._limits = limits
+        self._config = uvicorn.Config(
+            _Guarded(app, admit),
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            log_level=logging.ERROR,  # a client that sends nonsense is no news
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=_FOREVER_S,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        )
+        self._state = ServerState()
         self._server: asyncio.Server | None = None
 
     async def open(self, port: int = 0, host: str = LOOPBACK) -> int:
-        """Listen; returns the port, which is a free one for 0. Raises `OSError`."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: _Connection(self._shared), host, port, backlog=_BACKLOG
+        """Listen. Returns the port, which is a free one if 0 was asked for. Raises `OSError`, and
+        `OverflowError` for a number that is no port."""
+        idle: dict[_Connection, None] = {}
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: _Connection(self._config, self._state, self._limits, idle),
+            host,
+            port,
+            backlog=_BACKLOG,
         )
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Let go of all connections; their handlers are cancelled. Idempotent."""
+        """End all connections and cancel their handlers. Further calls do nothing."""
         server, self._server = self._server, None
         if server is None:
             return
         server.close()
-        tasks = [task for one in [*self._shared.open] if (task := one.drop()) is not None]
+        for connection in [*self._state.connections]:
+            connection.transport.abort()
+        await asyncio.sleep(0)  # uvicorn learns that they have ended, and logs no broken responses
+        tasks = [*self._state.tasks]
+        for task in tasks:
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await server.wait_closed()
 
 
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """Of all connections."""
-
-    handler: Handler
-    admit: Admit
-    limits: Limits
-    open: set[_Connection] = field(default_factory=set)
-    waiting: dict[_Connection, None] = field(default_factory=dict)
-    """Those without an admitted request, who waits for the longest first."""
-
-    def is_full(self) -> bool:
-        """One more is there than may be. Lets go of another one, if that helps."""
-        most = self.limits.connections
-        if most is None or len(self.open) <= most:
-            return False
-        if not self.waiting:
-            return True
-        next(iter(self.waiting)).drop()
-        return False
+def in_json(value: Any, status: int = 200, *, headers: Mapping[str, str] | None = None) -> Response:
+    """A response in ASCII alone. Starlette's own cannot send every text, such as half of a pair of
+    surrogates in the name of a file or in what a client sent."""
+    return Response(json.dumps(value), status, headers, media_type="application/json")
 
 
-class _Connection(asyncio.Protocol):
-    def __init__(self, shared: _Shared) -> None:
-        self._shared = shared
-        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
-        self._transport: asyncio.Transport | None = None
-        self._head: Request | None = None
-        """Of the request at hand, without its body."""
-        self._body = bytearray()
-        self._num_read = 0
-        """Bytes of the body, kept or not."""
-        self._is_refused = False
+def api(routes: Sequence[Route], *, error_headers: Mapping[str, str] | None = None) -> Starlette:
+    """An application whose errors have the shape of OpenAI's API, and these headers."""
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):  # there is no such path, or it has no such method
+            error = ApiError(f"there is no {request.method} {request.url.path} here", status=404)
+        assert isinstance(error, ApiError)
+        return in_json(error.body, error.status, headers=error_headers)
+
+    return Starlette(routes=routes, exception_handlers={ApiError: refuse, HTTPException: refuse})
+
+
+class _Guarded:
+    """The application behind its guard: `Admit`, the limit of bodies, and clients that go."""
+
+    def __init__(self, app: ASGIApp, admit: Admit) -> None:
+        self._app = app
+        self._admit = admit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._admit(Request(scope))
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        scope["state"][_ADMITTED]()
+        try:
+            body = await _read(Request(scope, receive))
+        except HTTPException as error:
+            await Response(error.detail, error.status_code)(scope, receive, send)
+            return
+        if body is not None:
+            await self._answer(body, scope, receive, send)
+
+    async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application with the whole body, and cancel it if its client goes."""
+        gone = asyncio.ensure_future(receive())
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replayed() -> Message:
+            return messages.pop() if messages else await asyncio.shield(gone)
+
+        answer = asyncio.ensure_future(self._app(scope, replayed, send))
+        try:
+            await asyncio.wait({gone, answer}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                answer.cancel()
+            await answer
+        except asyncio.CancelledError:
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
+        finally:
+            gone.cancel()
+
+
+async def _read(request: Request) -> bytes | None:
+    """The body of a request; None if its client went meanwhile. Raises `HTTPException` (413)."""
+    body, is_whole = bytearray(), False
+    declared = int(request.headers.get("content-length", 0))
+    while max(declared, len(body)) <= MAX_BODY_BYTES:
+        if is_whole:
+            return bytes(body)
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        is_whole = not message.get("more_body")
+    raise HTTPException(413, "the request is too large")
+
+
+class _Connection(H11Protocol):
+    """A connection that ends where its client is too slow, sends too much or is one too many."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        state: ServerState,
+        limits: Limits,
+        idle: dict[_Connection, None],
+    ) -> None:
+        """`idle` holds the server's connections without an admitted request. The one that has been
+        there for the longest is the first."""
+        super().__init__(config, state, {_ADMITTED: self.admitted})
+        self._limits = limits
+        self._idle = idle
+        self._num_bytes = 0
+        """Bytes that have come since the last response was sent."""
+        self._awaited: str | None = None
+        """What the client has to send next: "head", "body", or None where it is our turn."""
         self._timer: asyncio.TimerHandle | None = None
-        self._early = 0
-        """Bytes of further requests that came before the answer to this one."""
-        self._task: asyncio.Task[None] | None = None
 
-    # -- the loop's --------------------------------------------------------------------------------
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        most = self._limits.connections
+        if most is not None and len(self.connections) > most:
+            if not self._idle:
+                refusal = b"connection: close\r\ncontent-length: 0\r\n\r\n"
+                transport.write(b"HTTP/1.1 503 Service Unavailable\r\n" + refusal)
+                transport.close()
+                return
+            next(iter(self._idle)).end()
+        self._look()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._shared.open.add(self)
-        if self._shared.is_full():
-            self._refuse(503)
-        else:
-            self._wait()
-
-    def connection_lost(self, _: Exception | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
         self._forget()
-        if self._task is not None:
-            self._task.cancel()
-
-    def _forget(self) -> None:
-        self._transport = None
-        self._shared.open.discard(self)
-        self._shared.waiting.pop(self, None)
-        self._within(None)
 
     def data_received(self, data: bytes) -> None:
-        if self._task is not None:
-            self._early += len(data)
-            if self._early > MAX_BODY_BYTES:
-                self.drop()
-                return
-        self._http.receive_data(data)
-        self._read()
+        self._num_bytes += len(data)
+        if self._num_bytes > MAX_BODY_BYTES + MAX_HEAD_BYTES:
+            self.end()
+            return
+        super().data_received(data)
+        self._look()
 
-    def eof_received(self) -> bool:
-        return False  # the transport closes: nobody reads an answer any more
+    def on_response_complete(self) -> None:
+        self._num_bytes = 0
+        super().on_response_complete()
+        self._look()
 
-    def drop(self) -> asyncio.Task[None] | None:
-        """Close it. Returns what is still to end."""
-        task = self._task
-        if task is not None:
-            task.cancel()
-        if self._transport is not None:
-            self._transport.abort()
+    def admitted(self) -> None:
+        """The connection's request is being handled."""
+        self._idle.pop(self, None)
+
+    def end(self) -> None:
+        """End the connection at once, whatever was still to be sent."""
+        self.transport.abort()
         self._forget()
-        return task
 
-    # -- requests ----------------------------------------------------------------------------------
-
-    def _wait(self) -> None:
-        """For the next request."""
-        self._shared.waiting[self] = None
-        self._within(self._shared.limits.head_s)
-
-    def _within(self, seconds: float | None) -> None:
-        """What is awaited comes within so many seconds, or the connection goes."""
+    def _forget(self) -> None:
+        self._awaited = None
+        self._idle.pop(self, None)
+        self.connections.discard(self)
         if self._timer is not None:
             self._timer.cancel()
-        loop = asyncio.get_running_loop()
-        self._timer = None if seconds is None else loop.call_later(seconds, self.drop)
 
-    def _read(self) -> None:
-        try:
-            while self._task is None and self._transport is not None:
-                event = self._http.next_event()
-                match event:
-                    case h11.Request():
-                        self._begin(event)
-                    case h11.Data():
-                        self._num_read += len(event.data)
-                        if self._num_read > MAX_BODY_BYTES:
-                            raise h11.RemoteProtocolError("the request is too large", 413)
-                        if not self._is_refused:
-                            self._body += event.data
-                    case h11.EndOfMessage() if self._is_refused:
-                        self._transport.close()
-                        return
-                    case h11.EndOfMessage():
-                        self._within(None)
-                        self._task = asyncio.get_running_loop().create_task(self._answer())
-                    case h11.ConnectionClosed():
-                        self._transport.close()
-                        return
-                    case _:
-                        return  # it needs more, or waits for our answer
-        except h11.RemoteProtocolError as error:
-            self._refuse(error.error_status_hint or 400)
-
-    def _begin(self, head: h11.Request) -> None:
-        """A request, whose body is to come."""
-        self._head, self._body, self._num_read = _read_head(head), bytearray(), 0
-        expects_word = self._http.they_are_waiting_for_100_continue
-        refusal = self._shared.admit(self._head)
-        if refusal is not None:
-            self._is_refused = True
-            self._say_whole(refusal, {"connection": "close"})
-            if expects_word and self._transport is not None:
-                self._transport.close()
+    def _look(self) -> None:
+        """Take notice of whose turn it is now, and since when."""
+        if self.transport.is_closing():
             return
-        self._shared.waiting.pop(self, None)
-        self._within(self._shared.limits.body_s)
-        if expects_word:
-            self._send(h11.InformationalResponse(status_code=100, headers=[]))
-
-    def _refuse(self, status: int) -> None:
-        """What came is no request that could be answered."""
-        if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            headers = [("connection", "close"), ("content-length", "0")]
-            self._send(h11.Response(status_code=status, headers=headers))
-            self._send(h11.EndOfMessage())
-        if self._transport is not None:
-            self._transport.close()
-
-    async def _answer(self) -> None:
-        assert self._head is not None
-        request = replace(self._head, body=bytes(self._body))
-        try:
-            answer = await self._shared.handler(request)
-            if answer.pieces is None:
-                self._say_whole(answer, {})
-            else:
-                await self._say_pieces(answer, answer.pieces)
-        except Exception:  # of the handler; the client is told, and others are served on
-            logger.exception("a request to %s failed", request.path)
-            if self._http.our_state is h11.SEND_RESPONSE:
-                self._say_whole(Answer(500, b'{"error": {"message": "internal error"}}'), {})
-        finally:
-            self._task = None
-        self._next()
-
-    def _say_whole(self, answer: Answer, more: Mapping[str, str]) -> None:
-        self._say_head(answer, {"content-length": str(len(answer.body)), **more})
-        if self._has_body:
-            self._send(h11.Data(answer.body))
-        self._send(h11.EndOfMessage())
-
-    async def _say_pieces(self, answer: Answer, pieces: AsyncIterator[bytes]) -> None:
-        self._say_head(answer, {})
-        if self._has_body:
-            async for piece in pieces:
-                self._send(h11.Data(piece))
-        self._send(h11.EndOfMessage())
-
-    def _say_head(self, answer: Answer, more: Mapping[str, str]) -> None:
-        headers = [("content-type", answer.kind), *answer.headers.items(), *more.items()]
-        self._send(h11.Response(status_code=answer.status, headers=headers))
-
-    @property
-    def _has_body(self) -> bool:
-        """An answer to HEAD has none."""
-        assert self._head is not None
-        return self._head.method != "HEAD"
-
-    def _send(self, event: Any) -> None:
-        data = self._http.send(event)
-        if data and self._transport is not None:
-            self._transport.write(data)
-
-    def _next(self) -> None:
-        if self._transport is None:
+        if self.cycle is None or self.cycle.response_complete:
+            self._idle.setdefault(self)
+        turns = {h11.IDLE: "head", h11.SEND_BODY: "body"}
+        awaited = turns.get(self.conn.their_state)
+        if awaited == self._awaited:
             return
-        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
-            self._http.start_next_cycle()
-            self._early = 0
-            self._wait()
-            self._read()
-        else:
-            self._transport.close()
-
-
-def _read_head(head: h11.Request) -> Request:
-    path = head.target.decode("ascii", "replace").partition("?")[0]
-    headers = {name.decode("ascii"): value.decode("latin-1") for name, value in head.headers}
-    return Request(head.method.decode("ascii"), path, headers, b"")
+        self._awaited = awaited
+        if self._timer is not None:
+            self._timer.cancel()
+        seconds = {"head": self._limits.head_s, "body": self._limits.body_s}.get(awaited or "")
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self.end)

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
-from rollpacker.sim.cache_limits import Limits
+from rollpacker.sim.cache_limits import Entry, Limits, finish_after_preemptions
 from rollpacker.sim.decode_time import STEP_TOLERANCE, DecodeTimes
 from rollpacker.sim.latency import StepCost
-from rollpacker.sim.preemption import Entry, finish_after_preemptions
 
 
 class Request(NamedTuple):

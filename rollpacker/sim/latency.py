@@ -77,14 +77,14 @@ class StepCost:
         return self.bytes_s + read_s + self.per_sequence_s * num_running
 
     def speedup(self, num_running: int) -> float:
-        """Of speculative decoding, for so many running sequences."""
+        """Speed-up by speculative decoding with this number of running sequences."""
         if self.drafts is not None:
             return self.drafts.speedup(num_running)
         return self.speculation_speedup if num_running <= self.speculation_max_live else 1.0
 
 
 class LatencyModel(Protocol):
-    """What the simulator asks of a machine. All times in seconds."""
+    """Questions that the simulator asks of a machine. All times are in seconds."""
 
     @property
     def train_fixed_s(self) -> float:
@@ -103,7 +103,7 @@ class LatencyModel(Protocol):
         """From telling samples to stop until an engine has let go of them."""
 
     def step_cost(self, tensor_parallel: int) -> StepCost:
-        """Of the decode steps of one engine on so many GPUs."""
+        """Cost of the decode steps of one engine on so many GPUs."""
 
     def kv_tokens(self, tensor_parallel: int) -> int | None:
         """Tokens that the KV cache of one engine holds; None if that never limits anything. Raises
@@ -137,7 +137,7 @@ class Calibration:
     per_sequence_s: float = _fitted(0.214e-3, "s per sequence", _STEPS)
     """Sampling and bookkeeping, per running sequence of a decode step."""
     bandwidth_share: float = _fitted(0.8, "share of the datasheet's", "assumed, not fitted")
-    """Of the memory bandwidth that decoding reaches."""
+    """Share of the memory bandwidth that decoding reaches."""
     tensor_parallel_layer_s: float = _fitted(0.02e-3, "s per layer", "assumed, not fitted")
     """All-reduces of one layer of a decode step, on two GPUs or more."""
     prefill_utilization: float = _fitted(
@@ -168,7 +168,8 @@ class Calibration:
     synchronous_judge_share: float = _fitted(
         0.62, "share of its rate", f"{_PAPER}, Fig. 4b, rewards of verl, and Fig. 9"
     )
-    """What a judge reaches when a step's calls come as one batch after the rollout."""
+    """Share of its rate that a judge reaches when a step's calls come as one batch after the
+    rollout."""
 
     def __post_init__(self) -> None:
         for constant in fields(self):
@@ -211,9 +212,11 @@ class DatasheetModel:
     prompt_tokens: int = 200
     """Mean length of a prompt."""
     shared_prefill_share: float = 0.6
-    """Of the prompt tokens, found in the cache because a sample of the same prompt was there."""
+    """Share of the prompt tokens that are found in the cache because a sample of the same prompt
+    was there."""
     kv_memory_share: float = 0.9
-    """Of a GPU's memory that weights and KV cache may fill together; 0.9 is what vLLM takes."""
+    """Share of a GPU's memory that weights and KV cache may fill together; 0.9 is vLLM's
+    default."""
     train_fixed_given_s: float | None = None
     """The fixed time of a training step where it is known; None: the power law."""
     sync_given_s: float | None = None
@@ -310,63 +313,37 @@ class MeasuredModel:
     parallelism and the number of devices of that run."""
 
     step: StepCost
-    kv_capacity_tokens: int | None = None
-    """Of one engine; None: never a limit."""
-    prefill_launch_s: float = 0.0
-    """Per launch on an engine, whatever it holds."""
     prefill_sample_s: float = 0.0
-    """Per sample of the launch."""
+    """Seconds of the prefill of each sample of a launch."""
     prefill_token_s: float = 0.0
-    """Per token of a sequence whose cache is computed again."""
-    train_constant_s: float = 0.0
-    """Per training step."""
+    """Seconds per token of a sequence whose cache is computed again."""
+    train_fixed_s: float = 0.0
+    """Seconds of a training step that do not depend on its tokens."""
     train_token_s: float = 0.0
-    """Per response token, on `num_devices` devices."""
-    num_devices: int = 1
-    weight_sync_s: float = 0.0
-    step_commit_s: float = 0.0
-    abort_s: float = 0.0
+    """Seconds per trained response token on one device."""
+    sync_s: float = 0.0
+    commit_s: float = 0.0
+    stop_s: float = 0.0
 
     def __post_init__(self) -> None:
         for constant in fields(self):
             value = getattr(self, constant.name)
             if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{constant.name} must be 0 or more, not {value}")
-        if self.num_devices < 1:
-            raise ValueError(f"num_devices must be at least 1, not {self.num_devices}")
-        if self.kv_capacity_tokens is not None and self.kv_capacity_tokens < 1:
-            raise ValueError(
-                f"kv_capacity_tokens must be at least 1, not {self.kv_capacity_tokens}"
-            )
-
-    @property
-    def train_fixed_s(self) -> float:
-        return self.train_constant_s
-
-    @property
-    def sync_s(self) -> float:
-        return self.weight_sync_s
-
-    @property
-    def commit_s(self) -> float:
-        return self.step_commit_s
-
-    @property
-    def stop_s(self) -> float:
-        return self.abort_s
 
     def step_cost(self, tensor_parallel: int) -> StepCost:
-        """The measured one, whatever the degree."""
+        """The measured cost, whatever the degree."""
         return self.step
 
     def kv_tokens(self, tensor_parallel: int) -> int | None:
-        return self.kv_capacity_tokens
+        """None: the cache of a measured machine is never a limit."""
+        return None
 
     def prefill_s(self, num_samples: int, tensor_parallel: int) -> float:
-        return self.prefill_launch_s + self.prefill_sample_s * num_samples if num_samples else 0.0
+        return self.prefill_sample_s * num_samples
 
     def recompute_token_s(self, tensor_parallel: int) -> float:
         return self.prefill_token_s
 
     def train_s(self, tokens: float, gpus: int) -> float:
-        return tokens * self.train_token_s * self.num_devices / gpus
+        return tokens * self.train_token_s / gpus

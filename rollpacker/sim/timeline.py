@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollpacker.core.commands import RoundKind
-from rollpacker.pipeline.sim.picture import (
+from rollpacker.pipeline.sim.show import (
     LANE_INCHES,
     OP_COLOURS,
     OP_WORDS,
     draw_sweep,
     longest_s,
+    pipelines_of,
 )
-from rollpacker.pipeline.sim.table import pipelines_of
 from rollpacker.report.timeline import PHASE_COLOURS
 from rollpacker.report.writing import replacing
 from rollpacker.sim.result import StepResult, SystemResult

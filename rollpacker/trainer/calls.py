@@ -54,26 +54,24 @@ _ERRORS: dict[str, type[Exception]] = {
 """The errors that the run's own process raises again, the most special ones first."""
 
 
+_RECORDS = (
+    *(LearnerSetup, ModelConfig, LoraConfig, TrainConfig, CriticConfig, PipelineConfig),
+    *(AlgorithmConfig, PromptId, SampleId, ScoreRequest, TokenScores, TrainSample, StageTimes),
+    *(Load, Arrangement, Measured, StageCost, OpCost, Link, BufferLayout, Place),
+)
+_KINDS = (
+    by_field(StepOutcome),
+    by_field(StepSums),
+    Kind(Counter, dict, Counter),
+    Kind(defaultdict, dict, lambda values: defaultdict(float, values)),
+    Kind(type(Path()), str, Path),
+)
+
+
 @functools.cache
 def codec() -> Codec:
-    return Codec(
-        *(
-            LearnerSetup,
-            ModelConfig,
-            LoraConfig,
-            TrainConfig,
-            CriticConfig,
-            PipelineConfig,
-            AlgorithmConfig,
-        ),
-        *(PromptId, SampleId, ScoreRequest, TokenScores, TrainSample),
-        *(by_field(StepOutcome), by_field(StepSums)),
-        *(StageTimes, Load, Arrangement, Measured, StageCost, OpCost, Link),
-        *(BufferLayout, Place),
-        Kind(Counter, dict, Counter),
-        Kind(defaultdict, dict, lambda values: defaultdict(float, values)),
-        Kind(type(Path()), str, Path),
-    )
+    """The codec of calls and results, which knows these types alone."""
+    return Codec([*_RECORDS, *_KINDS])
 
 
 def error_bytes(error: Exception) -> bytes:

@@ -62,7 +62,8 @@ def compile_layers(model: nn.Module, *, backend: Backend = "inductor") -> bool:
 
 
 class _Attempt:
-    """What a model's layers share: whether compiling has failed."""
+    """State that the compiled layers of one model share: the backend, and whether compiling has
+    failed."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -88,7 +89,7 @@ class _CompiledForward:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the model must not run this one's compiled code, which has its weights."""
-        return self.__dict__ | {"_compiled": None}
+        return {"_layer": self._layer, "_attempt": self._attempt, "_compiled": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Not earlier than now: sharding changes a layer's class.
@@ -148,7 +149,7 @@ class _CompiledForward:
 
 
 class _CompilingFailed(Exception):
-    """Its cause says why."""
+    """Compiling a layer failed. The exception's cause says why."""
 
 
 def _needs_grad(value: object) -> bool:

@@ -1,5 +1,4 @@
-"""What a step will launch, train and need in memory, from the config and the model's config.json
-alone.
+"""Estimate of a step's work and memory, from the config and the model's config.json alone.
 
 Behind `--dry-run`: loads no weights (safetensors headers give the exact number of parameters), and
 torch only to run the model's layers without data (`trainer/layer_trace.py`). Memory is what
@@ -10,7 +9,6 @@ of sizes (`benchmarks/memory_estimate.py` measures how much).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,12 +20,13 @@ from rollpacker.trainer.batch_arithmetic import (
     micro_batch_notes,
     tail_notes,
 )
-from rollpacker.trainer.model_shape import DecoderShape, model_folder, num_parameters, read_shape
-from rollpacker.trainer.stage_memory import Stages, stages_of
 from rollpacker.trainer.training_memory import (
     GIB,
+    Memory,
     MemoryPart,
+    Sweep,
     TrainingMemory,
+    cache_rows,
     memory_part,
     text_of_bytes,
 )
@@ -36,32 +35,37 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
 
 CARRIED_TOKEN_BYTES = 12
-"""What a token that waits for its prompt's next launch takes: itself and its log-prob, as
-`run/carried.py` keeps them."""
-CPU_CACHE_GIB = 1.0
-"""What the engine takes for keys and values on a CPU unless told otherwise."""
+"""Bytes of a token that waits for its prompt's next launch: itself and its log-prob, as
+`run/ports/carried.py` keeps them."""
 _PROC_NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What `--dry-run` prints."""
+    """The estimate that `--dry-run` prints."""
 
     device: str
     dtype: str
     num_parameters: int | None
     batch: BatchArithmetic
-    whole: bool
-    """The model's shape is known, so that no part of the memory is missing."""
-    memory: tuple[MemoryPart, ...]
-    """What the run's own process holds. Empty if nothing is known of the model."""
+    memory: Memory
+    """Memory of the run's own process. It has no parts if nothing is known of the model."""
     processes: int
-    """How many the trainer has of its own; 0 if it works in the run's process."""
-    process_memory: tuple[MemoryPart, ...]
-    """What each of these processes holds; of a trainer in pipeline stages `stages` says it."""
-    stages: Stages | None
+    """Processes that the trainer has of its own; 0 if it works in the run's process."""
+    ranks: tuple[Memory, ...]
+    """Memory of each of the trainer's processes: one record for all of them, or one for each
+    pipeline stage, whose processes follow each other. Empty if there are none, or if nothing is
+    known of their memory."""
+    sweep: Sweep | None
+    """The largest sweep through the pipeline stages. None: there are none, or their memory is not
+    known."""
     notes: tuple[str, ...]
-    """What could not be known, and what looks wrong."""
+    """Notes about facts that could not be known, and about settings that look wrong."""
+
+    @property
+    def whole(self) -> bool:
+        """No part of the memory is missing, as the model's shape is known."""
+        return any(memory.has_activations for memory in (self.memory, *self.ranks))
 
     @property
     def total_bytes(self) -> int | None:
@@ -70,13 +74,14 @@ class Estimate:
         if not self.whole:
             return None
         processes = 0 if self.device == "cuda" else self.processes
-        return _total(self.memory) + sum(self.process_bytes(one) for one in range(processes))
+        others = sum(self.rank(number).size_bytes for number in range(processes))
+        return self.memory.size_bytes + others
 
-    def process_bytes(self, number: int) -> int:
-        """What this one of the trainer's processes holds, as far as it is known."""
-        if self.stages is not None:
-            return self.stages.of_process(number).size_bytes
-        return _total(self.process_memory)
+    def rank(self, number: int) -> Memory:
+        """Memory of one of the trainer's processes, by its number, as far as it is known."""
+        if not self.ranks:
+            return Memory()
+        return self.ranks[number * len(self.ranks) // self.processes]
 
     def lines(self) -> list[str]:
         """The whole estimate as text, one fact a line."""
@@ -111,48 +116,45 @@ class Estimate:
             )
         where = "besides torch and what the allocator keeps"
         lines += _memory_lines(self.memory, where, whole=self.whole)
-        if self.process_memory:
+        if self.sweep is not None:
+            lines += self._stage_lines(self.sweep)
+        elif self.ranks and self.ranks[0].parts:
             lines.append(f"and in each of the trainer's {self.processes} processes:")
-            lines += _memory_lines(self.process_memory, "in each", whole=self.whole)
-        if self.stages is not None:
-            lines += _stage_lines(self.stages)
+            lines += _memory_lines(self.ranks[0], "in each", whole=self.whole)
         return lines + [f"note: {note}" for note in self.notes]
 
+    def _stage_lines(self, sweep: Sweep) -> list[str]:
+        shards = self.processes // len(self.ranks)
+        each = f", in each of its {shards} processes" if shards > 1 else ""
+        lines = []
+        for one in self.ranks:
+            layers = f"{one.layers} layer{'s' if one.layers > 1 else ''}"
+            lines.append(
+                f"{one.name:<16} {text_of_bytes(one.size_bytes):>10}  {layers}, at most "
+                f"{one.live_tokens:,} live tokens{each}:"
+            )
+            lines += [f"  {line}" for line in _part_lines(one)]
+        count = sweep.num_micro_batches
+        return [
+            *lines,
+            f"bubble        {100 * sweep.bubble_share:.0f} % of the stages' time, in sweeps of at "
+            f"most {count} micro-batch{'es' if count > 1 else ''} (responses as long as they may "
+            "be), over links that take no time",
+        ]
 
-def _part_lines(parts: Sequence[MemoryPart]) -> list[str]:
-    return [f"{p.name:<16} {text_of_bytes(p.size_bytes):>10}  {p.formula}" for p in parts]
+
+def _part_lines(memory: Memory) -> list[str]:
+    return [f"{p.name:<16} {text_of_bytes(p.size_bytes):>10}  {p.formula}" for p in memory.parts]
 
 
-def _memory_lines(parts: Sequence[MemoryPart], where: str, *, whole: bool) -> list[str]:
-    lines = _part_lines(parts)
-    if parts and whole:
-        lines.append(f"{'memory':<16} {text_of_bytes(_total(parts)):>10}  together, {where}")
-    elif parts:
+def _memory_lines(memory: Memory, where: str, *, whole: bool) -> list[str]:
+    lines = _part_lines(memory)
+    if memory.parts and whole:
+        size = text_of_bytes(memory.size_bytes)
+        lines.append(f"{'memory':<16} {size:>10}  together, {where}")
+    elif memory.parts:
         lines.append(f"{'memory':<16} {'not known':>10}  parts are missing, see the notes")
     return lines
-
-
-def _stage_lines(stages: Stages) -> list[str]:
-    each = f", in each of its {stages.shards} processes" if stages.shards > 1 else ""
-    lines = []
-    for one in stages.stages:
-        layers = f"{one.layers} layer{'s' if one.layers > 1 else ''}"
-        lines.append(
-            f"{f'stage {one.index}':<16} {text_of_bytes(one.size_bytes):>10}  {layers}, at most "
-            f"{one.live_tokens:,} live tokens{each}:"
-        )
-        lines += [f"  {line}" for line in _part_lines(one.parts)]
-    count = stages.num_micro_batches
-    micro_batches = f"at most {count} micro-batch{'es' if count > 1 else ''}"
-    lines.append(
-        f"bubble        {100 * stages.bubble_share:.0f} % of the stages' time, in sweeps of "
-        f"{micro_batches} (responses as long as they may be), over links that take no time"
-    )
-    return lines
-
-
-def _total(parts: Sequence[MemoryPart]) -> int:
-    return sum(part.size_bytes for part in parts)
 
 
 def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
@@ -165,13 +167,10 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
     if has_cuda is None:
         has_cuda = _PROC_NVIDIA.exists()
     on_cuda = config.model.device == "cuda" or (config.model.device == "auto" and has_cuda)
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if on_cuda else "float32"
     notes: list[str] = []
-    folder = model_folder(config.model.path)
-    shape = read_shape(folder, notes) if folder else None
-    parameters = num_parameters(folder, config.model.path, notes)
+    models = TrainingMemory.of(config, on_cuda=on_cuda, notes=notes)
+    policy = models.policy
+    shape = None if policy is None else policy.shape
     longest = longest_sample(config)
     if shape and shape.max_positions is not None and longest > shape.max_positions:
         notes.append(
@@ -186,101 +185,80 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
             "flash-linear-attention keep less. model.gradient_checkpointing=true keeps it of one "
             "layer at a time"
         )
-    element = 2 if dtype == "bfloat16" else 4
-    notes += tail_notes(config) + micro_batch_notes(config)
-    run, process, stages = _memory(config, shape, parameters, element, on_cuda, notes)
-    run += _cache_memory(config, shape, on_cuda, element, notes)
-    run += [] if shape is None else _carried_memory(config, on_cuda, notes)
+    notes += [*tail_notes(config), *micro_batch_notes(config), *models.notes()]
+    parts = _engine_memory(models, notes)
+    ranks: tuple[Memory, ...] = ()
+    sweep = None
+    if config.train.processes is None:
+        parts += models.rank(notes).parts
+    elif config.train.pipeline.stages == 1:
+        ranks = (models.rank(notes),)
+    else:
+        found = models.stages(notes)
+        ranks, sweep = ((), None) if found is None else found
+        notes += _stage_notes(config.train.pipeline.stages, sweep)
+    if shape is not None:
+        parts += [*_cache_memory(models, notes), *_carried_memory(config, on_cuda, notes)]
     return Estimate(
         device="cuda" if on_cuda else "cpu",
-        dtype=dtype,
-        num_parameters=parameters,
+        dtype=models.dtype,
+        num_parameters=None if policy is None else policy.parameters,
         batch=batch_arithmetic(config),
-        whole=stages is not None or any(part.name == "activations" for part in (*run, *process)),
-        memory=tuple(run),
+        memory=Memory(parts=tuple(parts)),
         processes=config.train.processes or 0,
-        process_memory=tuple(process),
-        stages=stages,
+        ranks=ranks,
+        sweep=sweep,
         notes=tuple(notes),
     )
 
 
-def _memory(
-    config: RunConfig,
-    shape: DecoderShape | None,
-    parameters: int | None,
-    element: int,
-    on_cuda: bool,
-    notes: list[str],
-) -> tuple[list[MemoryPart], list[MemoryPart], Stages | None]:
-    """What the run's own process holds, and what each of the trainer's, or of its stages'."""
-    processes = config.train.processes
-    models = TrainingMemory(
-        config=config,
-        shape=shape,
-        parameters=parameters,
-        element=element,
-        on_cuda=on_cuda,
-    )
-    engine = _engine_memory(config, models, on_cuda, notes)
-    if processes is None:
-        return engine + models.parts(notes), [], None
-    if processes > 1 and parameters is not None:
-        notes.append(
-            "while it loads, each process of the trainer holds the whole model in float32, "
-            f"{text_of_bytes(parameters * 4)}, of which it keeps its share"
-        )
-    if config.train.pipeline.stages == 1:
-        return engine, models.parts(notes), None
-    stages = stages_of(models, notes)
-    notes += _stage_notes(config, stages)
-    return engine, [], stages
-
-
-def _stage_notes(config: RunConfig, stages: Stages | None) -> list[str]:
-    count = config.train.pipeline.stages
-    if stages is None:
+def _stage_notes(count: int, sweep: Sweep | None) -> list[str]:
+    if sweep is None:
         return [
             "layers and memory of pipeline stages are not known without the model's config.json"
         ]
-    if stages.num_micro_batches >= count:
+    if sweep.num_micro_batches >= count:
         return []
     return [
-        f"{stages.num_micro_batches} micro-batches at most for {count} pipeline stages, which idle "
-        f"for {100 * stages.bubble_share:.0f} % of a sweep: lower train.micro_batch_tokens or "
+        f"{sweep.num_micro_batches} micro-batches at most for {count} pipeline stages, which idle "
+        f"for {100 * sweep.bubble_share:.0f} % of a sweep: lower train.micro_batch_tokens or "
         "train.pipeline.stages"
     ]
 
 
-def _engine_memory(
-    config: RunConfig, models: TrainingMemory, on_cuda: bool, notes: list[str]
-) -> list[MemoryPart]:
+def _engine_memory(models: TrainingMemory, notes: list[str]) -> list[MemoryPart]:
     """The engine's own copy of the model, where it has one, and what training changes of it on the
     way there."""
+    config, policy = models.config, models.policy
     processes, lora = config.train.processes, config.model.lora
-    if models.parameters is None or (processes is None and lora is None):
+    if policy is None:
         return []
-    size = models.parameters * models.element
+    if (processes or 1) > 1:
+        notes.append(
+            "while it loads, each process of the trainer holds the whole model in float32, "
+            f"{text_of_bytes(policy.parameters * 4)}, of which it keeps its share"
+        )
+    if processes is None and lora is None:
+        return []
+    size = changed = policy.parameters * models.element
     formula = f"parameters x {models.element} bytes, apart from training"
-    changed = size
     if config.model.quantization is not None:
-        weights = models.policy_weights("engine", models.parameters)
+        weights = models.weights("engine", policy)
         size, formula = weights.size_bytes, f"{weights.formula}, apart from training"
     if lora is not None:
-        changed = 4 * (models.num_adapter_parameters([]) or 0)
+        changed = 4 * models.num_adapter_parameters(policy.layers_in(0))
         size, formula = size + changed, f"{formula}; adapters x 4 bytes"
     parts = [memory_part("engine", size, formula)]
-    if processes is None:
-        return parts
-    if on_cuda:
+    if processes is not None and models.on_cuda:
         notes.append(f"weights go to the engine through {text_of_bytes(changed)} of host memory")
-        return parts
-    what = "weights" if lora is None else "adapters"
-    return [*parts, memory_part("hand-over", changed, f"the {what} on their way to the engine")]
+    elif processes is not None:
+        what = "weights" if lora is None else "adapters"
+        parts.append(memory_part("hand-over", changed, f"the {what} on their way to the engine"))
+    return parts
 
 
 def _carried_memory(config: RunConfig, on_cuda: bool, notes: list[str]) -> list[MemoryPart]:
-    """What deferred prompts keep for their next launch."""
+    """Memory of the tokens that deferred prompts keep for their next launch."""
     prompts = batch_arithmetic(config).most_carried
     if not prompts:
         return []
@@ -299,31 +277,21 @@ def _carried_memory(config: RunConfig, on_cuda: bool, notes: list[str]) -> list[
     return [memory_part("carried tokens", size, formula)]
 
 
-def _cache_memory(
-    config: RunConfig, shape: DecoderShape | None, on_cuda: bool, element: int, notes: list[str]
-) -> list[MemoryPart]:
-    if shape is None:
-        return []
-    engine = config.rollout.engine
-    batch = batch_arithmetic(config)
-    per_token = 2 * max(shape.attention_layers, 1) * shape.key_value * element
-    longest = longest_sample(config)
-    rows = min(batch.most_samples, engine.max_slots or 1024)
-    wanted = rows * longest * per_token
-    budget_gib = engine.kv_cache_gib
-    if budget_gib is None and not on_cuda:
-        budget_gib = CPU_CACHE_GIB
-    if budget_gib is None:
+def _cache_memory(models: TrainingMemory, notes: list[str]) -> list[MemoryPart]:
+    """Keys and values of the rows that an engine generates at once."""
+    rows, one_sample, limit = cache_rows(models)
+    longest = longest_sample(models.config)
+    if limit is None:
+        limit = rows * one_sample
         notes.append(
             "keys and values take at most 60 % of the GPU memory that is free after the model "
             "(rollout.engine.kv_cache_gib sets another limit)"
         )
-    limit = wanted if budget_gib is None else int(budget_gib * GIB)
-    at_once = min(limit // (longest * per_token), rows)
+    at_once = min(limit // one_sample, rows)
     if at_once < 1:
         notes.append(
-            f"the cache of {budget_gib} GiB does not hold one response of {longest} tokens "
-            f"({text_of_bytes(longest * per_token)})"
+            f"the cache of {limit / GIB:g} GiB does not hold one response of {longest} tokens "
+            f"({text_of_bytes(one_sample)})"
         )
-    formula = f"{at_once} of {rows} rows at once x {longest} tokens x {per_token} bytes"
-    return [memory_part("kv cache", min(wanted, limit), formula)]
+    formula = f"{at_once} of {rows} rows at once x {longest} tokens x {one_sample // longest} bytes"
+    return [memory_part("kv cache", min(rows * one_sample, limit), formula)]

@@ -1,4 +1,5 @@
-"""What the trainer's ranks were told since their last checkpoints: to be told again to others.
+"""The journal of calls to the trainer's ranks since their last checkpoints, from which new ranks
+can repeat them.
 
 A checkpoint is the trainer at some version. What has brought it to later ones are calls, and the
 same calls bring new ranks there, with the same bits where the arithmetic is the same each time.
@@ -9,11 +10,15 @@ is left behind, whoever dies.
     `----------- one segment ----------------'      `------- another ---------------
 
 Two segments are kept, as the newest checkpoint may turn out to be damaged.
+
+`KeptState` is what ranks have written between two checkpoints, for ranks in another layout, which
+calls of ranks in the old one cannot bring to the same bits.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +31,7 @@ NUM_SEGMENTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RecordedCall:
     """See `Ranks.send`."""
 
     method: str
@@ -43,12 +48,12 @@ class Segment:
         self.end = 0
         """Bytes of those that a finished step has."""
 
-    def calls(self) -> Iterator[Call]:
-        """Those of finished steps."""
+    def calls(self) -> Iterator[RecordedCall]:
+        """Read the calls of finished steps."""
         self.file.seek(0)
         while self.file.tell() < self.end:
             method, numbers, sizes = json.loads(self.file.readline())
-            yield Call(method, [self.file.read(size) for size in sizes], numbers)
+            yield RecordedCall(method, [self.file.read(size) for size in sizes], numbers)
 
 
 class Journal:
@@ -84,7 +89,8 @@ class Journal:
         self._segments = [first]
 
     def saved(self, version: int) -> None:
-        """There is one more checkpoint to begin from, or there will be in a moment."""
+        """Begin a segment: there is one more checkpoint to start from, or there will be in a
+        moment."""
         self._keep(NUM_SEGMENTS - 1)
         self._segments.append(Segment(version, self._folder))
 
@@ -92,8 +98,9 @@ class Journal:
         """Whether ranks of this version can be brought to the last one."""
         return any(segment.version == version for segment in self._segments)
 
-    def since(self, version: int) -> Iterator[Call]:
-        """What brings ranks of this version to the last one. What came after that is forgotten.
+    def since(self, version: int) -> Iterator[RecordedCall]:
+        """Read the calls that bring ranks of this version to the last one. Calls of an unfinished
+        step are forgotten.
 
         Raises `TrainerProcessError` if it does not reach back so far.
         """
@@ -116,3 +123,55 @@ class Journal:
         for segment in self._segments[: len(self._segments) - count]:
             segment.file.close()
         self._segments = kept
+
+
+RELAYOUT = "relayout"
+"""The folder of kept states, in a run's folder."""
+
+
+class KeptState:
+    """State that the ranks have written between two checkpoints.
+
+    A lost trainer comes back from it until there are newer checkpoints. It ends with the run's
+    process; a resumed run begins from its checkpoints. `parent` is the folder in which it lies;
+    None: it lies where temporary files do.
+    """
+
+    def __init__(self, parent: Path | None = None) -> None:
+        self.version: int | None = None
+        """The version of the trainer that wrote the state. None: there is no state."""
+        self._root = None if parent is None else parent / RELAYOUT
+        self._is_temporary = parent is None
+        self.drop()  # what a run that was killed has left
+
+    def folder(self, version: int) -> Path:
+        """Where the state of this version lies."""
+        assert self._root is not None
+        return self._root / f"version-{version}"
+
+    def new_folder(self, version: int) -> Path:
+        """Where it is to be written."""
+        if self._root is None:
+            self._root = Path(tempfile.mkdtemp(prefix=f"rollpacker-{RELAYOUT}-"))
+        folder = self.folder(version)
+        shutil.rmtree(folder, ignore_errors=True)  # of a rank that was lost while it wrote
+        return folder
+
+    def keep(self, version: int) -> None:
+        """Mark the state of this version as written. The state that was kept before is removed."""
+        if self.version is not None:
+            shutil.rmtree(self.folder(self.version), ignore_errors=True)
+        self.version = version
+
+    def give_up(self, version: int) -> None:
+        """Remove the state of this version, which was written for nothing, unless it is kept."""
+        if version != self.version:
+            shutil.rmtree(self.folder(version), ignore_errors=True)
+
+    def drop(self) -> None:
+        """Nobody needs it any more. Idempotent."""
+        self.version = None
+        if self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+        if self._is_temporary:
+            self._root = None

@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollpacker.trainer.rank_store import served_at, store_at, store_of
 from rollpacker.trainer.trainer import RanksLost, TrainerProcessError
 from rollpacker.workers import group
 from rollpacker.workers.group import Member, MemberLost
@@ -114,10 +113,10 @@ class RankPlace(NamedTuple):
     """Where a rank is started."""
 
     local_rank: int
-    """Its number on its host: its device there."""
+    """The rank's number on its host, which is also the number of its device there."""
     host: Host
     environment: Mapping[str, str]
-    """What it finds besides."""
+    """Environment variables that the rank finds besides its host's own."""
 
 
 class Ranks:
@@ -134,14 +133,15 @@ class Ranks:
         self._address = address
         self.all: list[Member] = []
         self._started: list[Member] = []
-        """Those that are children of this process."""
+        """Ranks that are children of this process."""
         self._calling = threading.Lock()
         self._starting = threading.Lock()
         self._is_closed = False
         self._why_lost: str | None = None
         self._listener: Listener | None = None
         self._store: TCPStore | None = None
-        """It must live as long as the ranks: this process serves it unless torchrun does."""
+        """The store in which the ranks meet. This process serves it unless torchrun does, so it
+        must live as long as the ranks."""
         torchrun = Torchrun.from_environment()
         if torchrun is not None and torchrun.rank > 0:
             raise ValueError(
@@ -188,7 +188,7 @@ class Ranks:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """By rank: the number of the place at which it lives."""
+        """The number of the place at which each rank lives, by rank."""
         return self._order
 
     def start_anew(self, order: Sequence[int] | None = None) -> None:
@@ -212,8 +212,8 @@ class Ranks:
             self._start_all()
 
     def how_lost(self) -> str | None:
-        """Which one has ended between two calls, and how. None: none of those that RollPacker has
-        started."""
+        """Name a rank that has ended between two calls, and how it ended. None if none of those
+        that RollPacker has started has ended."""
         if not self.can_start_anew:
             return None
         if self._why_lost is not None:
@@ -290,7 +290,7 @@ class Ranks:
         return self.send(method, [codec().encode((method, one)) for one in arguments], numbers)
 
     def send(self, method: str, calls: Sequence[bytes], numbers: Sequence[int] = ()) -> list[Any]:
-        """The same with calls of this method as bytes, which may be sent more than once.
+        """Make calls of this method that are bytes already, and may be sent more than once.
 
         Raises what a rank raised: the first that names samples if there is one. A rank that ends
         meanwhile ends all: `RanksLost`, or `TrainerProcessError` under torchrun. So does an error
@@ -352,6 +352,33 @@ def _member(number: int, pid: int, line: Line, child: Process | None) -> Member:
     return Member(
         name=f"process {number} of the trainer", number=number, pid=pid, line=line, child=child
     )
+
+
+def store_of(host: str, port: int, *, is_master: bool, listen_fd: int | None = None) -> TCPStore:
+    """Served here, or reached there. Torch comes with the call."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it
+
+    return TCPStore(
+        host, port, is_master=is_master, wait_for_workers=False, master_listen_fd=listen_fd
+    )
+
+
+def store_at(address: str) -> TCPStore:
+    """Serve a store that is reached at this address alone: left to itself, torch's listens on every
+    interface, whatever host it is given."""
+    with socket.create_server((address, 0)) as listening:
+        port = listening.getsockname()[1]
+        return store_of(address, port, is_master=True, listen_fd=listening.detach())
+
+
+def served_at(address: str, port: int) -> dict[str, str]:
+    """Return the environment in which torchrun would say where its store is."""
+    return {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 def line_to_run() -> Line:

@@ -25,6 +25,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -41,12 +42,12 @@ from rollpacker.trainer.learner_files import LearnerFiles
 from rollpacker.trainer.losses import Losses, describe_bad_losses, losses_of, named
 from rollpacker.trainer.memory import PeakMemory
 from rollpacker.trainer.model_set import ModelSet
-from rollpacker.trainer.open_step import OpenStep
 from rollpacker.trainer.outcome import StepOutcome
 from rollpacker.trainer.passes import LocalPasses, Look, Passes
 from rollpacker.trainer.rows import joined, rows_of
 from rollpacker.trainer.schedule import check_schedule, learning_rate
 from rollpacker.trainer.sharding import Shards, any_of_replica, any_rank, shard
+from rollpacker.trainer.step_sums import StepSums
 from rollpacker.trainer.trained import Trained, sum_gradients
 from rollpacker.trainer.trainer import (
     NonFiniteError,
@@ -65,6 +66,44 @@ if TYPE_CHECKING:
     from rollpacker.pipeline.stages.stage import Stage
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenStep:
+    """Samples, sums and gradient scale that a learner has accumulated since its last update.
+
+    It is dropped as a whole when the step ends, one way or the other.
+    """
+
+    sums: StepSums = field(default_factory=StepSums)
+    gradient_scale: float = 1.0
+    """Factor by which the gradient so far must still be multiplied."""
+    parts: list[tuple[float, list[TrainSample]]] = field(default_factory=list)
+    """The samples of each call, with what their weights were multiplied by since."""
+    finite: bool = True
+    """No loss that passes between calls came to was anything else, as far as is known."""
+
+    @property
+    def has_samples(self) -> bool:
+        return any(samples for _, samples in self.parts)
+
+    def rescale(self, factor: float, *, gradient_has_it: bool) -> None:
+        """The samples so far were weighted provisionally. `gradient_has_it`: their gradient was
+        multiplied by the factor already."""
+        if not gradient_has_it:
+            self.gradient_scale *= factor
+        self.parts = [(so_far * factor, samples) for so_far, samples in self.parts]
+        self.sums.scale(factor)
+
+    def anew(self) -> OpenStep:
+        """The step before its first pass, which remembers how many passes were for nothing. What
+        the gradient is multiplied by stays: it is the same in all replicas."""
+        done = self.sums.recomputed_micro_batches + self.sums.micro_batches
+        return OpenStep(
+            sums=StepSums(recomputed_micro_batches=done),
+            gradient_scale=self.gradient_scale,
+            parts=self.parts,
+        )
 
 
 class Learner:
@@ -387,7 +426,7 @@ class Learner:
         bad = [
             f"sample {sample.sample}: advantage is {value}"
             for sample in samples
-            for value in _as_tuple(sample.advantage)
+            for value in sample.advantages
             if not math.isfinite(value)
         ]
         if self._any_of_replica(bool(bad)):  # others would wait for this rank's passes
@@ -443,7 +482,3 @@ def _all_finite(norms: Mapping[str, float]) -> bool:
 
 def _by_length(sample: TrainSample) -> tuple[int, SampleId]:
     return len(sample.prompt_tokens) + len(sample.response_tokens), sample.sample
-
-
-def _as_tuple(advantage: float | tuple[float, ...]) -> tuple[float, ...]:
-    return advantage if isinstance(advantage, tuple) else (advantage,)

@@ -1,14 +1,29 @@
-"""What a process that trains holds in memory, part by part.
+"""Memory of a process, part by part, from the config and the models' `config.json`.
 
-Exact are weights, gradients, optimizer state and adapters, by formulas. Activations are what the
-model's layers keep when they run without data (`trainer/layer_trace.py`).
+There is one model of it for a trainer in the run's own process, a rank, a pipeline stage and an
+engine.
+
+Weights, gradients, optimizer state, adapters, keys and values are exact, by formulas. Activations
+are what the model's layers keep when they run without data (`trainer/layer_trace.py`). Not counted
+are torch itself, a CUDA context, and what an allocator keeps of freed blocks.
+
+A micro-batch that is live in a pipeline stage is in one of two states: its forward pass is done,
+and what autograd saved is there; or its backward pass for inputs (I) is done, too, and inputs and
+output gradients of the linear layers wait for the weights' products (W). A stage that is not the
+last may have all its live tokens in the first state, when a slow link holds their gradients up. The
+last one has one micro-batch of them, since its I follows the forward pass (F) at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
+from rollpacker.pipeline.plan.choosers import live_token_caps
+from rollpacker.pipeline.plan.split import expected_bubble, layers_of_stages
 from rollpacker.trainer.batch_arithmetic import (
     batch_arithmetic,
     longest_sample,
@@ -19,22 +34,31 @@ from rollpacker.trainer.model_shape import DecoderShape, model_folder, num_param
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
-    from rollpacker.trainer.trainer import LoraConfig
 
 GIB = 1 << 30
+CPU_CACHE_GIB = 1.0
+"""GiB that an engine on a CPU takes for keys and values unless the config sets another limit."""
+MOST_SIMULATED = 256
+"""Micro-batches of the sweep that the bubble is predicted for. Longer sweeps have less of it."""
 LOGIT_BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """`logprobs.BLOCK_ELEMENTS`, which this module cannot import without torch."""
-
 BYTES_OF_8BIT = 1 + 4 / 256
-"""A moment of 8 bits: its code, and a float32 scale for every 256."""
+"""Bytes of a moment of 8 bits: its code, and a float32 scale for every 256."""
 BYTES_OF_4BIT = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""An element of a 4-bit matrix: its code, a code of 8 bits for the scale of every 64, and a float32
-scale for every 256 of these."""
+"""Bytes of an element of a 4-bit matrix: its code, a code of 8 bits for the scale of every 64, and
+a float32 scale for every 256 of these."""
+OF_A_TURN = (
+    *("gradients", "critic gradients", "activations", "decoded", "gathered", "backward"),
+    *("kept for W", "messages", "summing"),
+)
+"""Parts that a process of the trainer holds only from a step's first gradient to its update."""
+OFFLOADED = ("optimizer", "critic optimizer", "master", "critic master")
+"""Further parts that it holds only then, with `train.offload` on CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
-    """One line of the estimate."""
+    """One line of an estimate."""
 
     name: str
     size_bytes: int
@@ -42,15 +66,165 @@ class MemoryPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory that one process, or one engine on one of its devices, holds at the peak of a step."""
+
+    parts: tuple[MemoryPart, ...] = ()
+    name: str = ""
+    """Name of this process among several unlike ones, such as "stage 1". Empty if all are alike."""
+    layers: int = 0
+    """The policy's layers in a pipeline stage; 0 outside of stages."""
+    live_tokens: int = 0
+    """The most tokens whose activations a pipeline stage keeps; 0 outside of stages."""
+    in_turn: tuple[str, ...] = ()
+    """Names of the parts that it holds only while it has its turn on a shared device."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def turn_bytes(self) -> int:
+        """Bytes that are held only in a turn."""
+        return sum(part.size_bytes for part in self.parts if part.name in self.in_turn)
+
+    @property
+    def stays_bytes(self) -> int:
+        """Bytes that stay while another role has its turn on the device."""
+        return self.size_bytes - self.turn_bytes
+
+    @property
+    def has_activations(self) -> bool:
+        """Whether the model could be traced; otherwise a part of a training process is missing."""
+        return any(part.name == "activations" for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """The largest sweep of a process: all responses are as long as they may be."""
+
+    micro_batch_tokens: int
+    """Tokens of the largest micro-batch."""
+    num_micro_batches: int
+    tokens: int
+    row_tokens: int
+    """Tokens of each row."""
+    bubble_share: float = 0.0
+    """Share of all pipeline stages' time in which they wait for each other."""
+
+    @classmethod
+    def of(cls, config: RunConfig, shards: int) -> Sweep:
+        """The sweep of one update of a step, whose rows `shards` processes share."""
+        batch = batch_arithmetic(config)
+        row = longest_sample(config) - 1  # the last token does not go through the model
+        rows = math.ceil(batch.trained_samples / batch.updates_per_round / shards)
+        most = most_micro_batch_tokens(config)
+        # With auto they are smaller as a rule; the memory is for the largest that there may be.
+        each = 1 if config.train.micro_batch_tokens == "auto" else max(most // row, 1)
+        return cls(
+            micro_batch_tokens=min(max(most, row), rows * row),
+            num_micro_batches=math.ceil(rows / each),
+            tokens=rows * row,
+            row_tokens=row,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """One of the models of a run, and its split into pipeline stages."""
+
+    name: Literal["policy", "reference", "teacher", "critic"]
+    path: str
+    parameters: int
+    """All of them; a critic's without an output layer."""
+    shape: DecoderShape | None
+    """None if there is no `config.json` on this machine that tells it."""
+    is_trained: bool
+    layers: tuple[int, ...] = ()
+    """Layers of each stage. Empty: the model is whole."""
+
+    @property
+    def has_head(self) -> bool:
+        return self.name != "critic"
+
+    def layers_in(self, stage: int) -> int:
+        """Layers of a stage, or of a whole model; 0 if the shape is not known."""
+        if self.layers:
+            return self.layers[stage]
+        return 0 if self.shape is None else self.shape.layers
+
+    def matrices_in(self, stage: int) -> int:
+        """Elements of the matrices in a stage's layers."""
+        return 0 if self.shape is None else self.layers_in(stage) * self.shape.layer_matrices
+
+    def in_stage(self, stage: int) -> int:
+        """Parameters of a stage, the last one's mirror of a tied weight among them."""
+        shape = self.shape
+        if not self.layers or shape is None:
+            return self.parameters
+        ends = 1 if shape.tied or not self.has_head else 2
+        layer = (self.parameters - ends * shape.embedding - shape.hidden) // shape.layers
+        count = layer * self.layers[stage]
+        if stage == 0:
+            count += shape.embedding
+        if stage == len(self.layers) - 1:
+            count += shape.hidden + (shape.embedding if self.has_head else 0)  # with the norm
+        return count
+
+    def mirrored_in(self, stage: int) -> int:
+        """Parameters of a stage that the first stage owns and updates."""
+        is_last = len(self.layers) > 1 and stage == len(self.layers) - 1
+        if is_last and self.has_head and self.shape is not None and self.shape.tied:
+            return self.shape.embedding
+        return 0
+
+
+Graphs = Sequence[tuple[Decoder, LayerTrace]]
+"""The models that a sweep differentiates, the policy first, and what their layers keep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingMemory:
-    """What a process that trains holds, at the peak of a step."""
+    """The models of a run and how they are trained, as far as memory depends on it."""
 
     config: RunConfig
-    shape: DecoderShape | None
-    parameters: int | None
-    element: int
-    """Bytes of a number in the dtype that is computed in."""
+    dtype: Literal["bfloat16", "float32"]
+    """The dtype that is computed in."""
     on_cuda: bool
+    decoders: tuple[Decoder, ...]
+    """The policy first. Empty if the policy's size is not known."""
+
+    @classmethod
+    def of(cls, config: RunConfig, *, on_cuda: bool, notes: list[str]) -> TrainingMemory:
+        """Read shapes and sizes of the run's models; `notes` say what is not known."""
+        dtype = config.model.dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if on_cuda else "float32"
+        algorithm, lora, decoders = config.algorithm, config.model.lora, list[Decoder]()
+        policy = _decoder("policy", config.model.path, notes, is_trained=lora is None)
+        if policy is not None:
+            decoders.append(policy)
+            if algorithm.needs_reference and lora is None:
+                decoders.append(replace(policy, name="reference", is_trained=False))
+            if algorithm.needs_teacher and config.model.teacher is not None:
+                teacher = _decoder("teacher", config.model.teacher, notes, is_trained=False)
+                decoders += [] if teacher is None else [teacher]
+            if algorithm.needs_critic:
+                path = config.train.critic.path
+                critic: Decoder | None = replace(policy, name="critic", is_trained=True)
+                if path is not None:
+                    critic = _decoder("critic", path, notes, is_trained=True)
+                decoders += [] if critic is None else [_without_head(critic)]
+        return cls(config=config, dtype=dtype, on_cuda=on_cuda, decoders=tuple(decoders))
+
+    @property
+    def policy(self) -> Decoder | None:
+        return self.decoders[0] if self.decoders else None
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number in the dtype that is computed in."""
+        return 2 if self.dtype == "bfloat16" else 4
 
     @property
     def block_elements(self) -> int:
@@ -69,120 +243,104 @@ class TrainingMemory:
         masters."""
         return 4 if (self.config.train.processes or 1) > 1 else self.element
 
-    @property
-    def shared(self) -> str:
-        return f" / {self.ranks} processes" if self.ranks > 1 else ""
-
-    def parts(self, notes: list[str]) -> list[MemoryPart]:
-        """All of them, as far as the model is known; `notes` say what is not."""
-        parts: list[MemoryPart] = []
-        if self.parameters is not None:
-            parts += self._policy(self.parameters, notes)
-            parts += self._other_models(self.parameters, notes)
-        if self.shape is not None:
-            parts += self._working_memory(self.shape, notes)
-        return parts
-
-    def trace(self, path: str, lora: LoraConfig | None, notes: list[str]) -> LayerTrace | None:
-        """What the layers of a model hold in the largest micro-batch of rows that are as long as
-        they may be. None if that is not known; `notes` then say why."""
-        folder = model_folder(path)
-        if folder is None:
-            return None
-        row = longest_sample(self.config) - 1  # the last token does not go through the model
-        settings = TraceSettings(
-            dtype="bfloat16" if self.element < 4 else "float32",
-            checkpointing=self.config.model.gradient_checkpointing,
-            lora=lora,
-            rows=max(self.micro_batch_tokens // row, 1),
-            row_tokens=row,
-        )
-        return trace_layers(folder, settings, notes)
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Tokens of the largest micro-batch."""
-        return min(
-            max(most_micro_batch_tokens(self.config), longest_sample(self.config) - 1),
-            batch_arithmetic(self.config).max_trained_tokens,
-        )
-
-    def policy_weights(self, name: str, parameters: int) -> MemoryPart:
-        """The policy's weights, codes of 4 bits where it is quantized."""
-        coded = self._coded_matrices()
-        if not coded:
-            quantized = self.config.model.quantization is not None
-            what = "not quantized, so at most: parameters" if quantized else "parameters"
-            is_trained = self.config.model.lora is None
-            return self.at_rest(name, parameters, what, is_trained=is_trained)
-        size = (parameters - coded) * self.kept + coded * BYTES_OF_4BIT
-        formula = f"layers' matrices x {BYTES_OF_4BIT:.3f} bytes, the rest x {self.kept} bytes"
-        return memory_part(name, int(size), formula)
-
-    def _coded_matrices(self) -> int:
-        if self.config.model.quantization is None or self.shape is None:
-            return 0
-        return self.shape.layers * self.shape.layer_matrices
-
-    def _policy(self, parameters: int, notes: list[str]) -> list[MemoryPart]:
-        parts = [self.policy_weights("weights", parameters)]
-        if self.config.model.quantization is not None and self.shape is None:
+    def notes(self) -> list[str]:
+        """Notes about parts of quantized weights and of adapters that are not counted, and about
+        memory that loading takes."""
+        policy, model, notes = self.policy, self.config.model, []
+        if policy is None:
+            return []
+        if model.quantization is not None and policy.shape is None:
             notes.append(
                 "the weights are counted as if they were not quantized: how many of them are "
                 "matrices in layers is not known without its config.json"
             )
-        elif self.config.model.quantization is not None:
-            whole = text_of_bytes(parameters * self.element)
+        elif model.quantization is not None:
+            whole = text_of_bytes(policy.parameters * self.element)
             notes.append(f"while it loads, host memory holds the whole model, {whole}")
-        if self.config.model.lora is None:
-            return parts + self.trained(parameters, "parameters", self.kept)
-        adapters = self.num_adapter_parameters(notes)
-        if adapters is None:
-            return parts
-        formula = f"rank x (in + out) of the targeted matrices x 4 bytes{self.shared}"
-        parts.append(memory_part("adapters", adapters * 4 // self.ranks, formula))
-        return parts + self.trained(adapters, "adapters", 4)
+        if unknown := sorted(self._targets() - self._target_sizes().keys()):
+            notes.append(f"adapters of {', '.join(unknown)} are not counted: their size is unknown")
+        return notes
 
-    def at_rest(
-        self, name: str, count: int, what: str = "parameters", *, is_trained: bool = True
-    ) -> MemoryPart:
-        """So many parameters between two calls."""
-        kept = self.kept if is_trained else self.element
-        return memory_part(name, count * kept // self.ranks, f"{what} x {kept} bytes{self.shared}")
+    # -- what is there between two calls -------------------------------------------------------
 
-    def trained(self, count: int, what: str, kept: int, *, prefix: str = "") -> list[MemoryPart]:
-        """What so many parameters need besides for being trained."""
+    def weights(self, name: str, decoder: Decoder, stage: int = 0) -> MemoryPart:
+        """A model's weights, codes of 4 bits where it is quantized."""
+        count, what = decoder.in_stage(stage), "parameters"
+        if decoder.name == "policy" and self.config.model.quantization is not None:
+            if coded := decoder.matrices_in(stage):
+                size = (count - coded) * self.kept + coded * BYTES_OF_4BIT
+                formula = f"layers' matrices x {BYTES_OF_4BIT:.3f} bytes, the rest x {self.kept}"
+                return memory_part(name, size, f"{formula} bytes")
+            what = "not quantized, so at most: parameters"
+        elif decoder.mirrored_in(stage):
+            what = "parameters with the tied weight's mirror"
+        kept = self.kept if decoder.is_trained else self.element
+        return memory_part(name, count * kept // self.ranks, f"{what} x {kept} bytes{self._shared}")
+
+    def at_rest(self, decoder: Decoder, stage: int = 0) -> list[MemoryPart]:
+        """Weights, gradients and optimizer state of a model, or of its pipeline stage."""
+        is_policy, count = decoder.name == "policy", decoder.in_stage(stage)
+        weights = self.weights("weights" if is_policy else decoder.name, decoder, stage)
+        if decoder.is_trained:
+            prefix = "" if is_policy else f"{decoder.name} "
+            own = count - decoder.mirrored_in(stage)
+            matrices = decoder.matrices_in(stage)
+            parts = self._trained(count, own, "parameters", min(matrices, own), prefix)
+            if self.kept < 4:
+                parts.append(memory_part(f"{prefix}master", count * 4, "parameters x 4 bytes"))
+            return [weights, *parts]
+        adapters = self.num_adapter_parameters(decoder.layers_in(stage)) if is_policy else 0
+        if not adapters:
+            return [weights]
+        formula = f"rank x (in + out) of the targeted matrices x 4 bytes{self._shared}"
+        own_part = memory_part("adapters", 4 * adapters // self.ranks, formula)
+        return [weights, own_part, *self._trained(adapters, adapters, "adapters", adapters)]
+
+    def _trained(
+        self, count: int, own: int, what: str, matrices: int, prefix: str = ""
+    ) -> list[MemoryPart]:
+        """Gradients of `count` parameters, and optimizer state of the `own` ones among them, of
+        which `matrices` are elements of matrices in layers."""
         whole = self.ranks > 1 and self.config.train.gradient_sync == "step"
-        gradients, shared = (count * 4, "") if whole else (count * 4 // self.ranks, self.shared)
-        parts = [memory_part(f"{prefix}gradients", gradients, f"{what} x 4 bytes{shared}")]
-        parts.append(self.optimizer(count, what, prefix))
-        if kept < 4:
-            parts.append(memory_part(f"{prefix}master", count * 4, f"{what} x 4 bytes"))
-        return parts
-
-    def optimizer(self, count: int, what: str, prefix: str = "") -> MemoryPart:
-        """Its state of so many parameters."""
-        matrices = 0
-        if self.config.train.optimizer == "muon" and self.shape is not None:
-            in_layers = self.shape.layers * self.shape.layer_matrices
-            matrices = count if what == "adapters" else min(in_layers, count)
+        gradients, shared = (count * 4, "") if whole else (count * 4 // self.ranks, self._shared)
+        size, formula = 8 * own, f"{what} x 2 moments x 4 bytes{self._shared}"
         if self.config.train.optimizer == "adamw_8bit":
-            size = int(2 * count * BYTES_OF_8BIT)
+            size = int(2 * own * BYTES_OF_8BIT)
             formula = f"{what} x 2 moments x {BYTES_OF_8BIT:.3f} bytes"
-            return memory_part(f"{prefix}optimizer", size, formula)
-        formula = f"{what} x 2 moments x 4 bytes{self.shared}"
-        if matrices:
+        elif self.config.train.optimizer == "muon":
+            size -= 4 * matrices
             formula += ", one moment for the matrices in layers (muon)"
-        return memory_part(f"{prefix}optimizer", (8 * count - 4 * matrices) // self.ranks, formula)
+        return [
+            memory_part(f"{prefix}gradients", gradients, f"{what} x 4 bytes{shared}"),
+            memory_part(f"{prefix}optimizer", size // self.ranks, formula),
+        ]
 
-    def num_adapter_parameters(self, notes: list[str]) -> int | None:
-        """None if the model's shape is unknown. Not counted are modules whose names say nothing of
-        their size; `notes` name them."""
-        lora, shape = self.config.model.lora, self.shape
-        assert lora is not None
+    @property
+    def _shared(self) -> str:
+        return f" / {self.ranks} processes" if self.ranks > 1 else ""
+
+    def num_adapter_parameters(self, layers: int) -> int:
+        """Parameters of the adapters in this many layers; 0 if there are none, or if the model's
+        shape is not known."""
+        lora, sizes = self.config.model.lora, self._target_sizes()
+        if lora is None:
+            return 0
+        return lora.rank * layers * sum(sizes[name] for name in self._targets() & sizes.keys())
+
+    def _targets(self) -> set[str]:
+        """Names of the modules that have adapters."""
+        lora = self.config.model.lora
+        if lora is None:
+            return set()
+        named = set(lora.target_modules)
+        return set(self._target_sizes()) if named == {"all-linear"} else named
+
+    def _target_sizes(self) -> dict[str, int]:
+        """Inputs and outputs together of the modules whose names tell their size."""
+        shape = None if self.policy is None else self.policy.shape
         if shape is None:
-            return None
-        sizes = {
+            return {}
+        return {
             "q_proj": shape.hidden + shape.query,
             "k_proj": shape.hidden + shape.key_value,
             "v_proj": shape.hidden + shape.key_value,
@@ -191,86 +349,366 @@ class TrainingMemory:
             "up_proj": shape.hidden + shape.feed_forward,
             "down_proj": shape.feed_forward + shape.hidden,
         }
-        names = set(sizes) if lora.target_modules == ("all-linear",) else set(lora.target_modules)
-        if unknown := sorted(names - sizes.keys()):
-            notes.append(f"adapters of {', '.join(unknown)} are not counted: their size is unknown")
-        return lora.rank * shape.layers * sum(sizes[name] for name in names & sizes.keys())
 
-    def _other_models(self, parameters: int, notes: list[str]) -> list[MemoryPart]:
-        algorithm, model = self.config.algorithm, self.config.model
-        parts: list[MemoryPart] = []
-        if algorithm.needs_reference and model.lora is None:
-            parts.append(self.at_rest("reference", parameters, is_trained=False))
-        if algorithm.needs_teacher and model.teacher is not None:
-            teacher = num_parameters(model_folder(model.teacher), model.teacher, notes)
-            if teacher is not None:
-                parts.append(self.at_rest("teacher", teacher, "its parameters", is_trained=False))
-        if algorithm.needs_critic:
-            parts += self._critic(parameters, notes)
+    # -- what is there during a step -----------------------------------------------------------
+
+    def rank(self, notes: list[str]) -> Memory:
+        """Memory of a process that trains whole models, or a shard of each. Activations are not
+        among its parts if the model cannot be traced; `notes` then say why."""
+        parts = [part for decoder in self.decoders for part in self.at_rest(decoder)]
+        sweep, policy = Sweep.of(self.config, 1), self.policy
+        if policy is not None and policy.shape is not None:
+            graphs = self._graphs(self.decoders, sweep, notes)
+            if graphs:
+                parts += _Working(self, self.decoders, graphs, 0, sweep, None).parts()
+        return self._memory(parts)
+
+    def _memory(
+        self, parts: Sequence[MemoryPart], name: str = "", layers: int = 0, live_tokens: int = 0
+    ) -> Memory:
+        offloads = self.config.train.offload and self.on_cuda
+        return Memory(
+            parts=tuple(parts),
+            name=name,
+            layers=layers,
+            live_tokens=live_tokens,
+            in_turn=OF_A_TURN + (OFFLOADED if offloads else ()),
+        )
+
+    def _graphs(self, decoders: Sequence[Decoder], sweep: Sweep, notes: list[str]) -> Graphs:
+        """Traces of policy and critic in the largest micro-batch of a sweep. Empty if the policy
+        cannot be traced; a critic that cannot is taken for one like the policy."""
+        found: list[tuple[Decoder, LayerTrace]] = []
+        for decoder in decoders:
+            if decoder.name not in ("policy", "critic"):
+                continue
+            settings = TraceSettings(
+                dtype=self.dtype,
+                checkpointing=self.config.model.gradient_checkpointing,
+                lora=self.config.model.lora if decoder.name == "policy" else None,
+                rows=max(sweep.micro_batch_tokens // sweep.row_tokens, 1),
+                row_tokens=sweep.row_tokens,
+            )
+            folder = model_folder(decoder.path)
+            trace = None if folder is None else trace_layers(folder, settings, notes)
+            if trace is None and not found:
+                return []
+            found.append((decoder, trace) if trace is not None else found[0])
+        return found
+
+    # -- pipeline stages -----------------------------------------------------------------------
+
+    def stages(self, notes: list[str]) -> tuple[tuple[Memory, ...], Sweep] | None:
+        """Memory of each process of each pipeline stage, and the stages' largest sweep. None if the
+        policy's shape is not known or what its layers keep; the policy's `layers` and the cap of
+        live tokens are then unchecked.
+
+        Raises `ValueError` for layers or a cap of live tokens that the run would refuse.
+        """
+        pipeline, sweep = self.config.train.pipeline, Sweep.of(self.config, self.ranks)
+        caps = live_token_caps(
+            pipeline.live_tokens, num_stages=pipeline.stages, longest=sweep.micro_batch_tokens
+        )
+        decoders = self._split()
+        graphs = self._graphs(decoders, sweep, notes)
+        if not graphs:
+            return None
+        live = [min(cap, sweep.tokens) for cap in caps]
+        found = [
+            self._memory(
+                [
+                    *(part for decoder in decoders for part in self.at_rest(decoder, stage)),
+                    *_Working(self, decoders, graphs, stage, sweep, live[stage]).parts(),
+                ],
+                f"stage {stage}",
+                decoders[0].layers[stage],
+                live[stage],
+            )
+            for stage in range(pipeline.stages)
+        ]
+        again = self.config.model.gradient_checkpointing
+        bubble = expected_bubble(
+            [_work(decoders[0], stage, checkpointing=again) for stage in range(pipeline.stages)],
+            min(sweep.num_micro_batches, MOST_SIMULATED),
+            [cap // sweep.micro_batch_tokens for cap in caps],
+        )
+        return tuple(found), replace(sweep, bubble_share=bubble)
+
+    def _split(self) -> list[Decoder]:
+        """The models whose shapes are known, each with its layers of each stage: the policy's as
+        the config or its work says, another's the same if it has as many."""
+        pipeline, policy = self.config.train.pipeline, self.policy
+        if policy is None or policy.shape is None:
+            return []
+        shape = policy.shape
+        each = 4 if self.config.model.lora is not None else 6  # FLOPs, as `FlopModel` counts them
+        adapters = self.num_adapter_parameters(shape.layers)
+        layers = layers_of_stages(
+            () if pipeline.layers == "auto" else pipeline.layers,
+            num_layers=shape.layers,
+            num_stages=pipeline.stages,
+            layer_work=each * shape.layer_matrices + 6 * adapters / shape.layers,
+            last_work=each * shape.embedding,
+        )
+        found = [replace(policy, layers=layers)]
+        for other in self.decoders[1:]:
+            if other.shape is None:
+                continue
+            own = layers_of_stages(
+                layers if other.shape.layers == shape.layers else (),
+                num_layers=other.shape.layers,
+                num_stages=pipeline.stages,
+                layer_work=other.shape.layer_matrices,
+                last_work=other.shape.embedding if other.has_head else 0,
+            )
+            found.append(replace(other, layers=own))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Working:
+    """Memory that a sweep takes in one process besides what is there at rest."""
+
+    models: TrainingMemory
+    decoders: Sequence[Decoder]
+    graphs: Graphs
+    stage: int
+    sweep: Sweep
+    live_tokens: int | None
+    """The most tokens whose activations a pipeline stage keeps. None: the models are whole, and
+    one micro-batch after the other goes through them."""
+
+    def parts(self) -> list[MemoryPart]:
+        models, element, policy = self.models, self.models.element, self.decoders[0]
+        shape = self._shape
+        if self.live_tokens is None:
+            parts = self._activations()
+            if models.config.model.quantization is not None:
+                largest = shape.hidden * max(shape.feed_forward, shape.query)
+                formula = f"the largest matrix while it is used x {element} bytes"
+                parts.append(memory_part("decoded", largest * element, formula))
+            if models.ranks > 1:
+                whole = shape.embedding * (1 if shape.tied else 2) + 2 * shape.layer_matrices
+                formula = f"whole embeddings, output layer and two layers x {element} bytes"
+                parts.append(memory_part("gathered", whole * element, formula))
+            return [*parts, self._backward()]
+        whole = sum(decoder.in_stage(self.stage) for decoder in self.decoders) + self._adapters
+        formula = f"all parameters whole during a sweep x {element} bytes"
+        gathered = memory_part("gathered", whole * element, formula)
+        parts = [gathered, *self._activations(), self._backward(), self._messages()]
+        more = self._summing() - sum(part.size_bytes for part in parts)
+        if more > 0 and policy.is_trained:
+            formula = "more than a sweep, while gradients are summed over processes at a step's end"
+            parts.append(memory_part("summing", more, formula))
         return parts
 
-    def _critic(self, parameters: int, notes: list[str]) -> list[MemoryPart]:
-        path, shape = self.config.train.critic.path, self.shape
-        count: int | None = parameters
-        if path is not None:
-            folder = model_folder(path)
-            count = num_parameters(folder, path, notes)
-            shape = read_shape(folder, notes) if folder else None
-        if count is None:
-            return []
-        if shape is not None and not shape.tied:
-            count -= shape.embedding
-        parts = [self.at_rest("critic", count, "parameters without output layer")]
-        return parts + self.trained(count, "its parameters", self.kept, prefix="critic ")
+    @property
+    def _shape(self) -> DecoderShape:
+        shape = self.decoders[0].shape
+        assert shape is not None, "the policy could be traced"
+        return shape
 
-    def _working_memory(self, shape: DecoderShape, notes: list[str]) -> list[MemoryPart]:
-        """What a micro-batch takes while its backward pass begins."""
-        model, tokens = self.config.model, self.micro_batch_tokens
-        trace = self.trace(model.path, model.lora, notes)
-        if trace is None:
-            return []
-        layer, ends = round(trace.saved), round(trace.ends)
-        size = shape.layers * layer + ends
-        formula = f"(layers x {layer} + {ends}) bytes"
-        if self.config.algorithm.needs_critic:
-            size, formula = 2 * size, f"{formula}, twice (critic)"
-        parts = [memory_part("activations", tokens * size, f"{tokens} tokens x {formula}")]
-        if self._coded_matrices():
-            largest = shape.hidden * max(shape.feed_forward, shape.query)
-            formula = f"the largest matrix while it is used x {self.element} bytes"
-            parts.append(memory_part("decoded", largest * self.element, formula))
-        if self.ranks > 1:
-            root = shape.embedding * (1 if shape.tied else 2)
-            parts.append(
-                memory_part(
-                    "gathered",
-                    (root + 2 * shape.layer_matrices) * self.element,
-                    f"whole embeddings, output layer and two layers x {self.element} bytes",
-                )
+    @property
+    def _is_last(self) -> bool:
+        return self.stage == max(len(self.decoders[0].layers), 1) - 1
+
+    @property
+    def _adapters(self) -> int:
+        return self.models.num_adapter_parameters(self.decoders[0].layers_in(self.stage))
+
+    def _activations(self) -> list[MemoryPart]:
+        """Activations as after F; of a pipeline stage's live tokens, those whose I may be done as
+        it leaves them."""
+        after_f = after_i = 0
+        formulas = []
+        for decoder, trace in self.graphs:
+            hidden = self._shape.hidden if decoder.shape is None else decoder.shape.hidden
+            layers, saved = decoder.layers_in(self.stage) or self._shape.layers, round(trace.saved)
+            # Behind the layers: the last stage's norm and what enters the output layer; or what
+            # has left.
+            end = round(trace.ends) if self._is_last else self.models.element * hidden
+            after_f += layers * saved + end
+            after_i += round(layers * trace.waiting)
+            of = "" if decoder.name == "policy" else f"{decoder.name}'s "
+            formulas.append(f"({of}layers x {saved} + {end})")
+        formula = f"{' + '.join(formulas)} bytes"
+        tokens = self.sweep.micro_batch_tokens
+        if self.live_tokens is None:
+            formula = f"{tokens} tokens x {formula}"
+            return [memory_part("activations", tokens * after_f, formula)]
+        most, first = max(after_f, after_i), self.live_tokens
+        if self._is_last:
+            first = min(tokens, first)
+        if after_i > after_f:
+            formula = f"{after_i:,} bytes of inputs and gradients that W needs"
+        parts = [memory_part("activations", first * most, f"{first} live tokens x {formula}")]
+        if rest := self.live_tokens - first:
+            formula = f"{rest} live tokens x {after_i:,} bytes of inputs and gradients"
+            parts.append(memory_part("kept for W", rest * after_i, formula))
+        return parts
+
+    def _backward(self) -> MemoryPart:
+        """The most that the backward pass takes besides while it runs."""
+        models, policy, shape = self.models, self.decoders[0], self._shape
+        element, tokens = models.element, self.sweep.micro_batch_tokens
+        choices = {
+            "one layer's activations and gradients": max(
+                one.backward_bytes for _, one in self.graphs
             )
-        logits, backward = self.logits(shape, tokens), trace.backward_bytes
-        formula = (
-            f"a block of logits (at most {self.block_elements:,}), hidden states and the output "
-            "layer's gradient"
-            if logits >= backward
-            else "one layer's activations and gradients"
-        )
-        return [*parts, memory_part("backward", max(logits, backward), formula)]
+        }
+        if self._is_last:
+            block = f"a block of logits (at most {models.block_elements:,})"
+            choices[f"{block}, hidden states and the output layer's gradient"] = self._logits()
+        if self.live_tokens is not None:
+            # On a CPU a gradient in half precision is widened as a whole before it is added.
+            widened = 4 if element < 4 and not models.on_cuda else 0
+            if policy.is_trained and (self.stage == 0 or self._is_last):
+                choices["the embeddings' or the output layer's gradient, added to its sum"] = (
+                    element * tokens * shape.hidden + (element + widened) * shape.embedding
+                )
+            if element < 4:  # those of a micro-batch are widened once all are there
+                largest = shape.hidden * max(shape.feed_forward, shape.query)
+                fresh = policy.matrices_in(self.stage) if policy.is_trained else self._adapters
+                choices[f"a micro-batch's gradients x {element} bytes, before they are summed"] = (
+                    element * fresh + widened * largest
+                )
+        formula = max(choices, key=choices.__getitem__)
+        return memory_part("backward", choices[formula], formula)
 
-    def logits(self, shape: DecoderShape, tokens: int) -> int:
+    def _logits(self) -> int:
         """Two float32 copies of a block, a third for the entropy's gradient or where the whole is
         one block; hidden states and the gradients of both ends."""
+        models, shape, tokens = self.models, self._shape, self.sweep.micro_batch_tokens
         elements = tokens * shape.vocabulary
-        copies = 2
-        if self.config.algorithm.entropy_coef or elements <= self.block_elements:
-            copies = 3
-        block = min(elements, self.block_elements) * 4 * copies
-        hidden = tokens * shape.hidden * (4 + self.element)
-        output_layer = 0 if self.config.model.lora is not None else shape.embedding * self.element
-        return block + hidden + output_layer
+        is_one = elements <= models.block_elements
+        copies = 3 if models.config.algorithm.entropy_coef or is_one else 2
+        block = min(elements, models.block_elements) * 4 * copies
+        hidden = tokens * shape.hidden * (4 + models.element)
+        is_trained = models.config.model.lora is None
+        return block + hidden + (shape.embedding * models.element if is_trained else 0)
+
+    def _messages(self) -> MemoryPart:
+        """Hidden states or gradients to and from the stage's neighbours."""
+        hidden = sum(one.shape.hidden for one in self.decoders if one.shape is not None)
+        neighbours = (self.stage > 0) + (not self._is_last)
+        size = neighbours * self.sweep.micro_batch_tokens * hidden * self.models.element
+        formula = "hidden states or their gradient, one on the way at each border"
+        return memory_part("messages", size, formula)
+
+    def _summing(self) -> int:
+        """Bytes besides what is there at rest, when FSDP2 comes to the last gradients: those of
+        embeddings and output layer, with their input and output of the sum. Those of layers are
+        shards by then."""
+        policy, ranks, element = self.decoders[0], self.models.ranks, self.models.element
+        layers = policy.matrices_in(self.stage)
+        root = policy.in_stage(self.stage) - layers
+        # The input, beside the gradients or the output; a single process makes a quotient besides.
+        sums = 8 if ranks == 1 else 4
+        fresh = element if element < 4 else 0
+        shards = 4 * layers * (1 / ranks - 1)  # less than the whole ones that are counted
+        return int(root * (sums + element + fresh) + shards)
 
 
-def memory_part(name: str, size_bytes: int, formula: str) -> MemoryPart:
+def _work(decoder: Decoder, stage: int, *, checkpointing: bool) -> tuple[float, float, float]:
+    """F, I and W of a micro-batch in a stage, in parameters of the products that each runs. The
+    output layer's W is in the last stage's I."""
+    assert decoder.shape is not None
+    layers = float(decoder.matrices_in(stage))
+    head = float(decoder.shape.embedding) if stage == len(decoder.layers) - 1 else 0.0
+    again = layers if checkpointing else 0.0
+    trained = layers if decoder.is_trained else 0.0
+    return layers + head, layers + again + 2 * head, trained
+
+
+# -- one device ----------------------------------------------------------------------------------
+
+
+def cache_rows(models: TrainingMemory) -> tuple[int, int, int | None]:
+    """Samples that an engine generates at once, at most; bytes of the longest one's keys and
+    values; and the bytes that the engine takes for all of them, at most, or None for what is left
+    of a GPU. All three are 0 if the model's shape is not known."""
+    config, policy = models.config, models.policy
+    if policy is None or policy.shape is None:
+        return 0, 0, 0
+    engine, shape, gib = config.rollout.engine, policy.shape, config.rollout.engine.kv_cache_gib
+    if gib is None and not models.on_cuda:
+        gib = CPU_CACHE_GIB
+    rows = min(batch_arithmetic(config).most_samples, engine.max_slots or 1024)
+    token = 2 * max(shape.attention_layers, 1) * shape.key_value * models.element
+    return rows, longest_sample(config) * token, None if gib is None else int(gib * GIB)
+
+
+def engine_memory(config: RunConfig, devices: int, *, on_cuda: bool) -> Memory | None:
+    """Memory that one engine on this many devices holds on each of them, until it ends. None:
+    the model is not known."""
+    models = TrainingMemory.of(config, on_cuda=on_cuda, notes=[])
+    policy = models.policy
+    if policy is None or policy.shape is None:
+        return None
+    weights = policy.parameters * models.element
+    parts = [memory_part("weights", weights // devices, "parameters of an engine's own copy")]
+    if config.model.lora is not None:
+        adapters = models.num_adapter_parameters(policy.shape.layers)
+        parts.append(memory_part("adapters", 4 * adapters, "adapters x 4 bytes"))
+    rows, one_sample, size = cache_rows(models)
+    formula = "of each device"
+    if size is None:  # what is left of the GPU's memory, as long as one response has room
+        size, formula = one_sample // devices, "at least"
+    elif config.rollout.engine.name == "torch":  # which takes what its rows need; others all of it
+        size = min(size, rows * (one_sample // devices))
+    return Memory(parts=(*parts, memory_part("kv cache", size, formula)))
+
+
+def rank_memory(config: RunConfig, *, on_cuda: bool) -> Memory | None:
+    """Memory of one process of the trainer, where the config says how many there are. None: the
+    model is not known. In pipeline stages the processes are unlike: on CUDA it is the largest,
+    and on a CPU, where they share memory, the mean. Raises `ValueError` as
+    `TrainingMemory.stages` does."""
+    models = TrainingMemory.of(config, on_cuda=on_cuda, notes=[])
+    if config.train.pipeline.stages == 1:
+        memory = models.rank([])
+        return memory if memory.has_activations else None
+    found = models.stages([])
+    if found is None:
+        return None
+    stages, _ = found
+    if on_cuda:
+        return max(stages, key=lambda one: one.size_bytes)
+    sums: Counter[str] = Counter()
+    for stage in stages:
+        sums.update({part.name: part.size_bytes for part in stage.parts})
+    means = [(name, size // len(stages)) for name, size in sums.items()]
+    parts = tuple(memory_part(name, size, "mean of the stages") for name, size in means)
+    return replace(stages[0], parts=parts, name="")
+
+
+def run_memory(config: RunConfig) -> int:
+    """Bytes that the run's own process holds on a CPU, and the weights on their way from trainer to
+    engines, on the host where it is; 0: the model is not known."""
+    models = TrainingMemory.of(config, on_cuda=False, notes=[])
+    return 0 if models.policy is None else 2 * models.policy.parameters * models.element
+
+
+def _decoder(
+    name: Literal["policy", "teacher", "critic"], path: str, notes: list[str], *, is_trained: bool
+) -> Decoder | None:
+    """A model by its path. None, and a note, if its size is not known."""
+    folder = model_folder(path)
+    shape = read_shape(folder, notes) if folder else None
+    count = num_parameters(folder, path, notes)
+    if count is None:
+        return None
+    return Decoder(name=name, path=path, parameters=count, shape=shape, is_trained=is_trained)
+
+
+def _without_head(critic: Decoder) -> Decoder:
+    """The critic without the output layer of the model that it is made from."""
+    shape = critic.shape
+    head = 0 if shape is None or shape.tied else shape.embedding
+    return replace(critic, parameters=critic.parameters - head)
+
+
+def memory_part(name: str, size_bytes: float, formula: str) -> MemoryPart:
     """A part whose size is rounded down to whole bytes."""
     return MemoryPart(name=name, size_bytes=int(size_bytes), formula=formula)
 

@@ -1,8 +1,7 @@
 """Supervised fine-tuning before reinforcement learning: stages of steps over files of prompts and
 completions, or of chat messages.
 
-Batches run without padding where the model's attention allows it, else in micro-batches of like
-length. The loss is the mean over the batch's completion tokens, the end token included.
+The loss is the mean over the batch's completion tokens, the end token included.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,20 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rollpacker.trainer.batches import Batcher
 from rollpacker.trainer.checkpoint import save_model
-from rollpacker.trainer.micro_batch import (
-    MicroBatch,
-    Row,
-    collate,
-    plan_micro_batches,
-    row_length,
-)
+from rollpacker.trainer.micro_batch import Row, row_length
 from rollpacker.trainer.model import character_tokenizer, load_model, new_model
 from rollpacker.trainer.optimizer import MasterOptimizer
-from rollpacker.trainer.packing import best_kind, pack, packed_attention
 from rollpacker.trainer.policy import Policy
 from rollpacker.trainer.warmup_output import WarmupError, check_output
-from rollpacker.trainer.warmup_rows import rows_of
+from rollpacker.trainer.warmup_rows import RowParser, rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -93,10 +85,15 @@ def run_warmup(
     check_output(output, config, overwrite)
     model, tokenizer = _start(config)
     num_parameters = sum(p.numel() for p in model.parameters())
-    _set_threads(config.threads, num_parameters)
-    chat_options = config.model.chat_template_kwargs if config.model is not None else None
+    if config.threads != "auto" or num_parameters < SMALL_MODEL_PARAMETERS:
+        torch.set_num_threads(1 if config.threads == "auto" else config.threads)
+    parser = RowParser(
+        tokenizer,
+        max_tokens=getattr(model.config, "max_position_embeddings", None),
+        chat_options=(config.model and config.model.chat_template_kwargs) or {},
+    )
     stages = [
-        (stage, rows_of(stage, (config.seed, index), tokenizer, _max_tokens(model), chat_options))
+        (stage, rows_of(stage, (config.seed, index), parser))
         for index, stage in enumerate(config.stages)
     ]
     losses, trained_tokens = [], 0
@@ -150,37 +147,25 @@ def _run_stage(
     optimizer = MasterOptimizer(model.named_parameters(), betas=BETAS, eps=EPS, weight_decay=0.0)
     order = _shuffled_forever(len(rows), seed)
     policy = Policy(model)
-    kind = best_kind(model, model.device)
-    with nullcontext() if kind is None else packed_attention(model, kind):
+    batcher = Batcher(
+        model,
+        layout="auto",
+        max_tokens=MICRO_BATCH_TOKENS,
+        pad_token_id=tokenizer.pad_token_id,
+        device=model.device,
+    )
+    with batcher.attention():
         for step in range(stage.steps):
-            batch = sorted((rows[next(order)] for _ in range(stage.batch_size)), key=row_length)
+            batch = [rows[next(order)] for _ in range(stage.batch_size)]
             num_targets = sum(row.num_targets for row in batch)
             loss = 0.0
-            for micro_batch in _micro_batches(batch, tokenizer, model.device, kind is not None):
-                log_probs, _ = policy(micro_batch, 1.0)
+            for places in batcher.plan([row_length(row) for row in batch]):
+                log_probs, _ = policy(batcher.batch([batch[place] for place in places]), 1.0)
                 share = -log_probs.sum() / num_targets
                 share.backward()
                 loss += share.item()
             optimizer.step(_learning_rate(step, stage), stage.max_grad_norm)
             yield loss, num_targets
-
-
-def _micro_batches(
-    batch: list[Row], tokenizer: PreTrainedTokenizerBase, device: torch.device, packed: bool
-) -> Iterator[MicroBatch]:
-    """Micro-batches of sorted rows: in a pack too, attention is quickest over rows of like
-    length."""
-    if not packed:
-        for run in plan_micro_batches([row_length(row) for row in batch], MICRO_BATCH_TOKENS):
-            yield collate(batch[run], tokenizer.pad_token_id, device)
-        return
-    rows: list[Row] = []
-    for row in batch:
-        if rows and sum(map(row_length, rows)) + row_length(row) > MICRO_BATCH_TOKENS:
-            yield pack(rows, device)
-            rows = []
-        rows.append(row)
-    yield pack(rows, device)
 
 
 def _learning_rate(step: int, stage: WarmupStage) -> float:
@@ -198,17 +183,6 @@ def _shuffled_forever(count: int, seed: tuple[int, int]) -> Iterator[int]:
     generator = np.random.default_rng(seed)
     while True:
         yield from generator.permutation(count).tolist()
-
-
-def _max_tokens(model: PreTrainedModel) -> int | None:
-    return getattr(model.config, "max_position_embeddings", None)
-
-
-def _set_threads(threads: int | str, num_parameters: int) -> None:
-    if threads != "auto":
-        torch.set_num_threads(int(threads))
-    elif num_parameters < SMALL_MODEL_PARAMETERS:
-        torch.set_num_threads(1)
 
 
 def _check_loss(loss: float, stage: WarmupStage, index: int) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollpacker.chat_template import end_of_turn
 from rollpacker.imports import load_function
@@ -25,123 +24,103 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 
 
-def read_rows(
-    path: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int | None = None,
-    chat_options: Mapping[str, object] | None = None,
-) -> list[Row]:
-    """The rows of a JSONL file: prompt tokens, and completion tokens with the end token.
+def rows_of(stage: WarmupStage, seed: tuple[int, int], parser: RowParser) -> list[Row]:
+    """The rows of the stage's file, or what its function makes, which depends on `seed` alone.
 
-    Lines are `prompt` and `completion`, each a text or chat messages, or `messages`. Every message
-    of the assistant (of `completion`, if there is one) is a row: what stands before it, as the chat
-    template renders it when it asks for an answer; then the message and the token that ends a turn.
-
-    Raises `WarmupError` that names the file and the line.
+    Raises `WarmupError` that names the file and the line, or the function and the row.
     """
+    if stage.path is not None:
+        return read_rows(Path(stage.path), parser)
+    assert stage.function is not None
+    made = load_function(stage.function)(random.Random(f"{seed[0]}/{seed[1]}"))
+    numbered = enumerate(islice(made, stage.rows), start=1)
+    rows = parser.rows((f"{stage.function}, row {number}", record) for number, record in numbered)
+    if not rows:
+        raise WarmupError(f"{stage.function} makes no rows")
+    return rows
+
+
+def read_rows(path: Path, parser: RowParser) -> list[Row]:
+    """The rows of a JSONL file. Raises `WarmupError` that names the file and the line."""
     try:
         # Not splitlines: JSON may hold U+0085, U+2028 and U+2029 within a text.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise WarmupError(f"{path}: cannot read it: {reason}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise WarmupError(f"{path}: no rows in it")
-    records = ((f"{path}, line {number}", _json(line)) for number, line in numbered)
-    return _parsed(records, tokenizer, max_tokens, chat_options)
-
-
-def rows_of(
-    stage: WarmupStage,
-    seed: tuple[int, int],
-    tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int | None,
-    chat_options: Mapping[str, object] | None,
-) -> list[Row]:
-    """Those of the stage's file, or what its function makes, by `seed` alone."""
-    if stage.path is not None:
-        return read_rows(Path(stage.path), tokenizer, max_tokens, chat_options)
-    assert stage.function is not None
-    function = load_function(stage.function)
-    made = islice(function(random.Random(f"{seed[0]}/{seed[1]}")), stage.rows)
-    records = ((f"{stage.function}, row {i}", record) for i, record in enumerate(made, start=1))
-    rows = _parsed(records, tokenizer, max_tokens, chat_options)
-    if not rows:
-        raise WarmupError(f"{stage.function} makes no rows")
-    return rows
-
-
-def _parsed(
-    records: Iterable[tuple[str, object]],
-    tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int | None,
-    chat_options: Mapping[str, object] | None,
-) -> list[Row]:
-    """Of what stands in each place; messages begin with the place."""
-    parse = _Parser(tokenizer, chat_options or {})
-    texts: list[tuple[str, _Text]] = []
-    for place, record in records:
+    records: list[tuple[str, object]] = []
+    for number, line in enumerate(lines, start=1):
         try:
-            texts += [(place, text) for text in parse(record)]
-        except WarmupError as error:
-            raise WarmupError(f"{place}: {error}") from None
-    rows = _tokenize([text for _, text in texts], tokenizer, parse.end_of_turn)
-    for (place, text), row in zip(texts, rows, strict=True):
-        if problem := _problem_with(text, row, tokenizer, max_tokens):
-            raise WarmupError(f"{place}: {problem}")
-    return rows
+            records += [(f"{path}, line {number}", json.loads(line))] if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise WarmupError(f"{path}, line {number}: not JSON: {error}") from None
+    if not records:
+        raise WarmupError(f"{path}: no rows in it")
+    return parser.rows(records)
 
 
-def _json(line: str) -> object:
-    """The line's value; of one that is no JSON the error, which the parser raises."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        return WarmupError(f"not JSON: {error}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Text:
+class _Text(NamedTuple):
+    place: str
     prompt: str
     completion: str
     rendered: bool
     """The prompt comes from a chat template, which has put the special tokens in."""
 
 
-class _Parser:
-    """Makes texts of a file's lines, one for each completion or message of the assistant."""
+class RowParser:
+    """Makes rows of records: prompt tokens, and completion tokens with the end token.
+
+    Records are objects with `prompt` and `completion`, each a text or chat messages, or with
+    `messages`. Every message of the assistant (of `completion`, if there is one) is a row: what
+    stands before it, as the chat template renders it when it asks for an answer; then the message
+    and the token that ends a turn. `max_tokens` is the most that a row may have; None: any number.
+    """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, object]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_tokens: int | None = None,
+        chat_options: Mapping[str, object] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._options: dict[str, Any] = dict(chat_options)
-        self.end_of_turn = end_of_turn(tokenizer, self._options)
+        self._max_tokens = max_tokens
+        self._options: dict[str, Any] = dict(chat_options or {})
+        self._end_of_turn = end_of_turn(tokenizer, self._options)
 
-    def __call__(self, record: object) -> list[_Text]:
-        if isinstance(record, WarmupError):
-            raise record
+    def rows(self, records: Iterable[tuple[str, object]]) -> list[Row]:
+        """The rows of records. A `WarmupError` begins with the place that stands beside one."""
+        texts: list[_Text] = []
+        for place, record in records:
+            try:
+                texts += [_Text(place, *text) for text in self._texts(record)]
+            except WarmupError as error:
+                raise WarmupError(f"{place}: {error}") from None
+        rows = self._tokenized(texts)
+        for text, row in zip(texts, rows, strict=True):
+            self._check(text, row)
+        return rows
+
+    def _texts(self, record: object) -> list[tuple[str, str, bool]]:
+        """Fields of `_Text` for each completion or message of the assistant."""
         if not isinstance(record, dict):
             raise WarmupError("must be an object with `prompt` and `completion`, or `messages`")
         tools = record.get("tools")
         if "messages" in record and "prompt" not in record:
-            return self._turns([], _messages(record["messages"], "messages"), tools)
-        prompt, completion = record.get("prompt"), record.get("completion")
-        if not isinstance(prompt, str | list) or not prompt:
-            raise WarmupError("`prompt` must be a text or chat messages, and not empty")
-        if not isinstance(completion, str | list) or not completion:
-            raise WarmupError("`completion` must be a text or chat messages, and not empty")
+            return self._turns([], _messages(record, "messages", "assistant"), tools)
+        for key in ("prompt", "completion"):
+            if not isinstance(record.get(key), str | list) or not record[key]:
+                raise WarmupError(f"`{key}` must be a text or chat messages, and not empty")
+        prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
-            return [_Text(prompt, completion, rendered=False)]
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        if isinstance(completion, str):
-            completion = [{"role": "assistant", "content": completion}]
-        return self._turns(_messages(prompt, "prompt"), _messages(completion, "completion"), tools)
+            return [(prompt, completion, False)]
+        before = _messages(record, "prompt", "user")
+        return self._turns(before, _messages(record, "completion", "assistant"), tools)
 
-    def _turns(self, before: Messages, messages: Messages, tools: Any) -> list[_Text]:
-        """A text for each of the assistant's `messages`. `tools`: schemas, which the template
+    def _turns(
+        self, before: Messages, messages: Messages, tools: Any
+    ) -> list[tuple[str, str, bool]]:
+        """A text for each of the assistant's `messages`. `tools` are schemas, which the template
         shows."""
         if self._tokenizer.chat_template is None:
             raise WarmupError(
@@ -158,10 +137,10 @@ class _Parser:
             raise WarmupError("no message of the assistant to learn from")
         return turns
 
-    def _turn(self, before: Messages, message: dict[str, Any], tools: Any) -> _Text:
-        """What the assistant says next. Its calls are what the template makes of them."""
-        asked = self._rendered(before, tools)
-        text = message["content"]
+    def _turn(self, before: Messages, message: dict[str, Any], tools: Any) -> tuple[str, str, bool]:
+        """The next text of the assistant. Its tool calls are written as the template writes
+        them."""
+        asked, text = self._rendered(before, tools, to_go_on=True), message["content"]
         if message.get("tool_calls"):
             text = self._rendered([*before, message], tools, to_go_on=False)
             if not text.startswith(asked):
@@ -169,15 +148,14 @@ class _Parser:
                     "the chat template writes a message with tool calls otherwise than behind its"
                     " own generation prompt"
                 )
-            end = (
-                "" if self.end_of_turn is None else str(self._tokenizer.decode([self.end_of_turn]))
-            )
-            text = text[len(asked) :].rstrip().removesuffix(end)
+            end = self._end_of_turn
+            ending = "" if end is None else str(self._tokenizer.decode([end]))
+            text = text[len(asked) :].rstrip().removesuffix(ending)
         if not text:
             raise WarmupError("a message of the assistant is empty")
-        return _Text(asked, text, rendered=True)
+        return asked, text, True
 
-    def _rendered(self, messages: Messages, tools: Any, *, to_go_on: bool = True) -> str:
+    def _rendered(self, messages: Messages, tools: Any, *, to_go_on: bool) -> str:
         options = {"add_generation_prompt": to_go_on, **self._options}
         if tools:
             options["tools"] = tools
@@ -188,8 +166,41 @@ class _Parser:
         assert isinstance(text, str), "not tokenized"
         return text
 
+    def _tokenized(self, texts: list[_Text]) -> list[Row]:
+        """The rows of texts, tokenized all at once, which is many times faster than one by one."""
+        end = self._tokenizer.eos_token_id
+        ends = {False: end, True: end if self._end_of_turn is None else self._end_of_turn}
 
-def _messages(value: object, key: str) -> Messages:
+        def encode(strings: list[str], special: bool) -> Iterator[list[int]]:
+            if not strings:
+                return iter(())
+            return iter(self._tokenizer(strings, add_special_tokens=special)["input_ids"])
+
+        plain = encode([t.prompt for t in texts if not t.rendered], special=True)
+        rendered = encode([t.prompt for t in texts if t.rendered], special=False)
+        completions = encode([t.completion for t in texts], special=False)
+        return [
+            Row(next(rendered if t.rendered else plain), [*next(completions), ends[t.rendered]])
+            for t in texts
+        ]
+
+    def _check(self, text: _Text, row: Row) -> None:
+        unknown, tokens = self._tokenizer.unk_token_id, [*row.context, *row.response]
+        if self._tokenizer.unk_token == UNKNOWN and unknown in tokens:
+            known = self._tokenizer.get_vocab()
+            stranger = next(c for c in text.prompt + text.completion if c not in known)
+            raise WarmupError(f"{text.place}: character {stranger!r} is not in the alphabet")
+        if self._max_tokens is not None and len(tokens) > self._max_tokens:
+            raise WarmupError(
+                f"{text.place}: {len(tokens)} tokens are more than the model's {self._max_tokens}"
+            )
+
+
+def _messages(record: Mapping[str, Any], key: str, role: str) -> Messages:
+    """The chat messages under a key; a text is one message of this role."""
+    value = record[key]
+    if isinstance(value, str) and key != "messages":
+        return [{"role": role, "content": value}]
     sound = isinstance(value, list) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
         for m in value
@@ -198,42 +209,5 @@ def _messages(value: object, key: str) -> Messages:
         raise WarmupError(
             f'`{key}`: chat messages must look like {{"role": "user", "content": "..."}}'
         )
-    assert isinstance(value, list)
-    return value
-
-
-def _tokenize(
-    texts: Sequence[_Text], tokenizer: PreTrainedTokenizerBase, ends_turn: int | None
-) -> list[Row]:
-    """All at once, which is many times faster than one by one. `ends_turn` ends what answers a
-    rendered prompt; None: the end token does."""
-    end = tokenizer.eos_token_id
-    ends = {False: end, True: end if ends_turn is None else ends_turn}
-
-    def encode(strings: list[str], special: bool) -> Iterator[list[int]]:
-        if not strings:
-            return iter(())
-        return iter(tokenizer(strings, add_special_tokens=special)["input_ids"])
-
-    plain = encode([t.prompt for t in texts if not t.rendered], special=True)
-    rendered = encode([t.prompt for t in texts if t.rendered], special=False)
-    completions = encode([t.completion for t in texts], special=False)
-    return [
-        Row(next(rendered if t.rendered else plain), [*next(completions), ends[t.rendered]])
-        for t in texts
-    ]
-
-
-def _problem_with(
-    text: _Text, row: Row, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None
-) -> str | None:
-    prompt, completion, _ = row
-    unknown = tokenizer.unk_token_id
-    if tokenizer.unk_token == UNKNOWN and (unknown in prompt or unknown in completion):
-        known = tokenizer.get_vocab()
-        stranger = next(c for c in text.prompt + text.completion if c not in known)
-        return f"character {stranger!r} is not in the alphabet"
-    num_tokens = len(prompt) + len(completion)
-    if max_tokens is not None and num_tokens > max_tokens:
-        return f"{num_tokens} tokens are more than the model's {max_tokens}"
-    return None
+    found: Messages = value
+    return found

@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 _lock = threading.Lock()
 _running: _Running | None = None
@@ -24,11 +27,16 @@ class LoopUse:
         global _running
         with _lock:
             if _running is None:
-                _running = _Running()
+                _running = _Running(asyncio.SelectorEventLoop())
+                _running.thread.start()
             _running.num_users += 1
             self._running = _running
-        self.loop: asyncio.AbstractEventLoop = self._running.loop
         self._is_ended = False
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that all users share."""
+        return self._running.loop
 
     def soon(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call it in the loop. Nothing is called once the loop has closed. In any thread."""
@@ -46,28 +54,48 @@ class LoopUse:
             is_last = self._running.num_users == 0
             if is_last and _running is self._running:
                 _running = None
-                self._running.loop.call_soon_threadsafe(self._running.loop.stop)
-        if is_last:
-            self._running.wait()
+                self.loop.call_soon_threadsafe(self.loop.stop)
+        if is_last and threading.current_thread() is not self._running.thread:
+            self._running.thread.join()
 
 
 class _Running:
-    """The thread, and its loop."""
+    """The thread, its loop, and how many use it."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.num_users = 0
-        self.loop = asyncio.SelectorEventLoop()
-        self._thread = threading.Thread(target=self._run, name="rollpacker-lines", daemon=True)
-        self._thread.start()
+        self.loop = loop
+        self.thread = threading.Thread(
+            target=_run, args=(loop,), name="rollpacker-lines", daemon=True
+        )
 
-    def _run(self) -> None:
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()
+
+
+def at_once(
+    work: Sequence[Callable[[], Result]], within_s: float | None = None
+) -> list[Result | Exception]:
+    """Do all of this at once, each in a thread that ends with this process at the latest. Returns
+    what each returned or raised, and `TimeoutError` for what takes longer than `within_s`."""
+    late = TimeoutError(f"no answer within {within_s} s")
+    found: list[Result | Exception] = [late] * len(work)
+
+    def do(number: int) -> None:
         try:
-            self.loop.run_forever()
-            self.loop.run_until_complete(self.loop.shutdown_default_executor())
-        finally:
-            self.loop.close()
+            found[number] = work[number]()
+        except Exception as error:
+            found[number] = error
 
-    def wait(self) -> None:
-        """Wait for the end of the thread, unless it is this one."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+    threads = [threading.Thread(target=do, args=(n,), daemon=True) for n in range(len(work))]
+    until = None if within_s is None else time.monotonic() + within_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(None if until is None else max(0.0, until - time.monotonic()))
+    return list(found)

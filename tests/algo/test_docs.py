@@ -4,7 +4,7 @@ import runpy
 from pathlib import Path
 
 from rollpacker.algo.config import AlgorithmConfig
-from rollpacker.algo.trl import EQUAL_SETTINGS
+from tests.algo.trl_settings import EQUAL_SETTINGS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "algorithms.md"

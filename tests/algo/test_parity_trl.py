@@ -11,7 +11,7 @@ from torch import Tensor
 from trl import GRPOConfig, RLOOConfig
 
 from rollpacker.algo import AlgorithmConfig, policy_loss, step_advantages
-from rollpacker.algo.trl import EQUAL_SETTINGS, Equal
+from tests.algo.trl_settings import EQUAL_SETTINGS, Equal
 from tests.algo.trl_stand_in import DEFAULTS, Rollout, trl_loss
 
 GROUP_SIZE = 4

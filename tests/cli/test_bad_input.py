@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from rollpacker.cli.main import main
-from rollpacker.run import checkpoint as checkpoints
+from rollpacker.run.folder import checkpoint as checkpoints
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.losses import losses_of
 from rollpacker.trainer.model import new_model, write_character_tokenizer
@@ -426,7 +426,7 @@ def test_a_file_where_a_folder_is_wanted(command):
 
 
 def test_two_runs_in_one_folder(command):
-    from rollpacker.run.run_folder import RunFolder
+    from rollpacker.run.folder.run_folder import RunFolder
 
     first = RunFolder(command.run, resume=False, overwrite=False)
     for option in ((), ("--resume",), ("--overwrite",)):
@@ -481,7 +481,7 @@ def test_resuming_after_the_end_changes_nothing(command, monkeypatch, caplog, op
     assert command.train() == 0
     before, table = contents(command.run), command.out[command.out.index(" rounds ") :]
     with monkeypatch.context() as patched:
-        patched.setattr("rollpacker.run.parts.parts.load_inputs", None)  # nothing is loaded
+        patched.setattr("rollpacker.run.parts.policy.load_inputs", None)  # nothing is loaded
         assert command.train(option) == 0
         assert command.train(option, train__steps=2) == 0
     assert "nothing was left to do: every step is done" in caplog.text
@@ -510,7 +510,7 @@ def test_a_resume_that_drops_what_the_command_line_said_is_loud(command, caplog)
 
 def test_another_config_is_refused_before_anything_is_loaded(command, monkeypatch):
     assert command.train() == 0
-    monkeypatch.setattr("rollpacker.run.parts.parts.load_inputs", None)
+    monkeypatch.setattr("rollpacker.run.parts.policy.load_inputs", None)
     assert "seed: 0 -> 1" in command.refused("--resume", seed=1, train__steps=9)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollpacker.engines.table import ENGINES
-from rollpacker.run import checkpoint as checkpoints
+from rollpacker.run.folder import checkpoint as checkpoints
 from rollpacker.run.parts import identity
 from tests.cli.test_bad_input import Command, command, model
 
@@ -59,7 +59,7 @@ def carried(command: Command) -> Path:
         return run(root, step, *rest, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollpacker.run.commits.write_checkpoint", write)
+        patch.setattr("rollpacker.run.ports.commits.write_checkpoint", write)
         assert command.train(**POOL, train__steps=5) != 0
     assert command.kept() == ["step_000002"]
     found = folder / "step_000002" / "carried"

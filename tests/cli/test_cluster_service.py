@@ -509,9 +509,9 @@ def test_without_ray_serve_says_what_it_can_do(
 def test_a_folder_on_a_network_file_system_is_refused(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollpacker.cluster.seats import local_disk
+    from rollpacker.cluster.seats import mail_file
 
-    monkeypatch.setattr(local_disk, "file_system", lambda folder, mounts: "nfs4")
+    monkeypatch.setattr(mail_file, "file_system", lambda folder, mounts: "nfs4")
     said = command.refused("serve", ROOT / "configs/clusters/two-cores.yaml", "--local")
     assert "network file system (nfs4)" in said
     assert not Path("runs").exists()

@@ -20,6 +20,7 @@ from rollpacker.cli import doctor, findings, trials
 from rollpacker.cli.findings import GIB, Finding
 from rollpacker.cli.main import main
 from rollpacker.imports import require
+from rollpacker.run.parts import this_host
 from rollpacker.sandbox.bwrap import why_unavailable
 from rollpacker.sandbox.sandbox import I_ACCEPT, Capabilities, SandboxConfig, SandboxUnavailable
 from rollpacker.trainer.model import new_model, write_character_tokenizer
@@ -349,19 +350,19 @@ def test_cgroup_limits(own, files, cpus, memory, tmp_path, monkeypatch):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-    read = findings._read
-    monkeypatch.setattr(findings, "_CGROUPS", tmp_path)
+    read = this_host.read_text
+    monkeypatch.setattr(this_host, "_CGROUPS", tmp_path)
     monkeypatch.setattr(
-        findings, "_read", lambda path: own if path.name == "cgroup" else read(path)
+        this_host, "read_text", lambda path: own if path.name == "cgroup" else read(path)
     )
-    assert findings.cgroup_cpus() == cpus
-    assert findings.cgroup_memory_bytes() == memory
+    assert this_host.cgroup_cpus() == cpus
+    assert this_host.cgroup_memory_bytes() == memory
 
 
 def test_a_small_quota_a_small_memory_and_a_full_disk(monkeypatch, tmp_path):
-    monkeypatch.setattr(findings, "cgroup_cpus", lambda: 0.5)
+    monkeypatch.setattr(this_host, "cgroup_cpus", lambda: 0.5)
     assert findings.cpus().level == "warn" and "train.threads=1" in findings.cpus().cure
-    monkeypatch.setattr(findings, "cgroup_memory_bytes", lambda: GIB)
+    monkeypatch.setattr(this_host, "cgroup_memory_bytes", lambda: GIB)
     assert findings.memory().level == "warn" and "1.0 GiB" in findings.memory().text
     usage = namedtuple("usage", "total free")
     for free, level in ((50 * GIB, "ok"), (5 * GIB, "warn"), (GIB // 2, "fail")):

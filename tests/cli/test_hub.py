@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.run import hub
+from rollpacker.run.parts import hub
 
 CLOSED = "http://127.0.0.1:9"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.run.run_folder import (
+from rollpacker.run.folder.run_folder import (
     RESUME_MAY_DIFFER,
     RESUME_MAY_GROW,
     RESUME_MUST_KEEP,

@@ -8,7 +8,7 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from rollpacker.run.checkpoint import newest_checkpoint
+from rollpacker.run.folder.checkpoint import newest_checkpoint
 from tests.cli.test_bad_input import Command, command, model
 
 __all__ = ["command", "model"]

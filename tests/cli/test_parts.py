@@ -14,7 +14,8 @@ from rollpacker.config.schema import RolloutConfig, RunConfig
 from rollpacker.data.dataset import DataConfig, DatasetConfig
 from rollpacker.engines.embedded.attention import UnsupportedModelError
 from rollpacker.rewards.reward import RewardConfig
-from rollpacker.run.parts.parts import build_trainer, load_policy
+from rollpacker.run.parts.policy import load_policy
+from rollpacker.run.parts.trainer import build_trainer
 from rollpacker.trainer.model import load_model, write_character_tokenizer
 from rollpacker.trainer.trainer import CriticConfig, ModelConfig, TrainConfig
 from tests.trainer.hybrids import hybrid_model

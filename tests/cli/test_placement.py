@@ -23,7 +23,7 @@ from rollpacker.run.parts.placement import (
     this_host,
 )
 from rollpacker.trainer.estimate import estimate
-from rollpacker.trainer.unit_memory import engine_memory, rank_memory
+from rollpacker.trainer.training_memory import engine_memory, rank_memory
 from tests.cli.test_bad_input import ARCHITECTURE, Command, command, model
 
 __all__ = ["command", "model"]
@@ -236,12 +236,12 @@ def test_a_process_takes_what_the_estimate_of_the_run_says(shape: Path) -> None:
     config = config_with(*ON_GPUS, "train.processes=8", "train.replicas=2", folder=shape)
     memory = rank_memory(config, on_cuda=True)
     assert memory is not None
-    whole = sum(part.size_bytes for part in estimate(config).process_memory)
+    whole = estimate(config).rank(0).size_bytes
     assert memory.stays_bytes + memory.turn_bytes == whole
     one = engine_memory(config, 1, on_cuda=True)
-    assert one is not None and one.turn == ()
-    weights = next(part for part in estimate(config).memory if part.name == "engine")
-    assert one.stays[0].size_bytes == weights.size_bytes
+    assert one is not None and one.turn_bytes == 0
+    weights = next(part for part in estimate(config).memory.parts if part.name == "engine")
+    assert one.parts[0].size_bytes == weights.size_bytes
 
 
 def test_keys_follow_from_the_plan(shape: Path) -> None:

@@ -13,7 +13,7 @@ from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.report import table
 from rollpacker.run import output
-from rollpacker.run.parts.parts import load_inputs
+from rollpacker.run.parts.policy import load_inputs
 from tests.cli.test_prompts_shown import config, instruct  # noqa: F401  # fixtures
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rollpacker.cli.main import main
 from rollpacker.config.document import parse_document, read_text, write_document
-from rollpacker.run.parts import parts
+from rollpacker.run.parts import policy as build
 from rollpacker.trainer.model import character_tokenizer, new_model
 
 TEMPLATE = (
@@ -143,14 +143,14 @@ def test_a_run_of_an_earlier_version_keeps_its_plain_texts(config, capsys, monke
     del saved["data"]["train"]["chat"]
     write_document(saved, run / "config.yaml")
     seen = []
-    load_policy = parts.load_policy
+    load_policy = build.load_policy
 
     def watched(*arguments, **settings):
         policy = load_policy(*arguments, **settings)
         seen.append(policy.eval_prompts.chat)
         return policy
 
-    monkeypatch.setattr(parts, "load_policy", watched)
+    monkeypatch.setattr(build, "load_policy", watched)
     assert main(["eval", str(run)]) == 0
     assert main(["eval", str(run), "data.train.chat=true"]) == 0
     assert seen == [False, True]

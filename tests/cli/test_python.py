@@ -19,8 +19,8 @@ from rollpacker.config.document import ConfigError
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.rewards.reward import RewardError
-from rollpacker.run.audience import ToldRun
-from rollpacker.run.samples import SampleWriter
+from rollpacker.run.folder.samples import SampleWriter
+from rollpacker.run.ports.audience import Telling, ToldRun
 
 ROWS = [{"prompt": f"{n}+{n % 7}=", "answer": n + n % 7} for n in range(20)]
 
@@ -298,7 +298,7 @@ def test_samples_are_those_that_were_trained_on(tmp_path: Path) -> None:
         for step in range(1, 8)
         for text in ("a", "slow", "b")
     ]
-    writer = SampleWriter(tmp_path / "samples", tmp_path / "evaluations")
+    writer = SampleWriter(tmp_path)
     writer.add(rows)
     writer.write()
     (tmp_path / "config.yaml").write_text("name: x\n")
@@ -309,10 +309,10 @@ def test_samples_are_those_that_were_trained_on(tmp_path: Path) -> None:
         run.samples(step=0)
     assert len(run.evaluation_samples(step=0)) == 0, "nothing was kept of evaluations"
     told = ToldRun(name="", folder=tmp_path, config={}, total_steps=None, resumed_step=None)
-    told.tell({}, rows[:3], None)
+    told.telling = Telling({}, rows[:3])
     assert [row["completion"] for row in told.samples()] == ["a", "b"]
     assert told.samples(untrained=True) == rows[:3]
-    told.tell({}, [{"step": 0, "completion": "c"}], None)
+    told.telling = Telling({}, [{"step": 0, "completion": "c"}])
     assert len(told.samples()) == 1, "an evaluation trains on nothing, and all of it is told"
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollpacker.run.checkpoint import newest_checkpoint
 from rollpacker.run.error_messages import classify
+from rollpacker.run.folder.checkpoint import newest_checkpoint
 from rollpacker.trainer.calls import error_bytes, error_of
 from rollpacker.trainer.compiling import compile_layers
 from rollpacker.trainer.lora import add_adapter

@@ -5,8 +5,7 @@ from __future__ import annotations
 import atexit
 from functools import cache
 
-from rollpacker.weights.between_hosts.copies import read
-from rollpacker.weights.between_hosts.spread import Spread
+from rollpacker.weights.between_hosts.spread import OwnHost, Spread
 from rollpacker.workers.hosts.ray_agents import join
 from rollpacker.workers.hosts.remote_host import RemoteHost
 from rollpacker.workers.hosts.token import demand_token
@@ -20,4 +19,6 @@ def another_host() -> RemoteHost:
     _, address, *_ = cluster.nodes
     cluster.reserve({address: {"CPU": 1.0}}, within_s=120.0)
     atexit.register(cluster.close)
-    return RemoteHost(address, cluster.connect(address), Spread(read, cluster.put), heartbeat_s=5.0)
+    spread = Spread()
+    OwnHost(spread, address=cluster.own_address)
+    return RemoteHost(address, cluster.connect(address), spread, heartbeat_s=5.0)

@@ -20,10 +20,8 @@ from rollpacker.trainer.process_trainer import ProcessTrainer
 from rollpacker.trainer.setup import build_learner
 from rollpacker.trainer.torch_trainer import TorchTrainer
 from rollpacker.trainer.trainer import ModelConfig
-from rollpacker.weights.between_hosts.copies import read
-from rollpacker.weights.between_hosts.own_host import OwnHost
-from rollpacker.weights.between_hosts.spread import Spread
-from rollpacker.weights.buffer import BufferLayout, StaleWeightsError, WeightBuffer, WeightReader
+from rollpacker.weights.between_hosts.spread import OwnHost, Spread
+from rollpacker.weights.buffer import StaleWeightsError, WeightBuffer, WeightReader
 from rollpacker.workers.host import ThisHost
 from rollpacker.workers.hosts.ray_agents import Cluster, join
 from rollpacker.workers.hosts.remote_host import RemoteHost
@@ -47,13 +45,10 @@ def cluster() -> Iterator[Cluster]:
 def hosts(cluster: Cluster) -> Iterator[list[RemoteHost]]:
     """All but this one."""
 
-    def read_there(layout: BufferLayout, *where: int) -> bytes:
-        return by_name[layout.host].read(layout, *where) if layout.host else read(layout, *where)
-
-    spread = Spread(read_there, cluster.put)
+    spread = Spread()
+    OwnHost(spread, address=cluster.own_address)
     _, *others = cluster.nodes
     found = [RemoteHost(o, cluster.connect(o), spread, heartbeat_s=5.0) for o in others]
-    by_name = {host.name: host for host in found}
     for host in found:
         host.facts()
     yield found
@@ -125,7 +120,7 @@ def test_a_trainer_that_is_all_on_another_host(cluster, hosts, tmp_path):
         source = asyncio.run(trainer.hand_over()).weights
         assert source is not None and source.layout.host == there.name and source.version == version
         expected = dict(beside.learner.model.named_parameters())
-        for host in (OwnHost(there._spread, cluster.get), there, other):
+        for host in (OwnHost(there._spread, address=cluster.own_address), there, other):
             with WeightReader().reading(host.weights(source)) as tensors:
                 assert tensors.keys() == expected.keys()
                 for name, tensor in tensors.items():
@@ -153,7 +148,7 @@ def test_weights_take_as_long_as_the_slowest_link_does(hosts):
 def test_published_weights_leave_this_host_once(cluster, hosts):
     """The interface's bytes, with all that ray says meanwhile."""
     spread = hosts[0]._spread
-    own, asked = OwnHost(spread, cluster.get, address=cluster.own_address), written(1)
+    own, asked = OwnHost(spread, address=cluster.own_address), written(1)
     counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
     before = int(counter.read_text())
     assert spread.publish([asked.source(1)], hosts) == {}

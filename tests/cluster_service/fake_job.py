@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from rollpacker.cluster.seats.open_seat import open_seat
+from rollpacker.cluster.seats.mailbox_seat import open_seat
 from rollpacker.cluster.seats.seat import SEAT_VARIABLE, Iteration, Seat
 from rollpacker.cluster.service.local_runner import ROLLOUT_NODES, TRAIN_NODES
 from tests.cluster_service.witness import devices_of

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.service.book import node_name
-from rollpacker.cluster.service.hostless import HOSTLESS_S
 from rollpacker.cluster.service.runner import NoHost, Order
 from rollpacker.cluster.service.service import Service
-from rollpacker.cluster.service.starts_alive import SILENT_S
+from rollpacker.cluster.service.starts_alive import HOSTLESS_S, SILENT_S
 from tests.cluster_service.test_service import (
     Clock,
     House,

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from rollpacker.cluster.seats import mail_file
-from rollpacker.cluster.seats.local_disk import check_local, file_system
-from rollpacker.cluster.seats.mail_file import FileMailbox, open_mailbox
+from rollpacker.cluster.seats.mail_file import FileMailbox, check_local, file_system, open_mailbox
 from rollpacker.cluster.seats.mailbox import ALL, Letter
 from rollpacker.cluster.service.store import Entry, Position, Store
 

@@ -13,8 +13,7 @@ import pytest
 from rollpacker.cluster.seats import mailbox_seat
 from rollpacker.cluster.seats.mail_file import FileMailbox
 from rollpacker.cluster.seats.mailbox import SERVICE, Letter
-from rollpacker.cluster.seats.mailbox_seat import MailboxSeat
-from rollpacker.cluster.seats.open_seat import open_seat
+from rollpacker.cluster.seats.mailbox_seat import MailboxSeat, open_seat
 from rollpacker.cluster.seats.seat import (
     SEAT_VARIABLE,
     START,

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import MAX_LOSSES, Cluster
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.cluster_turns import MAX_LOSSES
 from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.seats.mail_file import FileMailbox
 from rollpacker.cluster.seats.mailbox import SERVICE
 from rollpacker.cluster.seats.mailbox_seat import LEASE_S, START_LEASE_S
 from rollpacker.cluster.seats.seat import SEAT_VARIABLE, START
-from rollpacker.cluster.service import book, forgetting, hostless, service
+from rollpacker.cluster.service import book, service
 from rollpacker.cluster.service import starts_alive as losses
 from rollpacker.cluster.service.runner import Order
 from rollpacker.cluster.service.service import Service
@@ -194,7 +196,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(service, "time", clock)
     monkeypatch.setattr(losses, "time", clock)
-    monkeypatch.setattr(hostless, "time", clock)
     return clock
 
 
@@ -214,7 +215,7 @@ def look_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def submit(house: House, name: str, **settings: Any) -> dict[str, Any]:
-    one = replace(lab.job(name, 100, 100.0, 30.0), **{"slo": 20.0, **settings})
+    one = structs.replace(lab.job(name, 100, 100.0, 30.0), **{"slo": 20.0, **settings})
     return house.desk.submit(one, ["train", f"{name}.yaml"])
 
 
@@ -709,7 +710,7 @@ def test_nonsense_in_a_letter_changes_nothing(house: House) -> None:
 
 def test_boxes_that_nobody_reads_are_gone(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(forgetting, "FORGET_S", 0.0)
+        patch.setattr(service, "FORGET_S", -1.0)
         submit(house, "a")
         house.ask("a", "rollout")
         desks = {path.name for path in boxes(house)} - {"a.letters", "service.letters"}
@@ -718,7 +719,7 @@ def test_boxes_that_nobody_reads_are_gone(house: House, monkeypatch: pytest.Monk
         house.until(lambda: "a.letters" not in {path.name for path in boxes(house)})
         house.step()
         assert {path.name for path in boxes(house)} == {*desks, "service.letters"}
-        patch.setattr(forgetting, "ANSWER_S", 0.0)
+        patch.setattr(service, "ANSWER_S", -1.0)
         house.step()
         assert {path.name for path in boxes(house)} == {"service.letters"}
     house.desk = lab.Desk(house.folder, meanwhile=house.step)

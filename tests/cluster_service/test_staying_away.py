@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollpacker.cluster.decide.running import PATIENCE_S
+from rollpacker.cluster.decide.cluster_turns import PATIENCE_S
 from tests.cluster_service.test_service import Clock, House, clock, look_always, submit
 
 __all__ = ["clock", "look_always"]

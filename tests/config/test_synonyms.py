@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rollpacker.algo.trl import EQUAL_SETTINGS
 from rollpacker.cli.main import main
 from rollpacker.config.load import ConfigError, load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.config.synonyms import TABLE, TRL_DIFFERS, all_keys, hint, synonyms
 from rollpacker.config.warmup import WarmupConfig
 from rollpacker.report.other_names import NAMES
+from tests.algo.trl_settings import EQUAL_SETTINGS
 
 KNOWN = {*all_keys(RunConfig)}
 MINIMAL = """\

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import (
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.events import (
     Asked,
     Close,
-    Cluster,
     Command,
     Committed,
     Ended,
@@ -25,12 +26,12 @@ from rollpacker.cluster.decide.cluster import (
     Stop,
     Submitted,
 )
-from rollpacker.cluster.decide.forecast import Outlook, foresee
+from rollpacker.cluster.decide.forecast import Outlook, Rest, foresee
 from rollpacker.cluster.decide.job import ClusterJob, Phase, RoundTimes
 from rollpacker.cluster.decide.nodes import Node, Pool
-from rollpacker.cluster.decide.placement import Choice, Policy, Rest, State
-from rollpacker.cluster.decide.published import AsPublished
+from rollpacker.cluster.decide.placement import Choice, Policy, State
 from rollpacker.cluster.decide.turns import ORDERS
+from rollpacker.cluster.sim.policies import AsPublished
 from tests.core.test_coexecution import H20, H800, job
 
 POOLS = (replace(H20, nodes=6), replace(H800, nodes=3))
@@ -323,7 +324,9 @@ def test_an_early_look_changes_nothing_that_is_foreseen() -> None:
 def varied(name: str, seconds: float) -> ClusterJob:
     """Iterations of three lengths."""
     lengths = (0.8 * seconds, seconds, 1.4 * seconds)
-    return replace(job(name, 1, 1), rounds=(RoundTimes(rollout_s=lengths, train_s=lengths),))
+    return structs.replace(
+        job(name, 1, 1), rounds=(RoundTimes(rollout_s=lengths, train_s=lengths),)
+    )
 
 
 def test_a_name_is_submitted_once() -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
-from rollpacker.cluster.decide.forecast import foresee
+from rollpacker.cluster.decide.forecast import GroupTimeline, foresee
 from rollpacker.cluster.decide.group import (
     Holds,
     closed_form_holds,
@@ -20,7 +20,6 @@ from rollpacker.cluster.decide.group import (
 from rollpacker.cluster.decide.job import ClusterJob, Phase, RoundTimes
 from rollpacker.cluster.decide.layout import Layout, Pin
 from rollpacker.cluster.decide.nodes import Pool
-from rollpacker.cluster.decide.timeline import GroupTimeline
 from rollpacker.cluster.decide.turns import ORDERS, TRAINING, Order, Turns
 
 H20 = Pool(
@@ -200,7 +199,7 @@ def test_fixed_iterations_are_foreseen_by_the_period() -> None:
 def test_a_job_alone_is_not_slowed_down(order: Order) -> None:
     varied = job("a", 1, 1)
     rounds = (RoundTimes(rollout_s=(80, 100, 150), train_s=(60, 70, 90), after_s=5),)
-    alone = layout(dataclasses.replace(varied, rounds=rounds))
+    alone = layout(structs.replace(varied, rounds=rounds))
     (found,) = foresee(alone, order) or []
     assert found.slowdown == pytest.approx(1)
     assert found.bound(0.99, 100) == pytest.approx(1)
@@ -231,7 +230,7 @@ def test_more_confidence_is_a_higher_bound_and_more_iterations_a_lower_one() -> 
 )
 def test_what_cannot_be_is_refused(change: dict[str, object], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        dataclasses.replace(job("a", 10, 10), **change)  # type: ignore[arg-type]
+        structs.replace(job("a", 10, 10), **change)
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import Committed, Ended, Start, Submitted
+from rollpacker.cluster.decide.events import Committed, Ended, Start, Submitted
 from rollpacker.cluster.decide.group import Sharing
 from rollpacker.cluster.decide.job import ClusterJob, RoundTimes, Times
 from rollpacker.cluster.decide.learned import MATERIAL, WINDOW, LearnedTimes

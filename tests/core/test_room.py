@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import Asked, Committed, Ended, Left, Start, Stop, Submitted
+from rollpacker.cluster.decide.events import Asked, Committed, Ended, Left, Start, Stop, Submitted
+from rollpacker.cluster.decide.forecast import Rest
 from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.cluster.decide.nodes import Pool
-from rollpacker.cluster.decide.placement import Rest
 from rollpacker.cluster.decide.room import bearable
 from tests.core.test_cluster import PHASES, Command, Grant, Watched
 from tests.core.test_coexecution import H20, H800, job

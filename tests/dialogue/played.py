@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollpacker.core.ids import PromptId, SampleId
-from rollpacker.dialogue.parsing import TurnParser
+from rollpacker.dialogue.parsing import TemplateDialogue
 from rollpacker.dialogue.rewrites import find_rewrites, first_change
 from rollpacker.dialogue.template import DialogueTemplate
 from rollpacker.dialogue.trajectory import Segment, Trajectory
@@ -32,14 +32,14 @@ class Scene:
 
     name: str
     template: DialogueTemplate
-    parser: TurnParser
+    parser: TemplateDialogue
     rewrites: bool
 
     @classmethod
     def of(cls, name: str, *, tools: bool) -> Scene:
         template = template_of(name, TOOLS if tools else ())
         rewrites = find_rewrites(template) is not None
-        return cls(name, template, TurnParser(template), rewrites)
+        return cls(name, template, TemplateDialogue(template), rewrites)
 
 
 @dataclass

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.dialogue.parsing import TurnParser
+from rollpacker.dialogue.parsing import TemplateDialogue
 from rollpacker.dialogue.template import DialogueTemplate, TemplateError
 from tests.dialogue.families import FAMILIES, TOOLS, template_of, tokenizer_of, tokenizer_with
 
 PARSERS = {
-    name: TurnParser(template_of(name, TOOLS)) for name, family in FAMILIES.items() if family.tools
+    name: TemplateDialogue(template_of(name, TOOLS))
+    for name, family in FAMILIES.items()
+    if family.tools
 }
 D = "<\uff5ctool\u2581{}\uff5c>"
 CALL = '{"name": "search", "arguments": {"query": "a"}}'
@@ -168,7 +170,7 @@ def test_thinking() -> None:
     source = tokenizer_of("thinking").chat_template.replace(
         "'<|im_start|>assistant\\n<think>\\n'", "'<|im_start|>assistant\\n'"
     )
-    parser = TurnParser(DialogueTemplate(tokenizer_with("thinking", source)))
+    parser = TemplateDialogue(DialogueTemplate(tokenizer_with("thinking", source)))
     canonical = template_of("thinking").canonical
     assert parser.message(canonical("<think>\nhm\n</think>\n\nYes."))["content"] == "Yes."
     assert parser.message(canonical("Yes.")) == {"role": "assistant", "content": "Yes."}
@@ -178,7 +180,7 @@ def test_thinking() -> None:
 def test_without_tools_nothing_is_a_call() -> None:
     template = template_of("chatml")
     text = f"<tool_call>{CALL}</tool_call>"
-    message = TurnParser(template).message(template.canonical(text))
+    message = TemplateDialogue(template).message(template.canonical(text))
     assert message == {"role": "assistant", "content": text}
 
 
@@ -193,7 +195,7 @@ UNKNOWN = (
 def test_a_format_that_nobody_knows() -> None:
     template = DialogueTemplate(tokenizer_with("chatml", UNKNOWN), tools=TOOLS)
     with pytest.raises(TemplateError, match=r"not known here .*@@search.* response_template"):
-        TurnParser(template)
+        TemplateDialogue(template)
 
 
 def test_transformers_own_parser() -> None:
@@ -218,7 +220,7 @@ def test_transformers_own_parser() -> None:
         },
     }
     template = DialogueTemplate(tokenizer, tools=TOOLS)
-    parser, end = TurnParser(template), tokenizer.eos_token_id
+    parser, end = TemplateDialogue(template), tokenizer.eos_token_id
     whole = template.canonical('words @@search({"query": "a"})')
     message = parser.message([*whole, end])
     assert calls(message) == [("search", {"query": "a"})]

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from rollpacker.dialogue.check import scripted
-from rollpacker.dialogue.parsing import TemplateDialogue, TurnParser
+from rollpacker.dialogue.parsing import TemplateDialogue
 from rollpacker.dialogue.rewrites import find_rewrites, first_change
 from rollpacker.dialogue.template import DialogueTemplate
 from rollpacker.dialogue.trajectory import Segment, Trajectory
@@ -90,7 +90,7 @@ def test_a_call_as_the_template_writes_it(name: str) -> None:
         [USER, {"role": "assistant", "content": "", "tool_calls": [{**call, "id": "call00100"}]}]
     )
     assert text is not None
-    message = TurnParser(template).message(template.canonical(text))
+    message = TemplateDialogue(template).message(template.canonical(text))
     assert message["tool_calls"] == [{**call, "id": "call00100"}] and message["content"] == ""
 
 

@@ -27,7 +27,7 @@ from rollpacker.engines.engine import (
     SamplingParams,
 )
 from rollpacker.engines.engine_worker import EngineHost
-from rollpacker.engines.messages import Exchange
+from rollpacker.engines.messages import Work
 from rollpacker.weights.buffer import WeightBuffer
 from rollpacker.weights.probe import weight_probe
 from tests.engines.engines import (
@@ -464,7 +464,7 @@ def churn(engine: Engine, num_requests: int, seed: int) -> list[EngineOutput]:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks into /proc")
 def test_requests_and_aborts_leave_nothing(kind: Implementation, engine: Engine) -> None:
-    """A thousand; `benchmarks/engine_process.py` has ten thousand."""
+    """Of a thousand requests."""
     churn(engine, 200, seed=0)
     pid = kind.pid(engine)
     before, descriptors = resident_mib(pid), len(os.listdir(f"/proc/{pid}/fd"))
@@ -484,23 +484,19 @@ def test_after_an_abort_is_read_no_sample_gains_more_than_one_token(
 ) -> None:
     """What the process of an engine reads, read here: only there one knows when that is."""
     engine = embedded(folder, replace(CONFIG, draft_tokens=draft_tokens))
-    host = EngineHost(engine)
+    host = EngineHost(engine, 60.0)
     random_ = random.Random(0)
-    sequences = itertools.count(1)
     lengths = set()
     for round_number in range(60):
         request = asked(round_number, forced_length=400, prompt=[7, 8])
         done = engine.status().generated_tokens
-        host.obey(Exchange(sequence=next(sequences), requests=(request,)))
+        host.obey(0, Work(requests=(request,)))
         time.sleep(random_.random() / 50)
-        host.obey(Exchange(sequence=next(sequences), aborts=(request.sample,)))
+        host.obey(0, Work(aborts=(request.sample,)))
         read_at = engine.status().generated_tokens - done
-        number = round_number + 1
-        report = host.report()
-        while report.first + len(report.outputs) <= number:
-            host.obey(Exchange(sequence=next(sequences), wait_s=1.0))
-            report = host.report()
-        event = report.outputs[-1][0]
+        while not (outputs := host.report()[0].outputs):
+            pass
+        ((event, _),) = outputs
         assert isinstance(event, SampleAborted)
         assert event.num_tokens <= read_at + 1
         lengths.add(event.num_tokens)

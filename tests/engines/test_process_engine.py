@@ -25,7 +25,6 @@ from rollpacker.engines.engine import (
     EngineConfig,
     EngineError,
     EngineOutput,
-    GenerationRequest,
     Response,
 )
 from rollpacker.engines.engine_worker import EngineHost
@@ -34,11 +33,11 @@ from rollpacker.engines.messages import (
     WEIGHT_PROBE,
     Call,
     EngineSetup,
-    Exchange,
+    Work,
     codec,
     packed,
 )
-from rollpacker.engines.process_engine import EngineRefusedError, ProcessEngine, _Exchanges
+from rollpacker.engines.process_engine import EngineRefusedError, ProcessEngine
 from rollpacker.weights.buffer import BufferLayout, Place, WeightSource
 from rollpacker.workers.child import children, state
 from rollpacker.workers.host import Host, ThisHost
@@ -50,8 +49,7 @@ from tests.remote.agents import Net
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 KILL_SEEN_S = 20.0
-"""A tenth of the heartbeat there, since machines may be busy.
-`benchmarks/engine_process.py` says how long it takes on a machine that is not overloaded."""
+"""A tenth of the heartbeat there, since machines may be busy."""
 
 
 def setup(make: str = "counting", **arguments: object) -> EngineSetup:
@@ -211,7 +209,7 @@ def test_a_stopped_process_is_noticed_by_its_silence_and_killed(started):
     stopped_s = time.monotonic()
     error = heard.wait_for_error()
     assert 0.5 < heard.error_s - stopped_s < 20.0  # benchmarks/engine_faults.py measures it
-    assert "has not answered for " in error and "a signal has stopped it" in error
+    assert "has not answered for " in error and "it was stopped by a signal" in error
     close(engine)
     assert state(engine.child.pid) == ""
     assert len(heard.errors) == 1
@@ -221,7 +219,7 @@ def test_a_process_that_is_stopped_while_it_loads_is_noticed_too(started):
     engine, heard = started("slow", heartbeat_s=0.5)
     wait_for_worker(engine)
     os.kill(engine.child.pid, signal.SIGSTOP)
-    assert "a signal has stopped it" in heard.wait_for_error()
+    assert "it was stopped by a signal" in heard.wait_for_error()
 
 
 def test_a_short_stop_is_survived(started):
@@ -402,34 +400,26 @@ def test_all_that_is_said_comes_back_equal():
         redraws=((4, 1), (6, 2)),
     )
     plain = request(5)
-    exchange = Exchange(
-        sequence=7,
-        acknowledged=3,
+    work = Work(
         requests=(
             plain,
             replace(plain, sample=sample, carried=carried, noise=request(1).sample, turn=3),
             request(6, prompt=[1 << 40, -1], forced_length=2, stop=("x", "\n"), temperature=0.3),
         ),
         aborts=(sample,),
-        call=Call(
-            number=2,
-            name=UPDATE_WEIGHTS,
-            version=4,
-            source=WeightSource(
-                version=4,
-                layout=BufferLayout(
-                    path="/proc/1/fd/3",
-                    inode=9,
-                    size_bytes=128,
-                    places={"w": Place(start=64, shape=(2, 3), dtype="bfloat16")},
-                ),
-            ),
-        ),
-        wait_s=0.25,
+        let_go=(plain.sample,),
     )
-    found = codec().decode(codec().encode(exchange))
-    assert found == exchange
+    found = codec().decode(codec().encode(work))
+    assert found == work
     assert found.requests[0].prompt_tokens is found.requests[1].prompt_tokens
+    layout = BufferLayout(
+        path="/proc/1/fd/3",
+        inode=9,
+        size_bytes=128,
+        places={"w": Place(start=64, shape=(2, 3), dtype="bfloat16")},
+    )
+    call = Call(UPDATE_WEIGHTS, 4, WeightSource(version=4, layout=layout))
+    assert codec().decode(codec().encode(call)) == call
     for log_probs in ((-0.5, math.nan), (-0.1, -0.2), (-float(np.float32(0.1)),) * 20, ()):
         response = Response(
             sample=sample,
@@ -446,73 +436,51 @@ def test_all_that_is_said_comes_back_equal():
         assert repr(said[1].unpacked(sample, (1, 2))) == repr(response)
 
 
-# -- the verb itself -------------------------------------------------------------------------------
+# -- in the process --------------------------------------------------------------------------------
 
 
-def hosted(step_s: float = 0.0) -> EngineHost:
-    return EngineHost(counting(config=EngineConfig(), step_s=step_s))
+def hosted(beat_s: float = 60.0, **arguments: float) -> EngineHost:
+    return EngineHost(counting(config=EngineConfig(), **arguments), beat_s)
 
 
-def exchanged(host: EngineHost, exchange: Exchange):
-    """As it comes out at the other side."""
-    host.obey(codec().decode(codec().encode(exchange)))
-    return codec().decode(codec().encode(host.report()))
+def reported(host: EngineHost, num_outputs: int) -> list[tuple[int, int]]:
+    """Row and number of tokens of so many outputs, in as many reports as they come in."""
+    found = []
+    while len(found) < num_outputs:
+        report = codec().decode(codec().encode(host.report()[0]))
+        found += [(event.sample.prompt.row, event.num_tokens) for event, _ in report.outputs]
+    return found
 
 
-def ask(sequence: int, *requests: GenerationRequest, acknowledged: int = 0, **more) -> Exchange:
-    return Exchange(
-        sequence=sequence, acknowledged=acknowledged, requests=requests, wait_s=5.0, **more
-    )
-
-
-def test_an_exchange_that_comes_twice_changes_nothing_and_is_answered_again():
+def test_each_output_is_in_one_report_and_reports_come_without_being_asked_for():
     host = hosted()
-    exchange = ask(1, request(0, max_response_tokens=4))
-    first, again = exchanged(host, exchange), exchanged(host, exchange)
-    for report in (first, again):
-        assert (report.sequence, report.first, len(report.outputs)) == (1, 1, 1)
-        assert report.status.generated_tokens == 4
-        assert report.outputs[0][1].tokens.tolist() == [0, 1, 2, 3]
+    host.obey(0, Work(requests=(request(0, max_response_tokens=2),)))
+    assert reported(host, 1) == [(0, 2)]
+    asked = [request(row, max_response_tokens=1 + row) for row in (1, 2)]
+    host.obey(0, Work(requests=tuple(asked)))
+    assert sorted(reported(host, 2)) == [(1, 2), (2, 3)]
 
 
-def test_outputs_are_kept_until_they_are_acknowledged():
+def test_calls_are_made_one_after_the_other_in_their_order():
     host = hosted()
-    exchanged(host, ask(1, request(0, max_response_tokens=2)))
-    second = exchanged(host, ask(2, request(1, max_response_tokens=2)))
-    assert (second.first, len(second.outputs)) == (2, 1)  # the first is on its way already
-    lost = exchanged(host, ask(2))
-    assert (lost.first, [event.sample.prompt.row for event, _ in lost.outputs]) == (1, [0, 1])
-    assert exchanged(host, ask(2, acknowledged=1)).first == 2
-    third = exchanged(host, ask(3, request(2, max_response_tokens=2), acknowledged=2))
-    assert (third.first, len(third.outputs)) == (3, 1)
+    host.obey(1, Call(UPDATE_WEIGHTS, 300))  # that engine takes as many milliseconds
+    host.obey(2, Call(WEIGHT_PROBE))
+    host.obey(3, Call(UPDATE_WEIGHTS, -1))
+    answers = []
+    while len(answers) < 3:
+        report, new = host.report()
+        if new and not answers:
+            assert report.status.version == 300  # as it is after the call
+        answers += new
+    assert [number for number, _ in answers] == [1, 2, 3]
+    assert [answer.result for _, answer in answers] == [None, "of version 300", None]
+    assert [answer.error for _, answer in answers] == [None, None, "no version is below 0"]
 
 
-def test_idle_engines_are_to_answer_at_the_same_moments():
-    for _ in range(20):
-        before_s = time.monotonic()
-        wait_s = _Exchanges(0.25).next((), ()).wait_s
-        after_s = time.monotonic()
-        assert 0 < wait_s <= 0.25
-        assert (after_s + wait_s) // 0.25 * 0.25 >= before_s + wait_s - 1e-6
-
-
-def test_a_call_that_comes_twice_is_made_once_and_answered_until_the_next():
-    host = hosted()
-    update = ask(1, call=Call(number=1, name=UPDATE_WEIGHTS, version=9))
-    assert exchanged(host, update).answer.number == 1
-    probe = ask(2, call=Call(number=2, name=WEIGHT_PROBE))
-    assert exchanged(host, probe).answer.result == "of version 9"
-    assert exchanged(host, ask(3, request(0, max_response_tokens=1))).answer.number == 2
-
-
-def test_without_news_the_answer_comes_when_its_time_is_over():
-    host = hosted(step_s=0.2)
+def test_without_news_a_report_comes_when_it_is_due():
+    host = hosted(beat_s=0.5)
+    assert not host.report()[0].outputs
     start_s = time.monotonic()
-    host.obey(Exchange(sequence=1, requests=(request(0, max_response_tokens=99),), wait_s=4.0))
-    while time.monotonic() - start_s < 3.0:  # more to say does not put the answer off
-        host.obey(Exchange(sequence=2, wait_s=4.0))
-        time.sleep(0.01)
-    report = host.report()
-    assert report.sequence == 2 and not report.outputs
-    assert 4.0 <= time.monotonic() - start_s < 6.9
-    assert 1 <= report.status.generated_tokens <= 40
+    assert not host.report()[0].outputs
+    # Every engine of a host reports at a multiple of that time.
+    assert time.monotonic() // 0.5 > start_s // 0.5

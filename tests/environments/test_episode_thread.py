@@ -31,7 +31,7 @@ def test_who_waits_is_told_and_the_thread_goes_on() -> None:
         with pytest.raises(MemoryError, match=r"environment\.memory_mb"):
             await asyncio.wait_for(future, 60)
         thread._loop = asyncio.get_running_loop()
-        value, _ = await asyncio.wait_for(thread.start(lambda: 2), 60)
+        value, _ = await asyncio.wait_for(thread.call(lambda: 2), 60)
         assert value == 2
         thread.end()
 

@@ -25,8 +25,8 @@ from rollpacker.engines.engine import (
     Response,
     SamplingParams,
 )
+from rollpacker.integrations.trl import SUPPORTED, check_version
 from rollpacker.integrations.trl.cursor import SamplerCursor
-from rollpacker.integrations.trl.installed import SUPPORTED, check_version
 from rollpacker.integrations.trl.late_rows import LateDataset, LateRow
 from rollpacker.integrations.trl.rollout_function import num_generations
 from rollpacker.integrations.trl.rollouts import Rollouts, collect

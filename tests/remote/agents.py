@@ -8,8 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from rollpacker.weights.between_hosts.copies import read
-from rollpacker.weights.between_hosts.spread import Spread
+from rollpacker.weights.between_hosts.spread import OwnHost, Spread
 from rollpacker.workers.hosts.agent import Agent
 from rollpacker.workers.hosts.remote_host import Gone, RemoteHost, Unavailable
 
@@ -27,7 +26,13 @@ class Net:
         self._random, self._lost = random.Random(seed), lost
 
     def host(self, name: str = "there", heartbeat_s: float = 5.0) -> RemoteHost:
-        return RemoteHost(name, self.connect, Spread(read, bytes), heartbeat_s=heartbeat_s)
+        return self.remote(name, Spread(), heartbeat_s)
+
+    def remote(self, name: str, spread: Spread, heartbeat_s: float = 5.0) -> RemoteHost:
+        """A host of a run that has this spread, and the run's own host in it."""
+        if "" not in spread._members:
+            OwnHost(spread)
+        return RemoteHost(name, self.connect, spread, heartbeat_s=heartbeat_s, address="127.0.0.1")
 
     def connect(self, predecessor: int) -> InProcess:
         self.agents.append(Agent(lease_s=LEASE_S, end=lambda: None))

@@ -12,10 +12,8 @@ import torch
 
 from rollpacker.weights.between_hosts import port as weight_port
 from rollpacker.weights.between_hosts.arriving import Shipment, shards_of
-from rollpacker.weights.between_hosts.copies import read
-from rollpacker.weights.between_hosts.own_host import OwnHost
 from rollpacker.weights.between_hosts.port import PortAddress, WeightPort, Written, take
-from rollpacker.weights.between_hosts.spread import Spread
+from rollpacker.weights.between_hosts.spread import OwnHost, Spread
 from rollpacker.weights.buffer import (
     ALIGNMENT,
     BufferLayout,
@@ -23,6 +21,7 @@ from rollpacker.weights.buffer import (
     WeightBuffer,
     WeightReader,
     WeightSource,
+    read,
 )
 from rollpacker.workers.hosts.remote_host import RemoteHost
 from tests.own_sockets import bound_addresses
@@ -57,14 +56,14 @@ def found_at(spread: Spread, host: LinkedHost, source: WeightSource) -> WeightSo
     def call(*_: object) -> None:
         raise AssertionError("it was not published here")
 
-    return spread.bring(source, host, call)
+    return spread.bring(source, host, call, host.address)
 
 
 class World:
     """So many hosts beside a trainer's, of which there may be several."""
 
     def __init__(self, num_hosts: int, num_writers: int = 1, bytes_per_s: float | None = None):
-        self.spread = Spread(read, bytes)
+        self.spread = Spread()
         self.writers = [LinkedHost(f"t{n}", bytes_per_s) for n in range(num_writers)]
         for writer in self.writers:
             self.spread.add(writer.name, writer)
@@ -282,14 +281,8 @@ def test_shards_are_all_of_it_and_of_one_size():
 
 
 def test_hosts_behind_agents_have_it_before_their_engines_ask():
-    net, num_read = Net(lost=0.2), []
-
-    def counted(layout: BufferLayout, start: int, size: int) -> bytes:
-        num_read.append(size)
-        return read(layout, start, size)
-
-    spread, buffer = Spread(counted, bytes), written()
-    own = OwnHost(spread, bytes)
+    net, spread, buffer = Net(lost=0.2), Spread(), written()
+    own = OwnHost(spread)
     hosts = [
         RemoteHost(name, net.connect, spread, heartbeat_s=5.0, address="127.0.0.1")
         for name in ("a", "b", "c")
@@ -300,18 +293,18 @@ def test_hosts_behind_agents_have_it_before_their_engines_ask():
         write(buffer, version)
         source = buffer.source(version)
         assert spread.publish([source], [own, *hosts]) == {}
-        num_read.clear()
+        net.calls.clear()
         for host in hosts:
             assert is_whole(host.weights(source))
-        assert sum(num_read) == 3 * ALIGNMENT
+        assert "take" not in net.calls
     for one in (own, *hosts):
         one.close()
 
 
 def test_a_host_that_is_lost_amid_it_gets_them_later(monkeypatch):
     monkeypatch.setattr("rollpacker.weights.between_hosts.spread.PORT_S", 1.0)
-    nets, spread, buffer = [Net(), Net()], Spread(read, bytes), written()
-    own = OwnHost(spread, bytes)
+    nets, spread, buffer = [Net(), Net()], Spread(), written()
+    own = OwnHost(spread)
     a, b = (
         RemoteHost(name, net.connect, spread, heartbeat_s=3.0, address="127.0.0.1")
         for name, net in zip("ab", nets, strict=True)

@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import os, signal, time
-from rollpacker.weights.between_hosts.copies import read
 from rollpacker.workers.hosts.remote_host import RemoteHost
 from rollpacker.weights.between_hosts.spread import Spread
 from rollpacker.workers.hosts.token import demand_token, make_token
@@ -36,7 +35,7 @@ try:
 except ValueError as error:
     print("refused:", error, file=said)
 cluster.reserve({node.address: {"CPU": 1.0}}, within_s=60.0)
-spread = Spread(read, cluster.put)
+spread = Spread()
 host = RemoteHost("there", cluster.connect(node.address), spread, heartbeat_s=5.0)
 
 

@@ -13,9 +13,8 @@ from msgspec import structs
 from rollpacker.core.events import SampleFailed, SampleGenerated
 from rollpacker.core.records import Entry, LogError, Record, Session, decode, encode
 from rollpacker.report.accounting import Accounting
-from rollpacker.report.decode_fit import nonnegative_least_squares
 from rollpacker.report.fit import fit_run, predict_rounds
-from rollpacker.report.fitted_run import FORMS
+from rollpacker.report.least_squares import nonnegative_least_squares, robust_fit
 from rollpacker.report.log import EventLog
 from rollpacker.report.token_clock import iterate_rounds, stretches
 from tests.report import costed_run
@@ -29,46 +28,36 @@ def bent(n: int, cached: int) -> float:
     return max(LAUNCH_S, BYTES_S + CACHED_S * cached) + SEQUENCE_S * n
 
 
-def concave(n: int, cached: int) -> float:
-    return 3e-4 * n**0.5 + CACHED_S * cached
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"race": True}, {"slots": 24}, {"slots": 24, "race": True}, {"noise": 0.02, "stall_s": 2}],
     ids=str,
 )
 def test_constants_of_a_step_come_back(options):
-    fitted = fit_run(CostedRun(bent, **options).run(40))
-    step = fitted.step_with_ends
+    fitted = fit_run(CostedRun(bent, admission_s=0, **options).run(40))
+    step = fitted.step
     assert fitted.num_rounds == 40
-    assert step.per_ended_s == pytest.approx(0, abs=1e-5)
     assert step.launch_s == pytest.approx(LAUNCH_S, rel=0.02)
     assert step.bytes_s == pytest.approx(BYTES_S, rel=0.02)
     assert step.per_cached_token_s == pytest.approx(CACHED_S, rel=0.02)
     assert step.per_sequence_s == pytest.approx(SEQUENCE_S, rel=0.02)
-    assert step.admission_s + 64 * step.per_admitted_s == pytest.approx(0.0168, rel=0.05)
+    assert step.per_admitted_s == pytest.approx(2e-4, rel=0.05)
     assert (step.num_left_out > 0) == ("stall_s" in options)
 
 
-def test_the_cost_of_an_end_comes_back():
-    fitted = fit_run(CostedRun(bent, ended_s=5e-4, race=True).run(40))
-    step = fitted.step_with_ends
-    assert step.per_ended_s == pytest.approx(5e-4, rel=0.02)
-    assert step.launch_s == pytest.approx(LAUNCH_S, rel=0.02)
-    assert step.per_cached_token_s == pytest.approx(CACHED_S, rel=0.02)
-    assert step.per_sequence_s == pytest.approx(SEQUENCE_S, rel=0.02)
-    assert (fitted.step.per_ended_s, fitted.step.admission_s) == (0, 0)
+def test_what_all_samples_wait_for_at_once_is_the_admissions():
+    step = fit_run(CostedRun(bent).run(40)).step
+    assert 64 * step.per_admitted_s == pytest.approx(0.0168, rel=0.05)
 
 
-def test_steps_and_prefill_per_sample_alone_come_back():
-    fitted = fit_run(CostedRun(bent, admission_s=0, slots=24, race=True).run(40))
-    step = fitted.step
-    assert step.launch_s == pytest.approx(LAUNCH_S, rel=0.02)
-    assert step.bytes_s == pytest.approx(BYTES_S, rel=0.02)
-    assert step.per_cached_token_s == pytest.approx(CACHED_S, rel=0.02)
-    assert step.per_sequence_s == pytest.approx(SEQUENCE_S, rel=0.02)
-    assert step.per_admitted_s == pytest.approx(2e-4, rel=0.02)
+def test_disturbances_are_spread_over_the_constants():
+    counts = np.arange(1.0, 101.0)
+    seconds = 2.0 + 0.5 * counts
+    seconds[::10] += 30.0
+    found = robust_fit(np.column_stack([np.ones(100), counts]), seconds)
+    assert found.x == pytest.approx([2.0, 0.5], rel=0.05)
+    fixed_s, per_s = found.constants
+    assert 100 * fixed_s + per_s * counts.sum() == pytest.approx(seconds.sum())
 
 
 def test_a_straight_line_stays_one():
@@ -85,20 +74,10 @@ def test_a_floor_alone_is_a_launch():
     assert step.launch_s == pytest.approx(8e-4, rel=0.02)
 
 
-def test_the_table_holds_a_concave_cost_and_the_cost_of_an_end():
-    fitted = fit_run(CostedRun(concave, ended_s=5e-4).run(60))
-    detailed = fitted.table
-    assert detailed.per_ended_s == pytest.approx(5e-4, rel=0.1)
-    assert detailed.per_cached_token_s == pytest.approx(CACHED_S, rel=0.1)
-    for count, level in detailed.knots:
-        assert level == pytest.approx(3e-4 * count**0.5, rel=0.1), count
-    errors = {form: fitted.errors[form]["all"].mean_error for form in FORMS}
-    assert errors["table"] < 0.02
-    assert errors["table"] < errors["step_with_ends"] < errors["step"]
-
-
 def test_a_step_and_a_stretch_cost_the_same():
-    for fit in (f := fit_run(CostedRun(bent).run(10))).step, f.table:
+    drafting = fit_run(drafted_log(30), may_draft=True)
+    assert drafting.drafted
+    for fit in (fit_run(CostedRun(bent).run(10)).step, drafting.step):
         for n, cached, steps in ((3, 7, 40), (200, 900, 90)):
             run = np.arange(steps)
             one_by_one = fit.step_s(np.full(steps, n), cached + n * run).sum()
@@ -124,13 +103,16 @@ def test_everything_around_the_rounds():
     assert fitted.train.fixed_s == pytest.approx(costed_run.TRAIN_FIXED_S, rel=0.02)
     assert fitted.train.per_token_s == pytest.approx(costed_run.TRAIN_TOKEN_S, rel=0.02)
     assert fitted.sync_s == pytest.approx(costed_run.SYNC_S)
-    assert fitted.commit.plain_s == pytest.approx(costed_run.COMMIT_S)
-    assert fitted.commit.checkpoint_s == pytest.approx(costed_run.CHECKPOINT_S)
-    assert fitted.commit.between_s == pytest.approx(costed_run.FETCH_S)
-    assert fitted.rewards.exposed_s == pytest.approx(costed_run.REWARD_S)
-    assert fitted.rewards.num == 20 * 64
-    assert set(fitted.rewards.check_quantiles.values()) == {costed_run.CHECK_S}
-    assert min(fitted.rewards.quantiles.values()) >= costed_run.REWARD_S
+    assert fitted.commit_s == pytest.approx(
+        0.8 * costed_run.COMMIT_S + 0.2 * costed_run.CHECKPOINT_S
+    )
+    assert fitted.between_s == pytest.approx(costed_run.FETCH_S)
+    assert fitted.exposed_s == pytest.approx(costed_run.REWARD_S)
+    checks = [check for found in fitted.checks.values() for check in found]
+    assert len(checks) == 20 * 64
+    own_s = {check.seconds for check in checks if check.seconds != check.held_s}
+    assert own_s == {costed_run.CHECK_S}
+    assert min(check.held_s for check in checks) == pytest.approx(costed_run.REWARD_S)
     assert fitted.num_steps == 20
     assert dict(fitted.job) == {"a": 1}
 
@@ -148,7 +130,7 @@ def test_the_workload_is_what_was_asked_and_answered():
     finished = [n for pool in workload.pools.values() for n in pool]
     assert sorted(finished) == sorted(run.lengths.values())
     assert workload.rows == tuple(range(run.row))
-    assert workload.max_response_tokens == workload.longest == 60
+    assert workload.max_response_tokens == max(finished) == 60
     assert sum(map(len, workload.stopped.values())) > 0
     by_hand = [n for s, n in run.lengths.items() if s.prompt.row == 3]
     assert list(workload.pools[3]) == by_hand
@@ -291,7 +273,7 @@ def test_an_engine_that_drafts_is_fitted_by_whole_rounds():
     fitted = fit_run(entries, may_draft=True)
     assert fitted.drafted
     assert (fitted.num_rounds, fitted.num_skipped) == (30, 0)
-    for errors in fitted.errors["step"].values():
+    for errors in fitted.errors.values():
         assert errors.ratio == pytest.approx(1.0, abs=0.05)
     others = predict_rounds(fitted.step, drafted_log(30, seed=1), may_draft=True)
     assert others["all"].num == 30

@@ -14,7 +14,7 @@ from rollpacker.cli.main import main
 from rollpacker.report.files import write_reports
 from rollpacker.report.metrics import MetricsWriter, read_metrics
 from rollpacker.report.summary_table import render
-from rollpacker.run.reasons import Reasons
+from rollpacker.run.ports.reasons import Reasons
 from tests.report.page.runs import HOSTILE, write_run
 
 FORBIDDEN = [*map(chr, [*range(9), *range(11, 32), 127]), "\u202e", "\u2028", "\ud800"]

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from rollpacker.cluster.decide.iteration import Iteration
-from rollpacker.cluster.decide.job import ClusterJob, Phase
+from rollpacker.cluster.decide.job import ClusterJob, Iteration, Phase
 from rollpacker.cluster.decide.nodes import Pool
 from rollpacker.cluster.profile.job_profile import (
     GIB,

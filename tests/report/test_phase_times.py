@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rollpacker.cluster.decide.iteration import Iteration
-from rollpacker.cluster.decide.job import ClusterJob, Times
+from rollpacker.cluster.decide.job import ClusterJob, Iteration, Times
 from rollpacker.cluster.decide.learned import LearnedTimes
 from rollpacker.cluster.profile.job_profile import rounds_of
 from rollpacker.cluster.profile.phase_times import PhaseTimes

@@ -115,13 +115,13 @@ def test_what_is_going_on_is_told_in_words(alone: list[Entry]) -> None:
 def constants(fitted: FittedRun) -> dict[str, object]:
     return {
         "steps": (fitted.num_steps, fitted.num_rounds, fitted.num_skipped),
-        "decode": [vars_of(one) for one in (fitted.step, fitted.step_with_ends, fitted.table)],
+        "decode": vars_of(fitted.step),
         "train": vars_of(fitted.train),
         "sync": fitted.sync_s,
         "stop": fitted.stop_s,
-        "commit": vars_of(fitted.commit),
-        "exposed": fitted.rewards.exposed_s,
-        "checks": list(fitted.rewards.check_quantiles.values()),
+        "commit": (fitted.commit_s, fitted.between_s),
+        "exposed": fitted.exposed_s,
+        "checks": [check.seconds for found in fitted.checks.values() for check in found],
     }
 
 
@@ -161,9 +161,10 @@ def test_waits_for_an_evaluation_in_a_commit_are_no_commit(alone: list[Entry]) -
             shared += [note, _told(begin_s + 71.0, Leave(pool="rollout"))]
             late_s += 71.0
         shared.append(structs.replace(entry, time_s=entry.time_s + late_s))
-    before, after = fit_run(alone).commit, fit_run(shared).commit
-    assert max(flat(vars_of(before))) == pytest.approx(5.0)
-    assert flat(vars_of(after)) == pytest.approx(flat(vars_of(before)), abs=1e-6)
+    before, after = fit_run(alone), fit_run(shared)
+    assert before.commit_s == pytest.approx(5.0)
+    assert after.commit_s == pytest.approx(before.commit_s, abs=1e-6)
+    assert after.between_s == pytest.approx(before.between_s, abs=1e-6)
     seconds, num = booked(shared).seconds(), sum(1 for _ in iterate_steps(alone))
     assert seconds["pool_wait"] == pytest.approx(57.0 * num)
     assert seconds["switch"] == pytest.approx(4.0 * num)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollpacker.rewards.functions.patience import Patience
+from rollpacker.rewards.functions.function_reward import Patience
 from rollpacker.rewards.reward import Cause, Failed, RewardError, RewardInput, Scored
 from tests.rewards.plain import reward, sample, scored
 

@@ -29,12 +29,12 @@ from rollpacker.data.cursor import PromptCursor
 from rollpacker.data.dataset import DataConfig, DatasetConfig, PromptRow, PromptSet
 from rollpacker.engines.engine import EngineOutput, EngineStatus, GenerationRequest, Response
 from rollpacker.rewards.reward import Failed, Reward, RewardConfig, RewardInput, Scored
-from rollpacker.run.carried import CarriedTokens
 from rollpacker.run.driver import Controller, Parts
-from rollpacker.run.engines import Engines, Weights
-from rollpacker.run.event_log import LogWriter
-from rollpacker.run.salvage import Salvage
-from rollpacker.run.samples import SampleWriter
+from rollpacker.run.folder.event_log import LogWriter
+from rollpacker.run.folder.samples import SampleWriter
+from rollpacker.run.ports.carried import CarriedTokens
+from rollpacker.run.ports.engines import Engines, Weights
+from rollpacker.run.ports.salvage import Salvage
 from rollpacker.trainer.trainer import (
     HandOver,
     ModelConfig,
@@ -449,7 +449,7 @@ def make(
         decode=lambda tokens: "x" * len(tokens),
         render=lambda tokens: "<s>" + "y" * (len(tokens) - 1),
         log=LogWriter(folder / "events.jsonl"),
-        samples=SampleWriter(folder / "samples", folder / "evaluations"),
+        samples=SampleWriter(folder),
         carried=carried,
         observers=[recorder],
     )

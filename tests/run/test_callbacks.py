@@ -17,7 +17,7 @@ import rollpacker
 from benchmarks.resume import write_config, write_model
 from rollpacker.callbacks import Callback, CallbackError
 from rollpacker.report.files import write_reports
-from rollpacker.run.parts import parts
+from rollpacker.run.parts import audience
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ class Tracker(Listener):
 
 def test_trackers_get_the_rows_as_they_are_written(config: Path, monkeypatch) -> None:
     tracker = Tracker()
-    monkeypatch.setattr(parts, "build_trackers", lambda config: [tracker])
+    monkeypatch.setattr(audience, "build_trackers", lambda config: [tracker])
     run = train(config, "tracked", Listener(), data__eval_fraction=0.2, eval__every_steps=2)
     told = [one for one in tracker.told if one[0] in ("step", "evaluation")]
     rows = rows_of(run.folder)
@@ -291,7 +291,7 @@ def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(
     config: Path, monkeypatch, caplog, method: str
 ) -> None:
     failing, tracker = FailingTracker(method), Tracker()
-    monkeypatch.setattr(parts, "build_trackers", lambda config: [failing, tracker])
+    monkeypatch.setattr(audience, "build_trackers", lambda config: [failing, tracker])
     run = train(config, f"failing-{method}")
     assert run.reason == "every step is done"
     said = [record.message for record in caplog.records if "tracker stub" in record.message]

@@ -15,9 +15,9 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.data.dataset import PromptRow
 from rollpacker.engines.engine import Carried, GenerationRequest, Response, SamplingParams
-from rollpacker.run.carried import CarriedTokens, read_carried, write_carried
-from rollpacker.run.checkpoint import CheckpointError, newest_checkpoint, write_checkpoint
 from rollpacker.run.errors import RunError
+from rollpacker.run.folder.checkpoint import CheckpointError, newest_checkpoint, write_checkpoint
+from rollpacker.run.ports.carried import CarriedTokens, read_carried, write_carried
 from rollpacker.trainer.estimate import CARRIED_TOKEN_BYTES
 
 PROMPT = PromptId("train", 0, 0)

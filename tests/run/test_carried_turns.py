@@ -13,8 +13,8 @@ import torch
 
 from rollpacker.data.cursor import PromptCursor
 from rollpacker.engines.engine import Response
-from rollpacker.run.carried_turns import CarriedTurns
-from rollpacker.run.desk import Desk
+from rollpacker.run.ports.carried_turns import CarriedTurns
+from rollpacker.run.ports.desk import Desk
 from tests.run.test_turns import (
     TALK,
     TOOLS,

@@ -17,19 +17,19 @@ import pytest
 
 from rollpacker.core.events import Committed
 from rollpacker.core.records import Note, Record
-from rollpacker.run import checkpoint
-from rollpacker.run.checkpoint import (
+from rollpacker.run.errors import RunError
+from rollpacker.run.folder import checkpoint
+from rollpacker.run.folder.checkpoint import (
     CheckpointError,
     has_checkpoint,
     newest_checkpoint,
     write_checkpoint,
 )
-from rollpacker.run.errors import RunError
-from rollpacker.run.evaluation import pass_at_k
-from rollpacker.run.event_log import LogWriter, cut_back
-from rollpacker.run.run_folder import RunFolder, check_resume
-from rollpacker.run.samples import SampleWriter
-from rollpacker.run.samples import cut_back as cut_back_samples
+from rollpacker.run.folder.event_log import LogWriter, cut_back
+from rollpacker.run.folder.run_folder import RunFolder, check_resume
+from rollpacker.run.folder.samples import SampleWriter
+from rollpacker.run.folder.samples import cut_back as cut_back_samples
+from rollpacker.run.ports.evaluation import pass_at_k
 
 
 def save(folder: Path) -> None:
@@ -207,17 +207,21 @@ def test_pruning_keeps_what_was_just_written(tmp_path: Path) -> None:
 
 def test_samples_are_cut_back_and_other_files_left_alone(tmp_path: Path) -> None:
     for first in (1, 3):
-        writer = SampleWriter(tmp_path, tmp_path)
+        writer = SampleWriter(tmp_path)
         writer.add([{"step": first}])
         writer.add([{"step": first + 1}])
         writer.write()
         writer.write_evaluation(first + 1, [{"step": first + 1, "passed": True}])
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / ".ipynb_checkpoints").mkdir()
-    cut_back_samples(tmp_path, 2)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    kept = ["notes.txt", "step_000002.parquet", "steps_000001-000002.parquet"]
-    assert names == [".ipynb_checkpoints", *kept]
+    for name, kept in (
+        ("samples", "steps_000001-000002.parquet"),
+        ("evaluations", "step_000002.parquet"),
+    ):
+        folder = tmp_path / name
+        (folder / "notes.txt").write_text("mine")
+        (folder / ".ipynb_checkpoints").mkdir()
+        cut_back_samples(folder, 2)
+        names = sorted(path.name for path in folder.iterdir())
+        assert names == [".ipynb_checkpoints", "notes.txt", kept]
 
 
 def test_a_log_shorter_than_its_checkpoint_says_is_refused(tmp_path: Path) -> None:

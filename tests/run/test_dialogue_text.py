@@ -8,7 +8,7 @@ from typing import Any
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.engines.engine import Response
 from rollpacker.environments.environment import Episode
-from rollpacker.run.dialogue_text import (
+from rollpacker.run.ports.dialogue_text import (
     MAX_PART_CHARS,
     MAX_TEXT_CHARS,
     dialogue_text,

@@ -14,10 +14,10 @@ from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.data.dataset import PromptRow
 from rollpacker.dialogue.trajectory import Segment, Trajectory
 from rollpacker.engines.engine import Carried, GenerationRequest, Response, SamplingParams
-from rollpacker.run.carried import CarriedTokens, read_carried, write_carried
-from rollpacker.run.carried_turns import CarriedTurns
 from rollpacker.run.errors import RunError
-from rollpacker.run.player import Play
+from rollpacker.run.ports.carried import CarriedTokens, read_carried, write_carried
+from rollpacker.run.ports.carried_turns import CarriedTurns
+from rollpacker.run.ports.player import Play
 
 PROMPT = PromptId("train", 0, 0)
 ROW = PromptRow(prompt="p", tokens=(1, 2), columns={})

@@ -38,8 +38,8 @@ from rollpacker.engines.engine import EngineStatus
 from rollpacker.report.log import EventLog
 from rollpacker.report.summary import summarize_entries
 from rollpacker.rewards.reward import Cause, Failed, RewardInput, Scored
-from rollpacker.run.checkpoint import newest_checkpoint
 from rollpacker.run.errors import DeadlineExceeded, RunError
+from rollpacker.run.folder.checkpoint import newest_checkpoint
 from rollpacker.run.replay import equal_commands, replay
 from rollpacker.trainer.trainer import NonFiniteError, TrainConfig
 from tests.run.fakes import (

@@ -39,9 +39,9 @@ from rollpacker.engines.engine import (
 )
 from rollpacker.report.log import EventLog
 from rollpacker.run.driver import Controller
-from rollpacker.run.engines import Engines
 from rollpacker.run.errors import EnginesLost
-from rollpacker.run.held import Handle
+from rollpacker.run.ports.engines import Engines
+from rollpacker.run.ports.held import Handle
 from rollpacker.run.replay import replay
 from rollpacker.trainer.trainer import NonFiniteError
 from tests.run.fakes import FakeEngine, FakeTrainer, Recorder, drive, make, run_config

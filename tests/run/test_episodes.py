@@ -12,9 +12,9 @@ from typing import Any
 from rollpacker.core.commands import Act, CancelAct
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.environments.environment import Begun
-from rollpacker.run.episodes import Episodes
-from rollpacker.run.main_task import MainTask
-from rollpacker.run.shared import Shared
+from rollpacker.run.ports.episodes import Episodes
+from rollpacker.run.ports.main_task import MainTask
+from rollpacker.run.ports.shared import Shared
 
 
 def sample(number: int) -> SampleId:

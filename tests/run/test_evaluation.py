@@ -6,7 +6,7 @@ import pytest
 
 from rollpacker.cli.eval import _lines
 from rollpacker.rewards.reward import Failed, Scored
-from rollpacker.run.evaluation import EvalResult, pass_at_k, standard_error
+from rollpacker.run.ports.evaluation import EvalResult, pass_at_k, standard_error
 
 
 def result(*verdicts: Scored | Failed) -> EvalResult:

@@ -35,7 +35,7 @@ from rollpacker.core.rounds.tail_batching import TailBatchingConfig, Tier
 from rollpacker.data.cursor import PromptCursor
 from rollpacker.engines.engine import EngineOutput, GenerationRequest
 from rollpacker.rewards.reward import Cause, Failed, RewardInput, Scored
-from rollpacker.run.checkpoint import newest_checkpoint
+from rollpacker.run.folder.checkpoint import newest_checkpoint
 from rollpacker.trainer.trainer import TrainSample
 from tests.run.fakes import FakeEngine, FakeReward, FakeTrainer, drive, make, run_config
 

@@ -28,8 +28,8 @@ from rollpacker.engines.engine import (
     Response,
     SamplingParams,
 )
-from rollpacker.run.engines import Engines
-from rollpacker.run.held import Handle
+from rollpacker.run.ports.engines import Engines
+from rollpacker.run.ports.held import Handle
 from rollpacker.trainer.model import load_model
 from rollpacker.trainer.trainer import ModelConfig
 

@@ -16,9 +16,9 @@ from rollpacker.core.commands import Finish, Score
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.engines.engine import Response
 from rollpacker.rewards.reward import Failed, Scored
-from rollpacker.run.desk import Desk
 from rollpacker.run.errors import DeadlineExceeded, RunError
-from rollpacker.run.main_task import MainTask
+from rollpacker.run.ports.desk import Desk
+from rollpacker.run.ports.main_task import MainTask
 from tests.run.fakes import FakeEngine, FakeReward, drive, make, run_config
 
 SAMPLES = [SampleId(PromptId("train", 0, row), 0, 0) for row in range(4)]

@@ -29,8 +29,8 @@ from rollpacker.core.commands import StartGradients
 from rollpacker.core.events import TrainerLost
 from rollpacker.core.records import Record
 from rollpacker.report.log import EventLog
-from rollpacker.run.checkpoint import newest_checkpoint
 from rollpacker.run.error_messages import classify
+from rollpacker.run.folder.checkpoint import newest_checkpoint
 from rollpacker.run.replay import replay
 from rollpacker.trainer import worker
 from rollpacker.trainer.launch import Ranks

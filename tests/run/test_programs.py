@@ -14,7 +14,7 @@ import torch
 from rollpacker.cli.main import main
 from rollpacker.cli.serve import _target
 from rollpacker.engines.engine import Response
-from rollpacker.run.player import Play
+from rollpacker.run.ports.player import Play
 from tests.dialogue.families import tokenizer_of
 from tests.run.test_turns import save_model
 

@@ -22,8 +22,8 @@ from rollpacker.core.records import Note, Record
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.engines import process_engine
 from rollpacker.report.log import EventLog
-from rollpacker.run.engines import Engines
 from rollpacker.run.parts.engines import build_engines
+from rollpacker.run.ports.engines import Engines
 from rollpacker.run.replay import replay
 from rollpacker.trainer.trainer import TrainSample
 from tests.run.fakes import FakeEngine, FakeTrainer, Live, drive, make, run_config

@@ -19,8 +19,8 @@ from rollpacker.core.fleet.parallelism import ParallelismConfig
 from rollpacker.core.job.job import Job
 from rollpacker.engines.engine import EngineConfig, EngineError, EngineOutput, GenerationRequest
 from rollpacker.report.summary import summarize_entries
-from rollpacker.run.checkpoint import newest_checkpoint
-from rollpacker.run.engines import Engines
+from rollpacker.run.folder.checkpoint import newest_checkpoint
+from rollpacker.run.ports.engines import Engines
 from tests.run.fakes import FakeEngine, FakeTrainer, drive, make, run_config
 from tests.run.test_engines import MortalEngine, commands, events, is_whole, when
 

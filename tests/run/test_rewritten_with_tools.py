@@ -14,7 +14,7 @@ from rollpacker.dialogue.parsing import TemplateDialogue
 from rollpacker.dialogue.template import DialogueTemplate
 from rollpacker.engines.engine import Response
 from rollpacker.environments.environment import Answered, Begun, Lost
-from rollpacker.run.player import Player
+from rollpacker.run.ports.player import Player
 from tests.dialogue.families import tokenizer_of
 
 SEARCH = {

@@ -32,13 +32,13 @@ from rollpacker.engines.engine import (
 )
 from rollpacker.report.log import EventLog
 from rollpacker.report.summary import summarize_entries
-from rollpacker.run.carried import CarriedTokens, read_carried
-from rollpacker.run.checkpoint import newest_checkpoint
-from rollpacker.run.engines import Engines
-from rollpacker.run.event_log import cut_back
-from rollpacker.run.held import Handle
+from rollpacker.run.folder.checkpoint import newest_checkpoint
+from rollpacker.run.folder.event_log import cut_back
+from rollpacker.run.ports.carried import CarriedTokens, read_carried
+from rollpacker.run.ports.engines import Engines
+from rollpacker.run.ports.held import Handle
+from rollpacker.run.ports.salvage import FILE, Salvage
 from rollpacker.run.replay import replay
-from rollpacker.run.salvage import FILE, Salvage
 from rollpacker.trainer.trainer import TrainSample
 from tests.run.fakes import (
     PROMPTS,
@@ -481,7 +481,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import resume
 import torch, transformers  # once, before the forks
-from rollpacker.run.commits import Commits
+from rollpacker.run.ports.commits import Commits
 
 torch.set_num_threads(1)
 write = Commits._write

@@ -17,8 +17,8 @@ import yaml
 import rollpacker
 from benchmarks.resume import write_config, write_model
 from rollpacker.report.metrics import read_metrics
-from rollpacker.run.sample_rows import MAX_VALUE_CHARS, row_text
-from rollpacker.run.samples import SampleWriter
+from rollpacker.run.folder.sample_rows import MAX_VALUE_CHARS, row_text
+from rollpacker.run.folder.samples import SampleWriter
 
 DOCS = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()
 
@@ -167,7 +167,7 @@ def test_a_long_value_is_cut_off_and_says_so() -> None:
 
 
 def test_half_surrogates_and_columns_without_a_value_are_written(tmp_path: Path) -> None:
-    writer = SampleWriter(tmp_path / "samples", tmp_path / "evaluations")
+    writer = SampleWriter(tmp_path)
     writer.add([{"step": 1, "completion": "a\ud800b", "reward/x": None, "trained": True}])
     writer.write()
     writer.add([{"step": 2, "completion": None, "reward/x": 1.0, "trained": False}])

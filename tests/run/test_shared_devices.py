@@ -23,8 +23,8 @@ from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.engines.engine import EngineError, GenerationRequest
 from rollpacker.rewards.reward import Scored
 from rollpacker.run.driver import Controller
-from rollpacker.run.engines import Engines
 from rollpacker.run.errors import EnginesLost
+from rollpacker.run.ports.engines import Engines
 from rollpacker.trainer.trainer import HandOver, ScoreRequest, TokenScores, TrainSample
 from tests.run.fakes import FakeReward, FakeTrainer, Recorder, drive, make, run_config
 from tests.run.test_engines import MortalEngine, commands, events, when

@@ -16,7 +16,7 @@ from rollpacker.dialogue.parsing import TemplateDialogue
 from rollpacker.dialogue.template import DialogueTemplate
 from rollpacker.engines.engine import Response
 from rollpacker.environments.environment import Answered, Begun, Lost
-from rollpacker.run.player import Play, Player
+from rollpacker.run.ports.player import Play, Player
 from tests.dialogue.families import tokenizer_of
 
 LIMITS = TurnLimits(max_turns=9, max_trajectory_tokens=200)

@@ -11,7 +11,7 @@ from rollpacker.data.dataset import PromptRow
 from rollpacker.dialogue.parsing import TemplateDialogue
 from rollpacker.dialogue.template import DialogueTemplate
 from rollpacker.environments.environment import Begun, Lost
-from rollpacker.run.player import Player
+from rollpacker.run.ports.player import Player
 from tests.dialogue.families import tokenizer_of
 
 

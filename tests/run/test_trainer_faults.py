@@ -22,9 +22,9 @@ from rollpacker.core.records import Record
 from rollpacker.engines.engine import GenerationRequest
 from rollpacker.report.log import EventLog
 from rollpacker.report.summary import summarize_entries
-from rollpacker.run.checkpoint import newest_checkpoint
 from rollpacker.run.error_messages import classify
 from rollpacker.run.errors import DeadlineExceeded
+from rollpacker.run.folder.checkpoint import newest_checkpoint
 from rollpacker.run.replay import replay
 from rollpacker.trainer.trainer import RanksLost, TrainerProcessError
 from tests.run.fakes import FakeEngine, FakeReward, FakeTrainer, drive, make, run_config

@@ -15,17 +15,17 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.file_seat import sit, turns
 from rollpacker.bus import Bus
 from rollpacker.cli.main import main
-from rollpacker.cluster.seats import open_seat as seats
+from rollpacker.cluster.seats import mailbox_seat as seats
 from rollpacker.core.commands import LIMITS
 from rollpacker.core.job.stay import Stay
 from rollpacker.environments.supervised import SupervisedEnvironments
 from rollpacker.report.log import EventLog
-from rollpacker.run.generation import Generation
-from rollpacker.run.reasons import Reasons
+from rollpacker.run.ports.generation import Generation
+from rollpacker.run.ports.reasons import Reasons
 from rollpacker.run.replay import replay
+from tests.cluster_phase.file_seat import sit, turns
 from tests.dialogue.families import tokenizer_of
 
 TALK = '''

@@ -18,7 +18,7 @@ from rollpacker.core.records import Record
 from rollpacker.engines.engine import Response
 from rollpacker.report.log import EventLog
 from rollpacker.report.metrics import read_metrics
-from rollpacker.run.parts import parts
+from rollpacker.run.parts import policy as build
 from rollpacker.trainer import samples
 
 LIMIT = 1.1
@@ -43,7 +43,7 @@ def test_carried_tokens_weigh_by_new_over_old_probability(
     models: list[Any] = []
     steps: list[list[Response]] = []
     ratios: list[torch.Tensor] = []
-    load, build = parts.load_policy, samples.build_train_samples
+    load, make = build.load_policy, samples.build_train_samples
 
     def loading(*arguments: Any, **settings: Any) -> Any:
         policy = load(*arguments, **settings)
@@ -54,9 +54,9 @@ def test_carried_tokens_weigh_by_new_over_old_probability(
         """While a step is trained, before its update: the weights are those of the launch."""
         steps.append([response for group in groups for response, _ in group])
         ratios.append(torch.cat([_ratios(models[0], response) for response in steps[-1]]))
-        return build(groups, *rest, **settings)
+        return make(groups, *rest, **settings)
 
-    monkeypatch.setattr(parts, "load_policy", loading)
+    monkeypatch.setattr(build, "load_policy", loading)
     monkeypatch.setattr(samples, "build_train_samples", building)
     run = rollpacker.train(config, WEIGHTED)
 

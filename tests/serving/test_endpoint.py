@@ -250,3 +250,15 @@ def test_nobody_goes_on_from_somebody_elses_answer() -> None:
     assert asked(question, said, more).head is not None
     answered(asked(question), " 4 ")
     assert asked(question, said, more).head is None
+
+
+def test_a_text_that_is_no_unicode_comes_back() -> None:
+    """JSON can name half of a pair of surrogates, which UTF-8 cannot write."""
+
+    @asked()
+    async def test(client: Any, engine: ScriptedEngine) -> None:
+        body = json.dumps({"model": "\ud800", "messages": [QUESTION]}).encode()
+        found = await client._client.post(
+            "chat/completions", content=body, headers={"Authorization": f"Bearer {TOKEN}"}
+        )
+        assert (found.status_code, found.json()["model"]) == (200, "\ud800")

@@ -132,13 +132,11 @@ def test_measured_model_answers_the_same_questions() -> None:
         datasheet("qwen2.5-7b"),
         MeasuredModel(
             step=cost,
-            prefill_launch_s=0.1,
             prefill_sample_s=0.02,
-            train_constant_s=1.5,
+            train_fixed_s=1.5,
             train_token_s=1e-4,
-            num_devices=2,
-            weight_sync_s=0.3,
-            step_commit_s=0.05,
+            sync_s=0.3,
+            commit_s=0.05,
         ),
     ]
     for model in models:
@@ -149,12 +147,12 @@ def test_measured_model_answers_the_same_questions() -> None:
         assert model.recompute_token_s(1) >= 0
     measured = models[1]
     assert measured.kv_tokens(1) is None
-    assert measured.prefill_s(10, 1) == pytest.approx(0.3)
+    assert measured.prefill_s(10, 1) == pytest.approx(0.2)
     assert measured.prefill_s(0, 1) == 0.0
-    assert measured.train_s(1000, 2) == pytest.approx(0.1)
-    assert measured.train_s(1000, 4) == pytest.approx(0.05)
-    with pytest.raises(ValueError, match="weight_sync_s must be 0 or more"):
-        MeasuredModel(step=cost, weight_sync_s=-1.0)
+    assert measured.train_s(1000, 2) == pytest.approx(0.05)
+    assert measured.train_s(1000, 4) == pytest.approx(0.025)
+    with pytest.raises(ValueError, match="sync_s must be 0 or more"):
+        MeasuredModel(step=cost, sync_s=-1.0)
 
 
 KNOTS = ((1.0, 1e-3), (4.0, 1e-3), (16.0, 4e-3), (64.0, 4e-3))

@@ -469,7 +469,7 @@ TINY = {
 def golden_simulation(made: Scenario, step_s: float = 0.01, **settings: object) -> Simulation:
     """On a machine of round numbers: 100 tokens of every sequence in a second."""
     cost = StepCost(launch_s=step_s, bytes_s=0.0, per_cached_token_s=0.0, per_sequence_s=0.0)
-    latency = MeasuredModel(step=cost, train_constant_s=1.0, train_token_s=0.001, weight_sync_s=0.5)
+    latency = MeasuredModel(step=cost, train_fixed_s=1.0, train_token_s=0.001, sync_s=0.5)
     machine = Machine(latency=latency, gpus=made.cluster.gpus, prompt_tokens=1)
     config = replace(job_config(made, machine), prompt_tokens=0)
     return Simulation(config, machine, Workload(made), **settings)

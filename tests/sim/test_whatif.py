@@ -109,7 +109,7 @@ def test_more_engines_share_the_samples(plain: RunModel) -> None:
     group = plain.simulate(["rollout.engines=4", "rollout.routing=group"])
     assert mean_rollout(group) != mean_rollout(found[2])
     config = plain.with_overrides(["rollout.engines=4"])
-    assert "4 engines, 1 engine measured" in outside_of_run(plain, config, found[2])
+    assert "4 engines, 1 measured" in outside_of_run(plain, config, found[2])
 
 
 def simulated_run(
@@ -153,7 +153,7 @@ def test_a_run_with_several_engines_gives_the_constants_of_one(
     for n, cached in ((3, 150), (8, 400)):
         one = plain.latency().step_cost(1).step_s(n, cached)
         assert several.latency().step_cost(1).step_s(n, cached) == pytest.approx(one, rel=0.05)
-    assert fitted.errors["step_with_ends"]["all"].ratio == pytest.approx(1, abs=0.02)
+    assert fitted.errors["all"].ratio == pytest.approx(1, abs=0.02)
     measured, again = several.measured(), several.simulate()
     for real, predicted in zip(measured.steps, again.steps, strict=True):
         assert predicted.rollout_s == pytest.approx(real.rollout_s, rel=0.05)
@@ -171,7 +171,7 @@ def test_a_race_of_several_engines_is_simulated_from_its_own_log(
     settings = "rollout.engines=2", "tail_batching.enabled=true"
     several = load_run(simulated_run(plain, tmp_path / "race", *settings))
     assert several.fitted.num_skipped == 0
-    assert several.fitted.errors["step_with_ends"]["all"].ratio == pytest.approx(1, abs=0.02)
+    assert several.fitted.errors["all"].ratio == pytest.approx(1, abs=0.02)
     found = mean_rollout(several.simulate())
     assert found == pytest.approx(mean_rollout(several.measured()), rel=0.15)
 
@@ -190,7 +190,7 @@ def test_rounds_in_which_an_engine_is_lost_are_left_out(plain: RunModel, tmp_pat
     assert '"Place"' in (run / "events.jsonl").read_text()
     several = load_run(run)
     assert 0 < several.fitted.num_skipped < STEPS / 2
-    assert several.fitted.errors["step_with_ends"]["all"].ratio == pytest.approx(1, abs=0.02)
+    assert several.fitted.errors["all"].ratio == pytest.approx(1, abs=0.02)
 
 
 def test_it_predicts_a_race_on_the_same_machine(plain: RunModel, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def carried_log(folder: Path, model: RunModel, mismatch: float) -> RunModel:
     job = replace(config.job(), max_steps=None)
     Simulation(job, machine, workload, observe=records.append).run(200)
     folder.mkdir()
-    begin = Session(started_at="2026-01-01", time_s=0.0, step=0, job={})
+    begin = Session(started_at="2026-01-01", time_s=0.0, step=0, job=job.to_plain())
     lines = [encode(entry) for entry in (begin, *records)]
     (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
     return replace(model, folder=folder)

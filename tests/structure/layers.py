@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "integrations.environments": ("data", "environments", "rewards", "serving", "workers"),
     "integrations.trl": (
         *("bus", "core", "data.dataset", "report.history", "report.time_book", "engines"),
-        *("config.load", "run.carried", "run.clock", "run.errors"),
+        *("config.load", "run.ports.carried", "run.ports.clock", "run.errors"),
     ),
     "pipeline": ("report",),
     "pipeline.links": ("pipeline.plan", "trainer.trainer", "workers"),
@@ -70,16 +70,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "pipeline.sim": ("pipeline.plan", "core", "sim"),
     "pipeline.stages": ("pipeline", *_TRAINER, "trainer"),
     "pipeline.stages.check": ("pipeline", *_TRAINER, "trainer", "config"),
-    "report": ("callbacks", "core", "config", "pipeline.report"),
+    "report": ("callbacks", "core", "config", "pipeline.report", "serving.http"),
     "rewards": (*NOUNS, *_CHECKS, "endpoints", "environments.environment", "workers", "sandbox"),
     "run": _RUN,
     # The ports above know contracts alone; these build and drive a run, and know every room below.
     **dict.fromkeys(
-        ("run.parts", "run.session", "run.driving", "run.view", "run.hub"), _ALL_BUT_CLI
+        ("run.parts", "run.session", "run.train", "run.driving", "run.view"), _ALL_BUT_CLI
     ),
-    # Two ties to commands that are still to be cut.
-    "run.parts.placement": (*_ALL_BUT_CLI, "cli.findings"),
-    "run.train": (*_ALL_BUT_CLI, "cli.warmup"),
     "sandbox": ("endpoints", "workers"),
     "serving": (*NOUNS, "dialogue", "engines"),
     "sim": ("bus", "core", "config", "report", "pipeline.sim", "pipeline.plan", "cluster.decide"),
@@ -89,9 +86,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # What these read is spread over the whole config.
     "trainer.batch_arithmetic": ("trainer", *_TRAINER, "config"),
     "trainer.estimate": ("trainer", *_TRAINER, "config"),
-    "trainer.stage_memory": ("trainer", *_TRAINER, "config"),
     "trainer.training_memory": ("trainer", *_TRAINER, "config"),
-    "trainer.unit_memory": ("trainer", *_TRAINER, "config"),
     "trainer.warmup": ("trainer", *_TRAINER, "config.warmup"),
     "trainer.warmup_output": ("trainer", *_TRAINER, "config.warmup"),
     "trainer.warmup_rows": ("trainer", *_TRAINER, "config.warmup"),

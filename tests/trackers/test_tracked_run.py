@@ -112,7 +112,7 @@ def test_pictures_samples_and_summary_are_there(tracked: tuple[Path, Path]) -> N
 
 def test_overwrite_begins_a_new_run(tracked: tuple[Path, Path], tmp_path: Path) -> None:
     """Of the trackers too: what they kept in the folder goes."""
-    from rollpacker.run.run_folder import RunFolder
+    from rollpacker.run.folder.run_folder import RunFolder
 
     run, _ = tracked
     folder = RunFolder(run, resume=False, overwrite=True)

@@ -64,7 +64,7 @@ def folder(tmp_path):
 
 
 def part(result, name):
-    (found,) = [p.size_bytes for p in result.memory if p.name == name]
+    (found,) = [p.size_bytes for p in result.memory.parts if p.name == name]
     return found
 
 
@@ -225,25 +225,25 @@ def test_processes_of_the_trainer_s_own(folder):
         estimate(run_config(folder, train={"processes": 4, "gradient_sync": sync}), has_cuda=False)
         for sync in ("step", "micro-batch")
     )
-    assert {p.name for p in step.memory} == {"engine", "hand-over", "kv cache"}
+    assert {p.name for p in step.memory.parts} == {"engine", "hand-over", "kv cache"}
     assert part(step, "engine") == part(step, "hand-over") == weights
-    of_process = {p.name: p.size_bytes for p in step.process_memory}
+    of_process = {p.name: p.size_bytes for p in step.rank(0).parts}
     assert of_process["weights"] == weights // 4 and of_process["optimizer"] == optimizer // 4
     assert of_process["gradients"] == weights, "each process adds up whole gradients"
-    assert {p.name: p.size_bytes for p in often.process_memory}["gradients"] == weights // 4
+    assert {p.name: p.size_bytes for p in often.rank(0).parts}["gradients"] == weights // 4
     each = sum(of_process.values())
-    assert step.total_bytes == sum(p.size_bytes for p in step.memory) + 4 * each
+    assert step.total_bytes == step.memory.size_bytes + 4 * each
     assert "each of the trainer's 4 processes" in "\n".join(step.lines())
     adapted = estimate(
         run_config(folder, train={"processes": 2}, lora=LoraConfig(rank=2)), has_cuda=False
     )
-    adapters = 2 * next(p.size_bytes for p in adapted.process_memory if p.name == "adapters")
+    adapters = 2 * next(p.size_bytes for p in adapted.rank(0).parts if p.name == "adapters")
     assert part(adapted, "hand-over") == adapters, "of a model with adapters those alone"
     on_gpus = estimate(run_config(folder, train={"processes": 4}), has_cuda=True)
-    assert on_gpus.total_bytes == sum(p.size_bytes for p in on_gpus.memory)
-    assert {p.name for p in on_gpus.memory} == {"engine", "kv cache"}
+    assert on_gpus.total_bytes == on_gpus.memory.size_bytes
+    assert {p.name for p in on_gpus.memory.parts} == {"engine", "kv cache"}
     assert any("host memory" in note for note in on_gpus.notes), "the hand-over is not on the GPU"
-    shards = {p.name: p.size_bytes for p in on_gpus.process_memory}
+    shards = {p.name: p.size_bytes for p in on_gpus.rank(0).parts}
     assert shards["weights"] == weights // 4 and "master" not in shards, "float32 at rest"
 
 
@@ -251,7 +251,7 @@ def test_micro_batches_that_are_smaller_than_a_sample_are_noted(folder):
     result = estimate(run_config(folder, train={"micro_batch_tokens": 64}), has_cuda=False)
     (note,) = result.notes
     assert "micro_batch_tokens=64" in note and "127 tokens" in note
-    assert "127 tokens" in next(p.formula for p in result.memory if p.name == "activations")
+    assert "127 tokens" in next(p.formula for p in result.memory.parts if p.name == "activations")
 
 
 def test_context_that_is_too_short_is_noted(folder):
@@ -268,7 +268,7 @@ def test_a_model_that_is_not_here():
     assert part(named, "weights") == 3_000_000_000
     assert any("from its name" in note for note in named.notes)
     unknown = estimate(run_config("some-org/some-model"), has_cuda=True)
-    assert unknown.num_parameters is None and unknown.memory == ()
+    assert unknown.num_parameters is None and unknown.memory.parts == ()
     assert any("cannot be known" in line for line in unknown.lines())
     assert unknown.batch.short_samples == 50
 
@@ -352,7 +352,7 @@ def test_the_formula_of_activations_is_what_is_computed(folder, dtype, checkpoin
         run_config(folder, dtype=dtype, gradient_checkpointing=checkpointed, lora=lora),
         has_cuda=False,
     )
-    found = next(part for part in result.memory if part.name == "activations")
+    found = next(part for part in result.memory.parts if part.name == "activations")
     shape = read_shape(folder, [])
     widths = {
         "hidden": shape.hidden,

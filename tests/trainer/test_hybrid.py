@@ -293,7 +293,7 @@ def test_the_estimate_knows_which_layers_keep_keys_and_values(tmp_path: Path, to
     assert shape is not None and (shape.layers, shape.attention_layers) == (8, 2)
     found = estimate(load_config(write_config(tmp_path, steps=1), [], RunConfig), has_cuda=False)
     assert found.num_parameters == sum(p.numel() for p in model.parameters())
-    (cache,) = [part for part in found.memory if part.name == "kv cache"]
+    (cache,) = [part for part in found.memory.parts if part.name == "kv cache"]
     heads = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
     assert f"x {2 * 2 * heads * 4} bytes" in cache.formula
     assert any("6 of 8 layers are no attention" in note for note in found.notes)

@@ -30,9 +30,9 @@ from rollpacker.data.dataset import DataConfig, DatasetConfig
 from rollpacker.engines.embedded.attention import install_attention
 from rollpacker.engines.embedded.engine import TorchEngine
 from rollpacker.rewards.reward import RewardConfig
-from rollpacker.run.engines import Engines
-from rollpacker.run.hand_over import hand_over_weights
-from rollpacker.run.parts.parts import build_trainer, start_trainer_processes
+from rollpacker.run.parts.trainer import build_trainer, start_trainer_processes
+from rollpacker.run.ports.engines import Engines
+from rollpacker.run.ports.hand_over import hand_over_weights
 from rollpacker.trainer.lora import (
     adapter_off,
     adapter_parameters,

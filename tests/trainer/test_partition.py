@@ -25,7 +25,7 @@ from rollpacker.algo import ALGORITHMS, AlgorithmConfig, policy_loss, value_loss
 from rollpacker.core.ids import SampleId
 from rollpacker.engines.engine import Response
 from rollpacker.pipeline.stages.stage import Stage
-from rollpacker.run.training import common_factor
+from rollpacker.run.ports.training import common_factor
 from rollpacker.trainer.critic import from_policy_model
 from rollpacker.trainer.frozen import FrozenPolicy
 from rollpacker.trainer.learner import Learner

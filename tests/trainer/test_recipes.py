@@ -41,7 +41,7 @@ def test_the_dry_runs_peak_is_under_the_size(recipe: Path) -> None:
     result = estimate(of_shape(recipe), has_cuda=True)
     size = int(recipe.name.split("gb-")[0]) * GB
     assert result.total_bytes is not None
-    names = {p.name for p in result.memory}
+    names = {p.name for p in result.memory.parts}
     assert {"weights", "gradients", "optimizer", "activations", "backward", "kv cache"} <= names
     assert 0.5 * size < result.total_bytes < SHARE * size, result.total_bytes / GB
     assert not [note for note in result.notes if "cannot be known" in note]

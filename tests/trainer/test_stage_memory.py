@@ -23,9 +23,8 @@ from rollpacker.trainer.lora import add_adapter
 from rollpacker.trainer.micro_batch import Row, collate
 from rollpacker.trainer.model import character_tokenizer, load_model, new_model
 from rollpacker.trainer.policy import Policy
-from rollpacker.trainer.stage_memory import StageEstimate
 from rollpacker.trainer.trainer import LoraConfig, ModelConfig, PipelineConfig, TrainConfig
-from rollpacker.trainer.unit_memory import rank_memory
+from rollpacker.trainer.training_memory import Memory, rank_memory
 from tests.trainer.pipeline.stages import in_stages
 
 ARCHITECTURE = {
@@ -91,13 +90,13 @@ def run_config(
     )
 
 
-def predicted(config: RunConfig) -> tuple[StageEstimate, ...]:
-    found = estimate(config, has_cuda=False).stages
-    assert found is not None
-    return found.stages
+def predicted(config: RunConfig) -> tuple[Memory, ...]:
+    found = estimate(config, has_cuda=False).ranks
+    assert found
+    return found
 
 
-def sizes(stage: StageEstimate) -> dict[str, int]:
+def sizes(stage: Memory) -> dict[str, int]:
     return {part.name: part.size_bytes for part in stage.parts}
 
 
@@ -234,13 +233,12 @@ def test_each_stage_has_a_line_with_layers_live_tokens_and_memory(folder: Path) 
     assert "2 layers, at most 1,016 live tokens, in each of its 2 processes:" in text
     assert "1 layer, at most 508 live tokens" in text
     assert "in sweeps of at most 8 micro-batches" in text
-    assert found.stages is not None and 0 < found.stages.bubble_share < 0.5
-    first, last = found.stages.stages
-    assert [found.process_bytes(number) for number in range(4)] == [
+    assert found.sweep is not None and 0 < found.sweep.bubble_share < 0.5
+    first, last = found.ranks
+    assert [found.rank(number).size_bytes for number in range(4)] == [
         *(first.size_bytes, first.size_bytes, last.size_bytes, last.size_bytes)
     ]
-    own = sum(part.size_bytes for part in found.memory)
-    assert found.total_bytes == own + 2 * first.size_bytes + 2 * last.size_bytes
+    assert found.total_bytes == found.memory.size_bytes + 2 * first.size_bytes + 2 * last.size_bytes
 
 
 def test_fewer_micro_batches_than_stages_are_noted_with_the_bubble(folder: Path) -> None:
@@ -268,17 +266,16 @@ def test_what_a_run_would_refuse_is_refused_before_it(folder: Path, pipeline, me
 
 def test_a_model_that_is_not_here_has_no_stages(tmp_path: Path) -> None:
     found = estimate(run_config(Path("nobody/model-7B")), has_cuda=False)
-    assert found.stages is None and found.total_bytes is None
+    assert found.ranks == () and found.sweep is None and found.total_bytes is None
     assert "memory of pipeline stages are not known" in "\n".join(found.lines())
 
 
 def test_a_device_is_given_the_largest_stage_and_a_host_all_of_them(folder: Path) -> None:
     config = run_config(folder, layers=(2, 1))
-    found = estimate(config, has_cuda=False).stages
-    assert found is not None
+    found = estimate(config, has_cuda=False).ranks
     on_host, on_gpu = rank_memory(config, on_cuda=False), rank_memory(config, on_cuda=True)
-    assert on_host is not None and on_gpu is not None and on_gpu.of == "stage 0"
-    together = sum(stage.size_bytes for stage in found.stages)
+    assert on_host is not None and on_gpu is not None and on_gpu.name == "stage 0"
+    together = sum(stage.size_bytes for stage in found)
     assert 2 * (on_host.stays_bytes + on_host.turn_bytes) == pytest.approx(together, abs=100)
 
 

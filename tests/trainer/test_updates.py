@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rollpacker.algo import AlgorithmConfig
 from rollpacker.core.rounds.dynamic_sampling import updates_of
-from rollpacker.run.update_metrics import metrics_of_updates
+from rollpacker.run.ports.training import metrics_of_updates
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.outcome import StepOutcome, step_metrics
 from rollpacker.trainer.sharding import Shards, full_tensors

@@ -14,7 +14,7 @@ from rollpacker.cli import warmup as command
 from rollpacker.config.warmup import WarmupConfig, WarmupStage
 from rollpacker.data.dataset import DataConfig, DatasetConfig
 from rollpacker.data.prompts import load_prompts
-from rollpacker.trainer import warmup
+from rollpacker.trainer import batches
 from rollpacker.trainer.model import (
     character_tokenizer,
     end_tokens,
@@ -25,7 +25,7 @@ from rollpacker.trainer.model import (
 from rollpacker.trainer.trainer import ModelConfig
 from rollpacker.trainer.warmup import run_warmup
 from rollpacker.trainer.warmup_output import WarmupError
-from rollpacker.trainer.warmup_rows import read_rows
+from rollpacker.trainer.warmup_rows import RowParser, read_rows
 
 ARCHITECTURE = {
     "model_type": "qwen2",
@@ -106,9 +106,9 @@ def test_rows_are_packed_where_the_model_s_attention_allows_it(
 ):
     used = []
     for name in ("pack", "collate"):
-        make = getattr(warmup, name)
+        make = getattr(batches, name)
         monkeypatch.setattr(
-            warmup, name, lambda *a, make=make, name=name: used.append(name) or make(*a)
+            batches, name, lambda *a, make=make, name=name: used.append(name) or make(*a)
         )
     config = dataclasses.replace(settings(tmp_path, data), architecture=architecture)
     assert run_warmup(config).losses[0] < 0.5
@@ -169,7 +169,7 @@ def test_a_text_may_hold_what_unicode_calls_a_line_end(tmp_path):
     path.write_text("\r\n".join(rows) + "\r\n", encoding="utf-8")
     alphabet = "12\x85\u2028\u2029\x0c"
     tokenizer = character_tokenizer(alphabet)
-    assert len(read_rows(path, tokenizer)) == len(texts)
+    assert len(read_rows(path, RowParser(tokenizer))) == len(texts)
 
 
 def test_chat_prompts_go_through_the_template(tmp_path):
@@ -177,12 +177,14 @@ def test_chat_prompts_go_through_the_template(tmp_path):
     messages = [{"role": "u", "content": "ab"}]
     data = write_rows(tmp_path / "chat.jsonl", [{"prompt": messages, "completion": "ba"}])
     with pytest.raises(WarmupError, match="line 1: chat messages need"):
-        read_rows(Path(data), tokenizer)
+        read_rows(Path(data), RowParser(tokenizer))
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ end }}{% endfor %}"
         "{% if add_generation_prompt %}a:{% endif %}"
     )
-    ((prompt, completion, _),) = read_rows(Path(data), tokenizer, chat_options={"end": "\n"})
+    ((prompt, completion, _),) = read_rows(
+        Path(data), RowParser(tokenizer, chat_options={"end": "\n"})
+    )
     assert tokenizer.decode(prompt) == "u: ab\na:"
     assert completion == [*tokenizer("ba")["input_ids"], tokenizer.eos_token_id]
 
@@ -244,7 +246,9 @@ def test_chat_messages_are_learnt_from_as_they_are_asked_for(tmp_path):
             {"prompt": "ab", "completion": "cd"},
         ],
     )
-    rows = [tuple(map(tokenizer.decode, row[:2])) for row in read_rows(Path(data), tokenizer)]
+    rows = [
+        tuple(map(tokenizer.decode, row[:2])) for row in read_rows(Path(data), RowParser(tokenizer))
+    ]
     first, last = ("<u>ab<end><a>", "cd<end>"), ("<u>ab<end><a>cd<end><u>e<end><a>", "f<end>")
     # The loss is on the second of each: the assistant's words and the token that ends its turn.
     assert rows == [first, last, last, last, first, ("ab", "cd<eos>")]
@@ -294,7 +298,7 @@ def test_chat_rows_that_cannot_be_used(row, message, tmp_path):
     tokenizer = chat_model(tmp_path / "model")
     data = write_rows(tmp_path / "chat.jsonl", [row])
     with pytest.raises(WarmupError, match="line 1: " + message):
-        read_rows(Path(data), tokenizer)
+        read_rows(Path(data), RowParser(tokenizer))
 
 
 CHAT = {

@@ -38,10 +38,8 @@ class Rows(msgspec.Struct, frozen=True, eq=False):
     rows: NDArray[np.float32] | None
 
 
-CODEC = Codec(
-    *(Id, Sample, Kind(Counter, dict, Counter), Kind(type(Path()), str, Path)),
-    *(Rows, by_field(Free)),
-)
+BY_HAND = [Kind(Counter, dict, Counter), Kind(type(Path()), str, Path)]
+CODEC = Codec([Id, Sample, *BY_HAND, Rows, by_field(Free)])
 TINY = [5e-324, 1e308, -0.0, 0.1, 1 / 3, math.inf, -math.inf]
 
 

@@ -32,18 +32,21 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("engines/vllm/parallel.py", MULTIPROCESSING): (1, "waits for processes that vLLM starts"),
     # threads that compute or wait inside of one process, with no line to another
     ("engines/loop.py", "Thread"): (1, "the decode loop of an embedded engine"),
-    ("engines/engine_worker.py", "Thread"): (2, "in an engine's process: its reports, and a call"),
+    ("engines/engine_worker.py", "Thread"): (
+        2,
+        "in an engine's process: its reports and calls",
+    ),
     ("engines/vllm/parallel.py", "Thread"): (1, "waits for processes that vLLM starts"),
     ("pipeline/stages/executor.py", "Thread"): (1, "a sweep of a stage, beside the calls"),
     ("pipeline/links/host_receiver.py", "Thread"): (2, "tensors between stages"),
     ("pipeline/links/host_sender.py", "Thread"): (1, "tensors between stages"),
     ("pipeline/links/direct_link.py", "Thread"): (2, "tensors between stages"),
     ("environments/calls.py", "Thread"): (1, "in a process of environments: a blocking episode"),
-    ("run/event_log.py", "Thread"): (1, "writes the log beside the event loop"),
-    ("run/salvage.py", "Thread"): (1, "compares tokens beside the event loop"),
-    ("run/hand_over.py", "Thread"): (1, "makes an engine, which may block for minutes"),
-    ("run/held.py", "Thread"): (1, "closes an engine, which may block"),
-    ("run/waiting.py", "Thread"): (1, "a call that may block for ever, given up on"),
+    ("run/folder/event_log.py", "Thread"): (1, "writes the log beside the event loop"),
+    ("run/ports/salvage.py", "Thread"): (1, "compares tokens beside the event loop"),
+    ("run/ports/hand_over.py", "Thread"): (1, "makes an engine, which may block for minutes"),
+    ("run/ports/held.py", "Thread"): (1, "closes an engine, which may block"),
+    ("run/ports/waiting.py", "Thread"): (1, "a call that may block for ever, given up on"),
     ("trackers/sending.py", "Thread"): (1, "libraries of trackers block"),
     ("integrations/trl/policy.py", "Thread"): (1, "closes the engine where a loop runs already"),
     ("report/notebook.py", "Thread"): (1, "a notebook's display"),
@@ -51,13 +54,12 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("run/driving.py", "Thread"): (1, "a run in a program that has an event loop already"),
     ("run/parts/hosts.py", "Thread"): (1, "watches ray"),
     ("cli/doctor.py", "Thread"): (1, "findings that may never come back"),
-    ("run/hub.py", "Thread"): (1, "a question to a server that may never answer"),
+    ("run/parts/hub.py", "Thread"): (1, "a question to a server that may never answer"),
     ("cluster/seats/mailbox_seat.py", "Thread"): (1, "reads letters beside a job"),
-    # between hosts: to be served in the room's loop one day
     ("cluster/on_ray/warden.py", "Thread"): (1, "the contact of a warden with its run"),
-    ("weights/between_hosts/port.py", "Thread"): (2, "weights between hosts"),
-    ("weights/between_hosts/arriving.py", "Thread"): (2, "weights between hosts"),
-    ("weights/between_hosts/spread.py", "Thread"): (2, "weights between hosts"),
+    # gigabytes, which would hold up all lines of the room's loop
+    ("weights/between_hosts/port.py", "Thread"): (2, "listens, and sends to each who asks"),
+    ("weights/between_hosts/arriving.py", "Thread"): (1, "takes a version beside the calls"),
 }
 """File and name: how often it is there, and why."""
 

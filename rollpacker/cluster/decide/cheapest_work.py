@@ -7,24 +7,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rollpacker.cluster.decide.forecast import Forecast, foresee
+from rollpacker.cluster.decide.forecast import Forecast, Rest, broken, foresee, limits, rest_of
 from rollpacker.cluster.decide.group import cycle_s, load_s
 from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.cluster.decide.layout import Layout
 from rollpacker.cluster.decide.obstacles import obstacle
 from rollpacker.cluster.decide.placement import (
     Choice,
-    Rest,
     Standing,
     State,
-    limits,
-    rest_of,
 )
-from rollpacker.cluster.decide.promises import kept
 from rollpacker.cluster.decide.turns import ORDERS, Order
 
 MAX_GROUPS = 12
-"""That are looked at closely for one decision: those whose price seems to rise least."""
+"""Number of groups that are looked at closely for one decision: those whose price seems to rise
+least."""
 MAX_FORESEEN = 4
 """Candidates whose turns are run in virtual time for one decision; the cheapest come first."""
 WORTH = 2.0
@@ -106,7 +103,7 @@ class CheapestWork:
             if order == standing.order:
                 continue
             forecasts = foresee(layout, order)
-            if kept(layout, forecasts, standing.rest, self.confidence):
+            if not broken(layout, forecasts, standing.rest, self.confidence):
                 price = layout.price_of_work([one.iteration_s for one in forecasts])
                 best = min(best or (price, order), (price, order))
         if best is not None:
@@ -122,7 +119,7 @@ class CheapestWork:
         return found[1]
 
     def _may_join(self, state: State, standing: Standing, job: ClusterJob) -> bool:
-        """Quickly."""
+        """Find out quickly whether the group has room for the job."""
         return len(standing.layout.jobs) < state.max_group and standing.summary.could_take(job)
 
     def _cheapest(
@@ -210,8 +207,8 @@ class CheapestWork:
     def _price(
         self, layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
     ) -> float:
-        """Of work; endless, if a promise is not kept."""
-        if not kept(layout, forecasts, rest, self.confidence):
+        """Return the price of work. It is infinite if a promise is not kept."""
+        if broken(layout, forecasts, rest, self.confidence):
             return math.inf
         return layout.price_of_work([one.iteration_s for one in forecasts])
 
@@ -229,7 +226,8 @@ def _endangered(standing: Standing) -> list[str]:
 def _in_danger(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
 ) -> list[str]:
-    """Whose promise is likely to be broken, and could be kept if nobody made them wait."""
+    """Return the jobs whose promise is likely to be broken, and could be kept if nobody made them
+    wait."""
     return [
         job.name
         for job, one, limit in zip(layout.jobs, forecasts, limits(layout, rest), strict=True)
@@ -243,8 +241,8 @@ def _number(choice: Choice) -> int:
 
 
 def _iterations_at_least(layout: Layout) -> list[float]:
-    """By job: no order of turns makes its iterations shorter than this on average, if all
-    are slowed down alike."""
+    """Return for each job the seconds below which no order of turns brings its mean iteration, if
+    all are slowed down alike."""
     holds, works = layout.holds(), layout.works_s()
     busy: dict[object, float] = {}
     for pin, one, work in zip(layout.pins, holds, works, strict=True):

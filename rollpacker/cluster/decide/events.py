@@ -1,131 +1,115 @@
-"""What happens in a cluster, and what is to be done about it; `cluster/decide/cluster.py` is
-between them."""
+"""The events that the cluster's decisions take in, and the commands that come of them
+(`cluster/decide/cluster.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from rollpacker.cluster.decide.job import ClusterJob, Phase, Times
 from rollpacker.cluster.decide.nodes import Node
-from rollpacker.codec import OMIT_DEFAULT
+from rollpacker.codec import Omitted
 
 # -- events ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Submitted:
+class _Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at_s: float
+    """Seconds on the clock of whoever reports the event."""
+
+
+class _JobEvent(_Event, frozen=True):
+    job: str
+    """Name of the job that the event is about."""
+
+
+class Submitted(_Event, frozen=True):
     job: ClusterJob
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(_JobEvent, frozen=True):
     """The job wants the nodes of a phase."""
 
-    at_s: float
-    job: str
     phase: Phase
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
-    """The job has no use for the nodes any more. With another token than that of its grant it is
-    about a grant that is over, and changes nothing."""
+class Left(_JobEvent, frozen=True):
+    """The job has no use for the nodes any more. If the token is not that of the job's present
+    grant, the event is about a grant that is over and changes nothing."""
 
-    at_s: float
-    job: str
     phase: Phase
     token: int
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """An iteration is over."""
+class Committed(_JobEvent, frozen=True):
+    """The job has finished an iteration."""
 
-    at_s: float
-    job: str
     work_s: float
-    """What the iteration took without waits for nodes and without switches."""
+    """Seconds of the iteration without waits for nodes and without switches."""
     times: Times | None = None
-    """The same by phase, as it was measured on the job's nodes, weights handed over in training.
-    None: nobody says, and nothing is learned."""
+    """Seconds of the iteration by phase, measured on the job's nodes; handing over the weights is
+    part of training. None: they were not measured, and nothing is learned from the iteration."""
     kind: str = "plain"
-    """Of its round."""
-    step: int = field(default=0, metadata=OMIT_DEFAULT)
-    """The job's number of it. 0: nobody says, and it is one more than the one before."""
-    last: bool | None = field(default=None, metadata=OMIT_DEFAULT)
-    """No iteration comes after it. None: nobody says, and it is the last that was submitted."""
-    numbers_otherwise: bool = field(default=False, metadata=OMIT_DEFAULT)
-    """The job numbers its commits as it likes: this is one more than the one before. (Earlier
-    versions did not say so, and are replayed as they counted.)"""
+    """Kind of the iteration's round."""
+    step: Omitted[int] = 0
+    """The job's own number of the iteration. 0: the job does not say, and one is added to the
+    number before."""
+    last: Omitted[bool | None] = None
+    """Whether the job ends after this iteration. None: the job does not say, and the number of
+    submitted steps decides."""
+    numbers_otherwise: Omitted[bool] = False
+    """Whether the job numbers its commits in a way of its own, so that one is added to the number
+    before. Events of versions that did not have this field are replayed as they were counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    at_s: float
-    job: str
+class Ended(_JobEvent, frozen=True):
+    """The job has ended for good."""
 
 
-@dataclass(frozen=True, slots=True)
-class Withdrew:
+class Withdrew(_JobEvent, frozen=True):
     """The job asked for the nodes of a phase, and has no use for them any more."""
 
-    at_s: float
-    job: str
     phase: Phase
 
 
-@dataclass(frozen=True, slots=True)
-class StayedAway:
-    """The job is away for longer than it said, between two phases, and others wait for its turn
-    (`Cluster.overdue`): it has none until it asks again."""
-
-    at_s: float
-    job: str
+class StayedAway(_JobEvent, frozen=True):
+    """The job has been away between two phases for longer than it said, while others wait for its
+    turn (`Cluster.overdue`). It has no turn until it asks again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """All processes of the job are gone, and it has not ended: it goes on from its last commit. A
-    cancelled one has ended by that."""
+class Lost(_JobEvent, frozen=True):
+    """All processes of the job are gone before it has ended. It goes on from its last commit; a job
+    that was cancelled has ended by this."""
 
-    at_s: float
-    job: str
-    counts: bool = field(default=True, metadata=OMIT_DEFAULT)
-    """Among those after which it is given up."""
+    counts: Omitted[bool] = True
+    """Whether this loss is one of those after which the job is given up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    at_s: float
-    job: str
+class Cancelled(_JobEvent, frozen=True):
+    """A user does not want the job any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
+class Drained(_Event, frozen=True):
     """The node is to have no jobs any more, and gets none until it is `Restored`."""
 
-    at_s: float
     node: Node
     has_host: bool = True
-    """False: nobody can start anything there now."""
+    """Whether the node has a host, so that processes can be started there now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    at_s: float
+class Restored(_Event, frozen=True):
+    """The node may have jobs again."""
+
     node: Node
 
 
-@dataclass(frozen=True, slots=True)
-class Grown:
+class Grown(_Event, frozen=True):
     """A pool has more nodes from now on."""
 
-    at_s: float
     pool: str
     nodes: int
-    """In all."""
+    """Number of all nodes of the pool."""
 
 
 Event = (
@@ -146,24 +130,27 @@ Event = (
 # -- commands ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Open:
+class _Command(msgspec.Struct, frozen=True):
+    """The service keeps a checksum of the `repr` of its commands: a changed name or order of fields
+    makes folders of before unreadable."""
+
+
+class Open(_Command, frozen=True):
     """These nodes are wanted, and paid for from now on."""
 
     nodes: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Nobody needs these nodes."""
+class Close(_Command, frozen=True):
+    """Nobody needs these nodes any more."""
 
     nodes: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start the job, parked, on these nodes. A job that runs is stopped at the commit that it has
-    just made, and goes on from there; a lost one from its last."""
+class Start(_Command, frozen=True):
+    """Start the job on these nodes, with nothing on their devices. A job that runs is stopped at
+    the commit that it has just made and goes on from there; a lost job goes on from its last
+    commit."""
 
     job: str
     group: int
@@ -171,9 +158,8 @@ class Start:
     train_nodes: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """The nodes of the phase are the job's until it leaves. Tokens rise, so that a device can
+class Grant(_Command, frozen=True):
+    """The nodes of the phase are the job's until it leaves them. Tokens rise, so that a device can
     refuse whoever comes with an older one."""
 
     job: str
@@ -181,19 +167,17 @@ class Grant:
     token: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The job is to end at its next commit if it was cancelled. Else it has lost its nodes, is to
-    end at the commit that it has just made, and waits."""
+class Stop(_Command, frozen=True):
+    """The job is to end. A cancelled job ends at its next commit. Any other has lost its nodes: it
+    ends at the commit that it has just made, and waits for others."""
 
     job: str
     reason: str
     of_cancelled: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """The job was lost too often; it has left the cluster."""
+class GiveUp(_Command, frozen=True):
+    """The job was lost too often, and has left the cluster."""
 
     job: str
 
@@ -202,7 +186,8 @@ Command = Open | Close | Start | Grant | Stop | GiveUp
 
 
 def leaving_first(commands: Sequence[Command], job: str) -> list[Command]:
-    """With what the job is told before what others are that come to its nodes."""
+    """The commands in another order: those for this job come before those for jobs that take over
+    its nodes."""
 
     def key(command: Command) -> int:
         match command:

@@ -1,4 +1,4 @@
-"""What a job is for the cluster: how long its phases take, what it needs, what it is promised.
+"""A job as the cluster knows it: how long its phases take, what it needs, what it is promised.
 
 rollout (holds the rollout pool) -> between (verdicts; holds nothing)
   -> train (holds the training pool, until the weights are published) -> after (commit) -> again
@@ -9,11 +9,13 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from rollpacker.codec import OMIT_DEFAULT
+import msgspec
+from msgspec.structs import force_setattr
+
+from rollpacker.codec import Omitted
 
 Phase = Literal["rollout", "train"]
 
@@ -27,18 +29,17 @@ class Times(NamedTuple):
     after_s: float
 
     def longer(self, factor: float) -> Times:
-        """With both phases so many times as long."""
+        """Return the times with both phases so many times as long."""
         return self._replace(rollout_s=self.rollout_s * factor, train_s=self.train_s * factor)
 
     def positive(self) -> Times:
-        """A phase that took no time, as clocks tell it or since there was nothing to train on, took
-        some."""
+        """Return the times with at least a microsecond for each phase, also for one that took no
+        time by the clock or had nothing to train on."""
         rollout_s, between_s, train_s, after_s = self
         return Times(max(rollout_s, 1e-6), max(between_s, 0), max(train_s, 1e-6), max(after_s, 0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundTimes:
+class RoundTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_unknown_fields=True):
     """One kind of round, as a distribution: equally likely iterations, from short to long.
 
     Training is linear in the tokens of the rollout, so that the n-th shortest rollout is taken to
@@ -46,10 +47,10 @@ class RoundTimes:
 
     kind: str = "plain"
     share: float = 1.0
-    """Of the job's iterations."""
+    """Share of the job's iterations that are of this kind."""
     rollout_s: tuple[float, ...]
     train_s: tuple[float, ...]
-    """As many as in `rollout_s`, or one."""
+    """Seconds of training, as many as in `rollout_s`, or one."""
     between_s: float = 0.0
     """From the end of generation to the begin of training: verdicts."""
     after_s: float = 0.0
@@ -62,7 +63,7 @@ class RoundTimes:
             for seconds in getattr(self, name):
                 if not (math.isfinite(seconds) and seconds > 0):
                     raise ValueError(f"{name} must be more than 0 seconds, not {seconds}")
-            object.__setattr__(self, name, tuple(sorted(getattr(self, name))))
+            force_setattr(self, name, tuple(sorted(getattr(self, name))))
         for name in ("between_s", "after_s"):
             seconds = getattr(self, name)
             if not (math.isfinite(seconds) and seconds >= 0):
@@ -97,9 +98,7 @@ class RoundTimes:
 SHARE_TOLERANCE = 1e-6
 
 
-# size: one field for each thing that placement weighs
-@dataclass(frozen=True, kw_only=True)
-class ClusterJob:
+class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_unknown_fields=True):
     """One job, as it was submitted. Raises `ValueError` for what cannot be."""
 
     name: str
@@ -107,32 +106,32 @@ class ClusterJob:
     """Kinds of round; their shares add up to 1."""
     steps: int
     """Iterations until it ends."""
-    steps_before: int = field(default=0, metadata=OMIT_DEFAULT)
-    """Of a run that goes on: those of its checkpoint, which are none of `steps`."""
+    steps_before: Omitted[int] = 0
+    """Iterations in the checkpoint of a run that goes on. They are no part of `steps`."""
     slo: float
-    """Its elapsed time may be this many times what it would be without waits for pools."""
+    """Bound of the job's elapsed time over what that would be without waits for pools."""
     priority: int = 0
-    """Among jobs that wait for nodes: a head start (`waiting.py`)."""
+    """Head start among jobs that wait for nodes (`waiting.py`)."""
     owner: str = ""
-    """Whose quota it counts against."""
+    """The owner of the quota that the job counts against."""
     rollout_devices: int = 8
     train_devices: int = 8
     """At least; in a group whose training pool is larger, its training is spread over all."""
     rollout_memory_gib: float = 0.0
     """Host memory that its parked rollout keeps on each of its nodes."""
     train_memory_gib: float = 0.0
-    """The same of its parked trainer, on each training node of its group."""
+    """Host memory that its parked trainer keeps on each training node of its group."""
     model_gb: float = 0.0
-    """What crosses the link with each hand-over of weights, 1e9 bytes."""
+    """Weights that cross the link with each hand-over, 1e9 bytes."""
     rollout_switch_s: float = 0.0
-    """To park on a rollout node and to wake there, together."""
+    """Seconds to park on a rollout node and to wake there, together."""
     train_switch_s: float = 0.0
     cold_start_s: float = 0.0
-    """Before its first iteration, and after each move."""
+    """Seconds before its first iteration, and after each move."""
     tail_share: float = 0.0
     """The last part of a rollout that runs on few devices, while another job has the rest."""
     tail_devices_share: float = 0.125
-    """So much of the devices keeps the tail."""
+    """Share of the devices that keep the tail."""
 
     def __post_init__(self) -> None:
         if not self.rounds:
@@ -161,7 +160,7 @@ class ClusterJob:
 
     @cached_property
     def mean(self) -> Times:
-        """Of all kinds of round, by their shares."""
+        """The mean over all kinds of round, by their shares."""
         sums = (
             math.fsum(one.share * seconds[part] for one, seconds in pairs)
             for pairs in [[(one, one.mean) for one in self.rounds]]
@@ -171,7 +170,7 @@ class ClusterJob:
 
     @cached_property
     def worst(self) -> Times:
-        """As if every response of every iteration ran to its limit."""
+        """The times of an iteration in which every response runs to its limit."""
         return Times(*map(max, zip(*(one.worst for one in self.rounds), strict=True)))
 
     @cached_property
@@ -187,3 +186,44 @@ class ClusterJob:
         if len(self.rounds) == 1:
             return self.rounds[0]
         return self.rounds[min(bisect.bisect_right(self._ends, which), len(self.rounds) - 1)]
+
+
+EMPTY = "empty"
+"""The kind of an iteration in which nothing was trained on."""
+EVALUATED = "+evaluation"
+"""The end of the kind of an iteration with an evaluation."""
+
+
+class Iteration(msgspec.Struct, frozen=True, kw_only=True):
+    """One step, in seconds, without waits for pools and switches."""
+
+    step: int
+    kind: str
+    """Kind of the step's longest round (a step that is refilled has several), or `EMPTY`, with
+    `EVALUATED` behind it if the step ended with an evaluation. An evaluation's generation takes as
+    long at the first step as at the last."""
+    rollout_s: float
+    """Seconds in which the rollout pool is held: from the commit before to the end of the last
+    sample, the same for refills from their launch on, and the generation of an evaluation. Fetching
+    prompts is part of them."""
+    between_s: float
+    """Seconds in which verdicts, or the prompts of a refill, are awaited after generation. No pool
+    is held."""
+    train_s: float
+    """Seconds in which the training pool is held: until the weights are published or handed over,
+    with gradients that were begun before. 0 in a step that had nothing to train on."""
+    after_s: float
+    """Seconds of commit, checkpoint, verdicts of an evaluation and callbacks."""
+    last: bool | None = None
+    """Whether the process begins no other step after it. None if nobody says."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing was trained on."""
+        return self.kind.startswith(EMPTY)
+
+    @property
+    def times(self) -> Times:
+        """The step's times as the cluster counts them: each phase took some time
+        (`Times.positive`)."""
+        return Times(self.rollout_s, self.between_s, self.train_s, self.after_s).positive()

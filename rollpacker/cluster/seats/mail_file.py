@@ -25,14 +25,58 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rollpacker.cluster.seats.local_disk import check_local
 from rollpacker.cluster.seats.mailbox import ALL, Letter
+
+_ELSEWHERE = frozenset(
+    (
+        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "gpfs", "beegfs", "afs", "9p"),
+        *("glusterfs", "orangefs", "pvfs2", "ocfs2", "gfs2", "wekafs", "fuse.sshfs", "fuse.rclone"),
+        *("fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.gcsfuse", "fuse.juicefs"),
+    )
+)
+MOUNTS = Path("/proc/self/mountinfo")
+
+
+def check_local(folder: Path, mounts: Path = MOUNTS) -> None:
+    """Raises `ValueError` if the folder is on a network file system. It may not be there yet."""
+    kind = file_system(folder, mounts)
+    if kind in _ELSEWHERE:
+        raise ValueError(
+            f"{folder} is on a network file system ({kind}), where SQLite's locks do not hold: "
+            "choose a folder on a disk of this machine"
+        )
+
+
+def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
+    """Return the kind of the folder's file system, as the kernel calls it. Empty if it is not
+    known."""
+    place = str(folder.resolve())
+    found, kind = "", ""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        point = _plain(before.split()[4])
+        is_above = place == point or place.startswith(point.rstrip("/") + "/")
+        if is_above and len(point) >= len(found):  # of several in one place, the last is seen
+            found, kind = point, after.split()[0]
+    return kind
+
+
+def _plain(point: str) -> str:
+    """The kernel writes blanks as octal numbers."""
+    for code, letter in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        point = point.replace(code, letter)
+    return point
+
 
 SCHEME = "file:"
 LOOK_S = 0.004
 NUM_KEYS = 100_000
-"""Of letters that were read, so that none comes twice: who posts one again does so within
-seconds."""
+"""Number of keys of read letters that are remembered, so that none comes twice: who posts one again
+does so within seconds."""
 _EPOCH = "epoch"
 _PUNCH_HOLE = 0x01 | 0x02
 """`fallocate`'s modes: make a hole, and keep the size."""
@@ -48,7 +92,7 @@ class FileMailbox:
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._known: OrderedDict[tuple[str, str, str], int] = OrderedDict()
-        """Numbers of letters, by box, sender and key."""
+        """Numbers of the letters that were read, by box, sender and key."""
         own = self.folder / f"{_EPOCH}.{uuid.uuid4().hex}"
         try:
             own.write_text(uuid.uuid4().hex)
@@ -101,7 +145,7 @@ class FileMailbox:
         return self.folder / f"{quote(box, safe='')}.letters"
 
     def _letters(self, box: str, path: Path, after: int) -> list[Letter]:
-        """Those that begin there or behind it, whole ones."""
+        """Return the whole letters that begin there or behind it."""
         found = []
         for place, line in _lines(path, after):
             try:
@@ -117,7 +161,7 @@ class FileMailbox:
 
 
 def open_mailbox(address: str) -> FileMailbox:
-    """The one with this address. Raises `OSError` if there is none."""
+    """Return the mailbox with this address. Raises `OSError` if there is none."""
     folder = Path(address.removeprefix(SCHEME))
     if not (folder / _EPOCH).exists():
         raise OSError(f"there is no mailbox {folder}: is the cluster's folder still there?")
@@ -132,8 +176,8 @@ def _size(path: Path) -> int:
 
 
 def _lines(path: Path, after: int) -> list[tuple[int, bytes]]:
-    """Whole ones, each with the place of the line end before it, which is not before `after`. A
-    file that ends before that is another one: all of its lines."""
+    """Return the whole lines, each with the place of the line end before it, which is not before
+    `after`. A file that ends before that is another one: all of its lines."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -14,21 +14,25 @@ the other. What is written cannot be lost with this process: whoever reads it kn
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
+
 from rollpacker.cluster.seats.mailbox import SERVICE, Letter, Mailbox
-from rollpacker.cluster.seats.seat import START, Iteration, LeaseLost
+from rollpacker.cluster.seats.seat import SEAT_VARIABLE, START, Alone, Iteration, LeaseLost, Seat
 from rollpacker.core.ids import PoolName
 
 LEASE_S = 5.0
 """A grant is over when the service has heard nothing of the job for so long."""
 START_LEASE_S = 30.0
-"""The same of a pool on which parts begin: a process that loads libraries and a model beats late,
-for whatever holds Python's lock meanwhile holds up its other threads."""
+"""Seconds of silence after which a grant is over for a pool on which parts begin. A process that
+loads libraries and a model beats late, since whatever holds Python's lock holds up its other
+threads."""
 BEAT_S = 1.0
 UNHEARD_S = 60.0
 """A wait for a pool fails if the mailbox could not be reached for so long."""
@@ -43,7 +47,7 @@ Told = Callable[[str], None]
 
 
 def lease_s(purpose: str) -> float:
-    """Of a pool that is held for this."""
+    """Return the seconds of silence that end the lease of a pool that is held for this purpose."""
     return START_LEASE_S if purpose == START else LEASE_S
 
 
@@ -66,9 +70,9 @@ class MailboxSeat:
         self._incarnation = incarnation
         self._changed = threading.Condition()
         self._ask: _Ask | None = None
-        """What is waited for, or held."""
+        """The ask for the pool that is waited for or held. None if there is none."""
         self._untold: list[Iteration] = []
-        """That ended while a pool was held, whose parts were still about to park."""
+        """Iterations that ended while a pool was held, whose parts were still about to park."""
         self._num_asked = 0
         self._num_posted = 0
         self._beaten_s = time.monotonic()
@@ -120,7 +124,7 @@ class MailboxSeat:
             if self._ask is not None and self._ask.is_granted:
                 self._untold.append(iteration)
                 return
-        self._try_to_post("committed", asdict(iteration), tries=3)
+        self._try_to_post("committed", structs.asdict(iteration), tries=3)
 
     def watch(self, lost: Told, stop: Told) -> None:
         with self._changed:
@@ -244,3 +248,28 @@ class MailboxSeat:
     def _check(self) -> None:
         if self._lost:
             raise LeaseLost(self._lost)
+
+
+MAILBOXES = {"file": "rollpacker.cluster.seats.mail_file", "ray": "rollpacker.cluster.on_ray.mail"}
+"""Modules that know mailboxes by address (`open_mailbox`), by its begin. They are loaded by name
+when a seat needs one: what is behind ray is no part of this package."""
+
+
+def open_seat(environ: Mapping[str, str]) -> Seat | None:
+    """The seat that the environment names; None: the job runs by itself. Raises `ValueError` for
+    what names none, and `OSError` where it cannot be reached."""
+    where = environ.get(SEAT_VARIABLE)
+    if where is None:
+        return None
+    if where == "alone":
+        return Alone()
+    address, _, incarnation = where.rpartition("#")
+    address, _, job = address.rpartition("#")
+    scheme = address.partition(":")[0]
+    if not (job and incarnation.isdecimal() and scheme in MAILBOXES):
+        raise ValueError(
+            f"{SEAT_VARIABLE}={where}: no such seat; it is set by `rollpacker cluster`. Unset it "
+            "to run alone"
+        )
+    mailbox = importlib.import_module(MAILBOXES[scheme]).open_mailbox(address)
+    return MailboxSeat(mailbox, job, int(incarnation))

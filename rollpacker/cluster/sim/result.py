@@ -1,12 +1,15 @@
-"""What came of a simulated cluster."""
+"""The result of a simulated cluster, with its tables."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollpacker.cluster.decide.nodes import Pool
+from rollpacker.cluster.sim.policies import POLICIES
+from rollpacker.report.table import MAX_WIDTH, lines
 
 SLO_TOLERANCE = 1e-9
 
@@ -33,9 +36,9 @@ class PolicyResult:
     """The whole price over the hours that the jobs would take without any sharing."""
     jobs: tuple[JobResult, ...]
     peak_devices: Mapping[str, int]
-    """By pool."""
+    """Largest number of devices in use at once, by pool."""
     busy: Mapping[str, float]
-    """By pool: of the device time that was paid for, so much generated or trained."""
+    """Share of the device time that was paid for in which devices generated or trained, by pool."""
 
     @property
     def slo_kept(self) -> float:
@@ -47,7 +50,7 @@ class PolicyResult:
         return math.fsum(job.slowdown for job in self.jobs) / len(self.jobs)
 
     def to_plain(self) -> dict[str, object]:
-        """As `rollpacker cluster simulate --json` prints it."""
+        """Return the result as `rollpacker cluster simulate --json` prints it."""
         return {
             "price_per_h": self.price_per_h,
             "slo_kept": self.slo_kept,
@@ -58,7 +61,7 @@ class PolicyResult:
 
 
 class Bill:
-    """What is open, and what it has cost so far."""
+    """The nodes that are open, and what they have cost so far."""
 
     def __init__(self, pools: Sequence[Pool]) -> None:
         self._pools = {pool.name: pool for pool in pools}
@@ -84,7 +87,7 @@ class Bill:
         self._busy_s[pool] += node_s
 
     def price(self) -> float:
-        """Of all hours so far."""
+        """Return the price of all hours so far."""
         return math.fsum(
             seconds / 3600 * self._pools[pool].node_price_per_h
             for pool, seconds in self._node_s.items()
@@ -102,3 +105,36 @@ class Bill:
                 for pool, seconds in self._node_s.items()
             },
         )
+
+
+Results = Mapping[str, PolicyResult]
+"""Results by policy. The others are compared with the first."""
+
+
+def render(results: Results) -> str:
+    """A row per policy, and a row per policy and pool."""
+    first = next(iter(results.values()))
+    rows = [["policy", "price/h", "of the first", "SLO kept", "slowdown"]]
+    for name, one in results.items():
+        rows.append(
+            [
+                *(name, f"{one.price_per_h:,.2f}", f"{one.price_per_h / first.price_per_h:.2f}x"),
+                *(f"{one.slo_kept:.1%}", f"{one.slowdown_mean:.3f}"),
+            ]
+        )
+    pools = [["devices", "pool", "peak", "busy"]]
+    for name, one in results.items():
+        for pool, peak in one.peak_devices.items():
+            pools.append([name, pool, f"{peak:,}", f"{one.busy[pool]:.0%}"])
+    return "\n".join([*lines(rows), "", *lines(pools)])
+
+
+def explain(results: Results) -> str:
+    """Explain the columns and the policies."""
+    told = (
+        "Price/h is the whole price over the hours that the jobs would take without sharing; "
+        "slowdown is elapsed over elapsed without waits for pools and switches, over a job's life; "
+        "busy is of the device time that is paid for."
+    )
+    told = textwrap.fill(told, MAX_WIDTH)
+    return "\n".join([told, "", *(f"  {name:<10}  {POLICIES[name]}" for name in results)])

@@ -30,37 +30,16 @@ WORKER = "rollpacker.engines.vllm.worker"
 
 
 class Workers:
-    """Of one engine."""
+    """The worker processes of one engine."""
 
-    def __init__(
-        self, engine: LLMEngine, model: PreTrainedModel, on_error: Callable[[EngineError], None]
-    ) -> None:
-        """Takes memory for the weights. `on_error` is called, in a thread of its own, when one of
-        them ends by itself. Raises `OSError`, or `ValueError` if there is no room."""
+    def __init__(self, engine: LLMEngine, model: PreTrainedModel) -> None:
+        """Takes memory for the weights. Raises `OSError`, or `ValueError` if there is no room."""
         self._engine = engine
         self._buffer = WeightBuffer.create(base_weights(model))
         self._num_loads = 0
-        self._is_closing = False
-        executor: Any = engine.engine_core.engine_core.model_executor
-        self._processes = [worker.proc for worker in executor.workers]
-        family = [os.getpid(), *(one.pid for one in self._processes)]
-        for path in {path for pid in family for path in _shared_memory(pid)}:
-            path.unlink(missing_ok=True)  # all have mapped it: it goes with them, however they end
-        threading.Thread(target=self._watch, args=(on_error,), daemon=True).start()
-
-    def closing(self) -> None:
-        """From now on they may end."""
-        self._is_closing = True
-
-    def _watch(self, on_error: Callable[[EngineError], None]) -> None:
-        """vLLM's own watch says so some ten seconds later."""
-        ended = wait([one.sentinel for one in self._processes])
-        if not self._is_closing:
-            gone = next(one for one in self._processes if one.sentinel in ended)
-            on_error(EngineError(f"{gone.name} of vLLM's (pid {gone.pid}) ended by itself"))
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Bring them to these weights."""
+        """Give the workers these weights."""
         self._num_loads += 1
         with self._buffer.writing(self._num_loads) as shared:
             for name, tensor in named:
@@ -68,26 +47,49 @@ class Workers:
         self._call("load_shared", self._buffer.source(self._num_loads))
 
     def take_log_probs(self, numbers: Sequence[int]) -> list[list[float]]:
-        """Of each of these requests, which the workers forget."""
+        """Log-probabilities of each of these requests, which the workers then forget."""
         found: list[list[float]] = self._agreed("take_log_probs", tuple(numbers))
         return found
 
     def drawn_anew(self, numbers: Sequence[int]) -> list[tuple[list[int], list[float]]]:
-        """What has come out in the places of these requests' carried tokens, and log-probs."""
+        """Tokens drawn in the places of each request's carried tokens, and their
+        log-probabilities."""
         found: list[tuple[list[int], list[float]]] = self._agreed("drawn_anew", tuple(numbers))
         return found
 
     def _agreed(self, method: str, argument: Any) -> Any:
-        """What all of them answer."""
+        """The answer that all workers give to this call. Raises `EngineError` if their answers
+        differ."""
         first, *others = self._call(method, argument)
         if any(repr(other) != repr(first) for other in others):  # NaN is NaN here
             raise EngineError("the devices of an engine of vLLM have drawn different tokens")
         return first
 
     def _call(self, method: str, argument: Any) -> list[Any]:
-        """What each of them answers."""
+        """The answer of each worker to this call."""
         answers: list[Any] = self._engine.collective_rpc(method, args=(argument,))
         return answers
+
+
+def watch_processes(engine: LLMEngine, on_error: Callable[[EngineError], None]) -> threading.Event:
+    """Call `on_error`, in a thread of its own, when one of the engine's worker processes ends by
+    itself. Nothing is called once the event that this returns is set. vLLM's own watch says so some
+    ten seconds later."""
+    executor: Any = engine.engine_core.engine_core.model_executor
+    processes = [worker.proc for worker in executor.workers]
+    family = [os.getpid(), *(one.pid for one in processes)]
+    for path in {path for pid in family for path in _shared_memory(pid)}:
+        path.unlink(missing_ok=True)  # all have mapped it: it goes with them, however they end
+    may_end = threading.Event()
+
+    def watch() -> None:
+        ended = wait([one.sentinel for one in processes])
+        if not may_end.is_set():
+            gone = next(one for one in processes if one.sentinel in ended)
+            on_error(EngineError(f"{gone.name} of vLLM's (pid {gone.pid}) ended by itself"))
+
+    threading.Thread(target=watch, daemon=True).start()
+    return may_end
 
 
 def _shared_memory(pid: int) -> Iterator[Path]:

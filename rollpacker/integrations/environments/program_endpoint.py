@@ -21,10 +21,20 @@ from typing import Any
 
 from rollpacker.serving import chat
 from rollpacker.serving.chat import ApiError, ChatRequest
-from rollpacker.serving.http import LOOPBACK, Answer, Request, Server
+from rollpacker.serving.http import (
+    LOOPBACK,
+    Request,
+    Response,
+    Route,
+    Server,
+    Starlette,
+    api,
+    in_json,
+    token_of,
+)
 
 _IN_VAIN = {"x-should-retry": "false"}
-"""OpenAI's clients heed it."""
+"""Headers of an error, which tell OpenAI's clients not to repeat the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +42,7 @@ class Call:
     """The model is called."""
 
     messages: tuple[dict[str, Any], ...]
-    """What is new since its last message."""
+    """The messages behind the model's last one."""
     tools: tuple[dict[str, Any], ...]
 
 
@@ -43,9 +53,10 @@ class Session:
         self.token = secrets.token_urlsafe(24)
         self.row = json.dumps(row, default=str)
         self.reward: Any = None
-        """What it posted."""
+        """The reward that the program posted. None: it posted none."""
         self.called: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
-        """Done with the next call; or fails with what the program did wrong."""
+        """Done with the program's next call. It fails if the program did something that cannot be
+        trained on."""
         self._said: list[str] = []
         """All messages so far, the model's too, as `chat.as_said` has them."""
         self._tools: tuple[dict[str, Any], ...] = ()
@@ -58,7 +69,7 @@ class Session:
     # -- for the environment -----------------------------------------------------------------------
 
     def answer(self, message: Mapping[str, Any]) -> None:
-        """Answer the call with the model's message; the next one can be waited for."""
+        """Answer the call with the model's message. `called` is then the next call."""
         assert self._pending is not None, "the model was not called"
         wire = chat.on_wire(message)
         self._said.append(chat.as_said(chat.read_back(wire)))
@@ -130,11 +141,11 @@ class Session:
 
 
 class ProgramError(Exception):
-    """What a program did that cannot be trained on."""
+    """A program did something that cannot be trained on."""
 
 
 class ProgramEndpoint:
-    """Of a process: there while any session is open, and gone with the last."""
+    """The endpoint of a process. Its server is open while any session is."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -146,7 +157,7 @@ class ProgramEndpoint:
         session = Session(row)
         self._sessions[session.token] = session
         if self._server is None:
-            self._server = Server(self._answered)
+            self._server = Server(self._app(), admit=self._refused)
             self._port = asyncio.ensure_future(self._server.open())
         assert self._port is not None
         try:
@@ -156,54 +167,63 @@ class ProgramEndpoint:
             raise
 
     async def leave(self, session: Session) -> None:
-        """Idempotent."""
+        """Close a session, and the server with the last one. Idempotent."""
         session.close()
         self._sessions.pop(session.token, None)
         if not self._sessions and self._server is not None:
             server, self._server = self._server, None
             await server.close()
 
-    async def _answered(self, request: Request) -> Answer:
+    def _app(self) -> Starlette:
+        routes = [
+            Route("/v1/chat/completions", self._completed, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/row", self._row),
+            Route("/v1/reward", self._rewarded, methods=["POST"]),
+        ]
+        return api(routes, error_headers=_IN_VAIN)
+
+    def _session(self, request: Request) -> Session:
+        """The session of a request's token, which was looked at before."""
+        session = self._sessions.get(token_of(request))
+        if session is None:
+            raise ApiError("the episode is over", status=410)
+        return session
+
+    def _refused(self, head: Request) -> Response | None:
+        if token_of(head) in self._sessions:
+            return None
+        error = ApiError("this is the token of no episode, or of one that is over", status=401)
+        return in_json(error.body, error.status, headers=_IN_VAIN)
+
+    async def _models(self, _: Request) -> Response:
+        return in_json({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+
+    async def _row(self, request: Request) -> Response:
+        return Response(self._session(request).row, media_type="application/json")
+
+    async def _rewarded(self, request: Request) -> Response:
+        session = self._session(request)
+        session.reward = _reward(await request.body())
+        return in_json({})
+
+    async def _completed(self, request: Request) -> Response:
+        session = self._session(request)
+        asked = chat.read_chat(await request.body(), request.headers)
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
-            session = self._sessions.get(request.token)
-            if session is None:
-                raise ApiError(
-                    "this is the token of no episode, or of one that is over", status=401
-                )
-            return await self._of_session(session, request)
-        except ApiError as error:
-            return Answer(error.status, error.body, headers=_IN_VAIN)
+            wire = await session.call(asked, is_retry=is_retry)
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            over = ApiError("the episode is over", status=410)
-            return Answer(over.status, over.body, headers=_IN_VAIN)
-
-    async def _of_session(self, session: Session, request: Request) -> Answer:
-        match request.method, request.path:
-            case "POST", "/v1/chat/completions":
-                return await self._completed(session, request)
-            case "GET", "/v1/models":
-                models = {"object": "list", "data": [{"id": "policy", "object": "model"}]}
-                return Answer(200, json.dumps(models).encode())
-            case "GET", "/v1/row":
-                return Answer(200, session.row.encode())
-            case "POST", "/v1/reward":
-                session.reward = _reward(request.body)
-                return Answer(200, b"{}")
-        raise ApiError(f"there is no {request.method} {request.path} here", status=404)
-
-    async def _completed(self, session: Session, request: Request) -> Answer:
-        asked = chat.read_chat(request.body, request.headers)
-        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        wire = await session.call(asked, is_retry=is_retry)
+            raise ApiError("the episode is over", status=410) from None
         choices = [chat.Choice(message=wire, reason="stop")]
         told = chat.completion(session.identity, asked.model or "policy", choices)
         if not asked.stream:
-            return Answer(200, json.dumps(told).encode())
+            return in_json(told)
         pieces = chat.stream(told, include_usage=asked.include_usage)
         body = chat.opening(told["id"], told["model"]) + b"".join(pieces)
-        return Answer(200, body, "text/event-stream")
+        return Response(body, media_type="text/event-stream")
 
 
 def _reward(body: bytes) -> Any:

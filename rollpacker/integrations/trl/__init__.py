@@ -8,7 +8,33 @@ trainer = GRPOTrainer(
 )
 """
 
-from rollpacker.integrations.trl.installed import SUPPORTED
-from rollpacker.integrations.trl.rollout_function import RolloutFunction, rollout_function
+from importlib.metadata import version
 
-__all__ = ["SUPPORTED", "RolloutFunction", "rollout_function"]
+from packaging.specifiers import SpecifierSet
+
+from rollpacker.imports import require
+
+SUPPORTED = ">=1.12,<1.17,!=1.15.*"
+"""Versions of TRL that the tests ran with. `rollout_func` is experimental, and what happens around
+it changes between versions. (1.15 cannot train on a CPU, so no test ran with it.)"""
+
+
+def check_version(found: str) -> None:
+    """Raises `ValueError` for a version of TRL that nobody has tried."""
+    if not SpecifierSet(SUPPORTED).contains(found):
+        raise ValueError(
+            f"rollpacker.integrations.trl works with trl {SUPPORTED}, and {found} is installed: "
+            f"pip install 'trl{SUPPORTED}', or train with RollPacker itself (docs/migration.md)"
+        )
+
+
+# Before anything of TRL is imported, so that another version is a sentence and not a traceback.
+require("trl", extra="trl", what="rollpacker.integrations.trl")
+check_version(version("trl"))
+
+from rollpacker.integrations.trl.rollout_function import (  # noqa: E402
+    RolloutFunction,
+    rollout_function,
+)
+
+__all__ = ["SUPPORTED", "RolloutFunction", "check_version", "rollout_function"]

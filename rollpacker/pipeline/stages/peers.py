@@ -1,13 +1,20 @@
-"""The small things that stages tell each other outside of a sweep: numbers, and one tied weight."""
+"""Exchanges between ranks outside of a sweep.
+
+Stages tell each other numbers and one tied weight. The shards of a stage time the network between
+them, which weights and gradients go through.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from rollpacker.pipeline.stages.times import NUM_BYTES
 
 _CPU = torch.device("cpu")
 
@@ -23,7 +30,8 @@ class Peers(Protocol):
     def send(self, tensor: Tensor, stage: int) -> None: ...
 
     def receive(self, like: Tensor, stage: int) -> Tensor:
-        """What `send` was given there, of the shape, dtype and device of `like`."""
+        """Receive a tensor that `send` was given there, of the shape, dtype and device of
+        `like`."""
         ...
 
     def send_named(self, named: Iterable[tuple[str, Tensor]], stage: int) -> None:
@@ -31,7 +39,7 @@ class Peers(Protocol):
         ...
 
     def receive_named(self, stage: int) -> Iterator[tuple[str, Tensor]]:
-        """What `send_named` was given there, one after the other."""
+        """Receive the tensors that `send_named` was given there, one after the other."""
         ...
 
 
@@ -80,3 +88,40 @@ class GroupPeers:
         found: list[Any] = [None]
         dist.recv_object_list(found, group=self._group, group_src=stage, device=_CPU)
         return found[0]
+
+
+NUM_TRIPS = 3
+"""The fastest counts: chance makes a message slow, and never fast."""
+
+
+def round_trips(group: dist.ProcessGroup) -> tuple[tuple[int, float], ...]:
+    """To each later rank of the group, by number: seconds. A joint call, in rounds: everybody has
+    one partner at a time."""
+    own, found = group.rank(), []
+    message = torch.zeros(NUM_BYTES, dtype=torch.uint8)
+    for partner in partners_of(own, group.size()):
+        seconds = []
+        for _ in range(NUM_TRIPS + 1):
+            began = time.perf_counter()
+            if own < partner:
+                dist.send(message, group=group, group_dst=partner)
+            dist.recv(message, group=group, group_src=partner)
+            if own > partner:
+                dist.send(message, group=group, group_dst=partner)
+            seconds.append(time.perf_counter() - began)
+        if own < partner:
+            found.append((partner, min(seconds[1:])))  # the first waits until both are there
+    return tuple(sorted(found))
+
+
+def partners_of(own: int, size: int) -> Iterator[int]:
+    """In each round, of so many; every two meet once (the circle method)."""
+    last = size - 1 if size % 2 == 0 else size
+    for turn in range(last):
+        if own == last:
+            partner = next(one for one in range(last) if (2 * one - turn) % last == 0)
+        else:
+            partner = (turn - own) % last
+            partner = last if partner == own else partner
+        if partner < size:
+            yield partner

@@ -15,29 +15,30 @@ from torch import Tensor, nn
 from rollpacker.pipeline.links.link import ArrivalTimes
 from rollpacker.pipeline.plan.choosers import Kind
 from rollpacker.pipeline.plan.link_choice import LinkKind
-from rollpacker.pipeline.plan.split import layers_of_stages
-from rollpacker.pipeline.plan.work import Measured
+from rollpacker.pipeline.plan.split import layers_of_stages, plan_budget
+from rollpacker.pipeline.plan.work import Link, Measured, OpCost, StageCost
 from rollpacker.pipeline.stages.crossing import Crossing
 from rollpacker.pipeline.stages.cut import Place, Tied, num_layers_of
 from rollpacker.pipeline.stages.executor import Executor
-from rollpacker.pipeline.stages.expected import expected, expected_budget
 from rollpacker.pipeline.stages.orders import NewChooser, SweepChooser
 from rollpacker.pipeline.stages.overseer import Arrangement
 from rollpacker.pipeline.stages.passes import StagedPasses
-from rollpacker.pipeline.stages.peers import Peers
-from rollpacker.pipeline.stages.round_trips import round_trips
+from rollpacker.pipeline.stages.peers import Peers, round_trips
 from rollpacker.pipeline.stages.staged import StagedCritic, StagedPolicy
 from rollpacker.pipeline.stages.times import StageTimes
 from rollpacker.trainer.batches import Batcher, Packs
 from rollpacker.trainer.critic import Critic
 from rollpacker.trainer.flops import FlopModel
 from rollpacker.trainer.frozen import FrozenPolicy
+from rollpacker.trainer.micro_batch import MICRO_BATCH_OVERHEAD_TOKENS
 from rollpacker.trainer.model_set import ModelSet
 from rollpacker.trainer.policy import Policy
 from rollpacker.trainer.sharding import Shards
 from rollpacker.trainer.trained import Trained
 from rollpacker.weights.host_store import local
 
+ATTENTION_OF_F = 1 / 3
+"""Share of attention's FLOPs that F has. I has the rest: attention has no weights of its own."""
 SENT_OF_WEIGHTS = 3
 """A step gathers them for two sweeps, and adds up their gradients."""
 
@@ -83,13 +84,14 @@ class Stage:
         self._links = links
         self._shards = shards
         self._num_bytes = 0
-        """Of the policy's weights here."""
+        """Bytes of the policy's weights on this stage."""
         self._head_layers = 0.0
         self._crossing = Crossing()
         self.measured: Measured | None = None
-        """What the pipeline costs, as this stage was told last; the same on all."""
+        """Costs of the pipeline that this stage was told last; the same on all stages. None:
+        nothing was measured yet."""
         self._expected: Measured | None = None
-        """The same before anything is measured, from the policy on."""
+        """Costs that are expected before anything is measured. None: the policy was not cut yet."""
 
     # -- its part of the models ------------------------------------------------------------
 
@@ -105,16 +107,16 @@ class Stage:
         return staged
 
     def critic(self, whole: Critic) -> StagedCritic:
-        """The same for a critic, after the policy."""
+        """Cut a critic's model in place, after the policy."""
         return StagedCritic(whole, self.place, self._layers_of(whole.model), self._crossing)
 
     def frozen(self, whole: FrozenPolicy) -> FrozenPolicy:
-        """The same for a teacher, after the policy."""
+        """Cut a teacher's model in place, after the policy."""
         layers = self._layers_of(whole.policy.model)
         return FrozenPolicy(StagedPolicy(whole.policy, self.place, layers, self._crossing))
 
     def passes(self, models: ModelSet, batcher: Batcher, shards: Shards | None) -> StagedPasses:
-        """Of models that went through the calls above."""
+        """Passes through models that went through the calls above."""
         return StagedPasses(
             models,
             batcher,
@@ -126,8 +128,8 @@ class Stage:
         )
 
     def budget(self, lengths: Sequence[int], packs: Packs, *, most_tokens: int) -> int:
-        """Of a micro-batch, for a sweep over rows of these lengths, after the policy. It is the
-        same in every run: no measurement has a part in it."""
+        """Tokens of a micro-batch for a sweep over rows of these lengths, after the policy. The
+        number is the same in every run: no measurement has a part in it."""
         assert self._expected is not None
         return expected_budget(lengths, self._expected, most_tokens=most_tokens, packs=packs)
 
@@ -156,13 +158,13 @@ class Stage:
     # -- between two steps -----------------------------------------------------------------
 
     def arrange(self, arrangement: Arrangement) -> None:
-        """What holds from now on. A joint call of all ranks."""
+        """Take an arrangement, which holds from now on. A joint call of all ranks."""
         self.measured = arrangement.measured
         if self._links is not None:
             self._links.use(arrangement.links)
 
     def take_times(self) -> StageTimes:
-        """What was measured since the last call."""
+        """Take the times that were measured since the last call."""
         arrivals = {} if self._links is None else self._links.arrivals()
         place = self.place.index
         times = replace(
@@ -189,7 +191,7 @@ class Stage:
         return [math.fsum(values) for values in zip(*self._peers.gather(own), strict=True)]
 
     def norm(self, own: float) -> float:
-        """Of the whole gradient, from each stage's."""
+        """Norm of the whole gradient, from each stage's own."""
         return math.sqrt(self.sums([own * own])[0])
 
     def union(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -253,3 +255,50 @@ def _parameter(trained: Trained, name: str) -> Tensor:
     policy = trained.module
     assert isinstance(policy, StagedPolicy)
     return policy.model.get_parameter(name)
+
+
+# -- before anything is measured -------------------------------------------------------------------
+
+
+def expected(flops: FlopModel, layers: Sequence[int]) -> Measured:
+    """Expected costs of a model with these layers on each stage, in FLOPs instead of seconds."""
+    last = len(layers) - 1
+    stages = [_stage_cost(flops, n / sum(layers), stage == last) for stage, n in enumerate(layers)]
+    return Measured(stages=tuple(stages), links=(Link(),) * last, bytes_per_token=0.0)
+
+
+def _stage_cost(flops: FlopModel, share: float, is_last: bool) -> StageCost:
+    """Expected cost of a stage with this share of the layers. Matrices in the layers cost F, I
+    and W the same."""
+    per_token = max(flops.body, 1.0) * share / 3
+    # Windows that end somewhere make pairs of a token and few others, which count as none.
+    pairs = share * flops.attention * sum(window is None for window in flops.windows)
+
+    def op(of_attention: float, of_output: float) -> OpCost:
+        return OpCost(
+            fixed_s=MICRO_BATCH_OVERHEAD_TOKENS * per_token,
+            per_token_s=per_token,
+            per_pair_s=of_attention * pairs,
+            per_target_s=of_output * flops.output if is_last else 0.0,
+        )
+
+    return StageCost(
+        f=op(ATTENTION_OF_F, 1 / 3),
+        i=op(1 - ATTENTION_OF_F, 2 / 3),  # the output layer's weights have their product here
+        w=op(0.0, 0.0),
+    )
+
+
+def expected_budget(
+    lengths: Sequence[int],
+    cost: Measured,
+    *,
+    most_tokens: int,
+    packs: Packs,
+) -> int:
+    """The tokens of a micro-batch, up to `most_tokens`, with which a sweep over rows of these
+    lengths is expected to be quickest. `packs`: see `plan_budget`."""
+    if not lengths:
+        return most_tokens
+    plan = plan_budget(lengths, cost.stages, cost.links, most_tokens=most_tokens, packs=packs)
+    return plan.micro_batch_tokens

@@ -3,38 +3,52 @@ that it finds by listing a folder. What a browser sends is never made into a pat
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import gzip
 import json
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from urllib.parse import quote, unquote
 
 from rollpacker.report.log import EVENTS_FILE
 from rollpacker.report.page.document import document
 from rollpacker.report.page.follower import Follower
 from rollpacker.report.page.packing import pack
 from rollpacker.report.summary import SUMMARY_FILE
+from rollpacker.serving.http import (
+    LOOPBACK,
+    GZipMiddleware,
+    Limits,
+    Middleware,
+    Request,
+    Response,
+    Route,
+    Server,
+    Starlette,
+    in_json,
+)
 
 logger = logging.getLogger(__name__)
 
-ADDRESS = "127.0.0.1"
 PORT = 8765
 NUM_PORTS = 20
-"""So many are tried, from `PORT` on, unless one is asked for."""
+"""How many ports are tried, from `PORT` on, unless one is asked for."""
 NUM_FOLLOWED = 8
 """Runs that are kept in memory: those that were looked at last."""
+LIMITS = Limits(connections=256, head_s=30.0, body_s=30.0)
 
-Answer = tuple[HTTPStatus, str, bytes]
-"""Status, content type, body."""
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 
 
 class Runs:
@@ -103,135 +117,111 @@ def _short_summary(path: Path) -> dict[str, Any]:
 
 
 class Dashboard:
-    """Answers requests; knows nothing of sockets."""
+    """The application that answers requests for pages and for what they show."""
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
+        self.port = 0
+        """The port that it is reached at, once there is one."""
         self._page = document("Runs · RollPacker", "live").encode()
 
-    def answer(self, target: str) -> Answer:
-        parts = urlsplit(target)
-        path = parts.path.split("/")[1:]
-        if path in ([""], ["run", path[-1]]):
-            return HTTPStatus.OK, "text/html; charset=utf-8", self._page
-        if path == ["api", "runs"]:
-            return _json(self.runs.listed())
-        if path[:2] == ["api", "run"] and len(path) in (3, 4):
-            name = unquote(path[2], errors="surrogateescape")
-            if path[3:] not in ([], ["samples"]):
-                return _nothing()
-            have = parse_qs(parts.query).get("have", [""])[0]
-            return self._run(name, have, samples=path[3:] == ["samples"])
-        return _nothing()
+    def app(self) -> Starlette:
+        routes = [
+            Route("/", self._document),
+            Route("/run/{name}", self._document),
+            Route("/api/runs", self._listed),
+            Route("/api/run/{name}", self._run),
+            Route("/api/run/{name}/samples", self._samples),
+        ]
+        compress = Middleware(GZipMiddleware, minimum_size=1000, compresslevel=1)
 
-    def _run(self, name: str, have: str, *, samples: bool) -> Answer:
+        async def nothing(*_: Any) -> Response:
+            return _gone()
+
+        return Starlette(routes=routes, middleware=[compress], exception_handlers={404: nothing})
+
+    def refused(self, head: Request) -> Response | None:
+        """What answers another site whose name leads here, and every method but GET."""
+        if head.headers.get("host") not in (f"{LOOPBACK}:{self.port}", f"localhost:{self.port}"):
+            return _sent(b"not under this name\n", "text/plain", 403)
+        return None if head.method == "GET" else _sent(b"only GET\n", "text/plain", 405)
+
+    def _document(self, _: Request) -> Response:
+        return _sent(self._page, "text/html; charset=utf-8")
+
+    def _listed(self, _: Request) -> Response:
+        return in_json(self.runs.listed(), headers=_HEADERS)
+
+    def _run(self, request: Request) -> Response:
+        have = request.query_params.get("have", "")
+        return self._looked_at(request, lambda follower: follower.look(have))
+
+    def _samples(self, request: Request) -> Response:
+        return self._looked_at(request, lambda follower: (None, follower.samples()))
+
+    def _looked_at(
+        self, request: Request, look: Callable[[Follower], tuple[Any, dict[str, Any] | None]]
+    ) -> Response:
+        """The state and the page that `look` finds, or the page alone if there is no state."""
+        # Not of the decoded path: names of folders need not be UTF-8.
+        name = unquote(request.scope["raw_path"].decode().split("/")[3], errors="surrogateescape")
         try:
             follower = self.runs.follower(name)
             if follower is None:
-                return _nothing()
-            if samples:
-                return _packed(follower.samples())
-            state, page = follower.look(have)
+                return _gone()
+            state, page = look(follower)
         except (OSError, ValueError) as error:  # deleted, or written anew, while it was read
             logger.info("%s: %s", name, error)
             self.runs.forget(name)
-            return _nothing()
-        return _json(state) if page is None else _packed({"state": state, "run": page})
+            return _gone()
+        if page is None:
+            return in_json(state, headers=_HEADERS)
+        found = page if state is None else {"state": state, "run": page}
+        return _sent(pack(found), "application/octet-stream")
 
 
-def _json(value: Any) -> Answer:
-    return HTTPStatus.OK, "application/json", json.dumps(value).encode()
+def _sent(body: bytes, kind: str, status: int = 200) -> Response:
+    return Response(body, status, {**_HEADERS, "Content-Type": kind})
 
 
-def _packed(value: dict[str, Any]) -> Answer:
-    return HTTPStatus.OK, "application/octet-stream", pack(value)
+def _gone() -> Response:
+    return in_json({"gone": True}, 404, headers=_HEADERS)
 
 
-def _nothing() -> Answer:
-    return HTTPStatus.NOT_FOUND, "application/json", b'{"gone": true}'
-
-
-def make_server(folder: Path, port: int) -> ThreadingHTTPServer:
-    """Bound to `ADDRESS`; port 0: any that is free. Raises `OSError` where it is taken."""
-    answer = Dashboard(Runs(folder)).answer
-    return _Server((ADDRESS, port), _handler(answer))
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away before it has its answer is nothing to tell."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
-            super().handle_error(request, client_address)
-
-
-def _handler(answer: Callable[[str], Answer]) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        server_version, sys_version = "rollpacker", ""
-        timeout = 30
-
-        def do_GET(self) -> None:
-            assert isinstance(self.server, ThreadingHTTPServer)
-            hosts = {f"{host}:{self.server.server_port}" for host in (ADDRESS, "localhost")}
-            if self.headers.get("Host") not in hosts:  # another site's name that leads here
-                self._send((HTTPStatus.FORBIDDEN, "text/plain", b"not under this name\n"))
-                return
-            self._send(answer(self.path))
-
-        def _send(self, found: Answer) -> None:
-            status, kind, body = found
-            zipped = len(body) > 1000 and "gzip" in self.headers.get("Accept-Encoding", "")
-            body = gzip.compress(body, 1, mtime=0) if zipped else body
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            if zipped:
-                self.send_header("Content-Encoding", "gzip")
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.send_header("X-Frame-Options", "DENY")
-            self.send_header("Referrer-Policy", "no-referrer")
-            self.send_header("Cross-Origin-Resource-Policy", "same-origin")
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            logger.debug(format, *args)
-
-    return Handler
-
-
-def open_server(folder: Path, port: int | None) -> ThreadingHTTPServer:
-    """On the port asked for, or on the first free one. Raises `ValueError` where there is none."""
+async def open_server(folder: Path, port: int | None) -> tuple[Server, int]:
+    """A server on the port asked for (0: any that is free), or on the first free one from `PORT`
+    on, and that port. Raises `ValueError` where there is none."""
+    dashboard = Dashboard(Runs(folder))
+    server = Server(dashboard.app(), admit=dashboard.refused, limits=LIMITS)
     for number in range(PORT, PORT + NUM_PORTS) if port is None else [port]:
         try:
-            return make_server(folder, number)
+            dashboard.port = await server.open(number)
+            return server, dashboard.port
         except (OSError, OverflowError) as error:
             problem = error
     tried = f"port {port}" if port is not None else f"ports {PORT} to {PORT + NUM_PORTS - 1}"
-    raise ValueError(f"cannot listen on {ADDRESS}, {tried} ({problem}): choose another with --port")
+    where = f"{LOOPBACK}, {tried} ({problem})"
+    raise ValueError(f"cannot listen on {where}: choose another with --port")
 
 
-def serve(runs: str, port: int | None) -> int:
-    """Until Ctrl-C. Raises `ValueError` where there is no such folder, or no port."""
-    folder = Path(runs)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give a folder of runs, such as runs, or one run")
-    server = open_server(folder, port)
+async def _serve(folder: Path, port: int | None) -> None:
+    server, port = await open_server(folder, port)
     with contextlib.suppress(OSError):
         os.nice(10)  # whoever trains on this machine goes first
     num = len(Runs(folder).folders())
     runs_here = "1 run" if num == 1 else f"{num} runs"
-    print(
-        f"{runs_here} in {folder}: http://{ADDRESS}:{server.server_address[1]}/ (Ctrl-C ends it)",
-        flush=True,
-    )
+    print(f"{runs_here} in {folder}: http://{LOOPBACK}:{port}/ (Ctrl-C ends it)", flush=True)
     try:
-        server.serve_forever(poll_interval=0.2)
-    except KeyboardInterrupt:
-        return 0
+        await asyncio.Event().wait()
     finally:
-        server.server_close()
+        await server.close()
+
+
+def serve(runs: str, port: int | None) -> int:
+    """Serve until Ctrl-C. Raises `ValueError` where there is no such folder, or no port."""
+    folder = Path(runs)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: give a folder of runs, such as runs, or one run")
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(folder, port))
     return 0

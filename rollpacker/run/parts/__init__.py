@@ -1,1 +1,1 @@
-"""Builds the parts of a run from its config."""
+"""Makes each part of a run from the config, in one file a part; nothing else knows how."""

@@ -1,10 +1,11 @@
-"""The engines of a run: one in its own process, or several, each in one of its own; and what such a
-process makes of what it is told."""
+"""Builds the engines of a run: one in the run's process, or several, each in a process of its own;
+and is what such a process calls to make its engine."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,9 @@ if TYPE_CHECKING:
     from rollpacker.core.fleet.parallelism import ParallelismConfig
     from rollpacker.engines.engine import Engine, EngineConfig
     from rollpacker.engines.messages import EngineSetup
-    from rollpacker.run.engines import Engines
     from rollpacker.run.parts.hosts import Hosts
-    from rollpacker.run.parts.parts import Policy
-    from rollpacker.trainer.model import LoadedModel
+    from rollpacker.run.parts.policy import Policy
+    from rollpacker.run.ports.engines import Engines
     from rollpacker.trainer.trainer import ModelConfig
     from rollpacker.workers.host import Host
 
@@ -24,15 +24,13 @@ if TYPE_CHECKING:
 def build_engines(
     config: RunConfig, policy: Policy, hosts: Hosts | None = None, *, shares_pools: bool = False
 ) -> Engines:
-    """Those that the config asks for, on these hosts, or on this machine. `shares_pools`: they will
-    have to let go of their devices for other jobs.
-
-    Processes begin to load at once. Raises `ValueError` if there are fewer devices, or if the model
-    cannot be cut in as many parts.
-    """
+    """The engines that the config asks for, on these hosts, or on this machine if `hosts` is None;
+    those in processes begin to load. `shares_pools`: they will have to let go of their devices for
+    other jobs. Raises `ValueError` for too few devices, and for a model that they cannot share."""
     from rollpacker.engines.process_engine import ProcessEngine
-    from rollpacker.run.engines import Engines
-    from rollpacker.run.parts.parts import give_adapter
+    from rollpacker.run.parts.policy import engine_in_process
+    from rollpacker.run.parts.trainer import give_adapter
+    from rollpacker.run.ports.engines import Engines
     from rollpacker.workers.host import ThisHost
 
     count, planner = config.rollout.engines, config.parallelism_planner
@@ -42,7 +40,7 @@ def build_engines(
         give_adapter(config, loaded.model)
         if not sleeps:
             return Engines([policy.engine])
-        return Engines([_engine(loaded, config.rollout.engine, sleeps=True)])
+        return Engines([engine_in_process(loaded, config.rollout.engine, sleeps=True)])
     if planner.of_several:
         check_heads(policy.loaded.model.config, planner)
     num_devices = count * planner.initial
@@ -83,14 +81,28 @@ def build_engines(
     return Engines(first, make, planner.initial)
 
 
-async def all_made(engines: Engines) -> None:
-    """Wait for those in processes. Raises `EngineError` if one cannot be made, which is a
-    `ValueError`, too, if that is for the user to mend."""
+def open_engines(
+    config: RunConfig, policy: Policy, hosts: Hosts, stack: ExitStack, *, shares_pools: bool
+) -> Engines:
+    """The engines, all loaded; `stack` closes them. Those that share their devices have let go of
+    them: the trainer is to load there, before weights are handed over. Raises `EngineError` if one
+    cannot be made, which is a `ValueError`, too, if that is for the user to mend."""
     from rollpacker.engines.process_engine import ProcessEngine
+    from rollpacker.run.driving import Caller
+    from rollpacker.run.ports.shared_devices import let_go_of_all
 
-    for handle in engines.living:
-        if isinstance(handle.engine, ProcessEngine):
-            await handle.engine.ready()
+    engines = build_engines(config, policy, hosts, shares_pools=shares_pools)
+    stack.callback(lambda: Caller().run(engines.close()))
+
+    async def load() -> None:
+        for handle in engines.living:
+            if isinstance(handle.engine, ProcessEngine):
+                await handle.engine.ready()
+        if config.train.colocate or shares_pools:
+            await let_go_of_all(engines)
+
+    Caller().run(load())
+    return engines
 
 
 def check_heads(model: Any, planner: ParallelismConfig) -> None:
@@ -130,8 +142,9 @@ def engine_setup(
     tensor_parallel: int = 1,
     sleeps: bool = False,
 ) -> EngineSetup:
-    """What a process needs to make this engine, over the model that `model` names, with so many of
-    torch's threads, on so many devices. `sleeps`: it will have to let go of them."""
+    """The setup of a process that makes this engine over the model that `model` names. `threads`:
+    torch's threads; None leaves torch's choice. `tensor_parallel`: devices that share the engine.
+    `sleeps`: it will have to let go of them."""
     from rollpacker.engines.messages import EngineSetup
 
     return EngineSetup(
@@ -158,6 +171,7 @@ def make_engine(
     of a `ModelConfig`. Raises `ValueError` for what is wrong with them."""
     import torch
 
+    from rollpacker.run.parts.policy import engine_in_process
     from rollpacker.trainer.model import load_model
     from rollpacker.trainer.trainer import LoraConfig, ModelConfig
 
@@ -170,16 +184,4 @@ def make_engine(
 
         add_adapter(loaded.model, lora)
     own: dict[str, Any] = {} if tensor_parallel == 1 else {"tensor_parallel": tensor_parallel}
-    return _engine(loaded, config, sleeps=sleeps, **own)
-
-
-def _engine(loaded: LoadedModel, config: EngineConfig, *, sleeps: bool, **own: Any) -> Engine:
-    """In this process."""
-    from rollpacker.engines.table import ENGINES, TOLD_TO_SLEEP
-    from rollpacker.imports import load_function
-
-    make: Any = load_function(ENGINES[config.name])
-    if sleeps and config.name in TOLD_TO_SLEEP:
-        own["sleeps"] = True
-    engine: Engine = make(model=loaded.model, tokenizer=loaded.tokenizer, config=config, **own)
-    return engine
+    return engine_in_process(loaded, config, sleeps=sleeps, **own)

@@ -1,9 +1,8 @@
-"""Who is on which device: the config's lines, this machine or the hosts of a cluster, and what each
-role takes, made into a plan; and the plan as a table."""
+"""Makes a plan of who is on which device, from the config's lines, this machine or the hosts of a
+cluster, and the memory that each role takes; and shows the plan as a table."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -11,6 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from rollpacker.core.placement.roles import as_ranges, text_of_bytes
+from rollpacker.run.parts.this_host import this_host
 
 if TYPE_CHECKING:
     from rollpacker.config.placement import PlacementConfig
@@ -23,46 +23,11 @@ if TYPE_CHECKING:
         Placement,
         PlacementRequest,
     )
-    from rollpacker.trainer.unit_memory import UnitMemory
-
-THIS_HOST = "this host"
-
-
-def this_host(kind: DeviceKind) -> Host:
-    """The machine as this process may use it: its cores, or the CUDA devices that torch sees."""
-    from rollpacker.cli import findings
-    from rollpacker.core.placement.roles import Host
-
-    usable = float(findings.cpus().details["usable"])
-    found = findings.memory().details
-    limits = [found["total_bytes"], found["cgroup_bytes"]]
-    gpus: tuple[int, ...] = ()
-    if kind == "cuda":
-        import torch
-
-        gpus = tuple(
-            torch.cuda.get_device_properties(number).total_memory
-            for number in range(torch.cuda.device_count())
-        )
-    return Host(
-        name=THIS_HOST,
-        cores=max(int(usable), 1),
-        memory_bytes=min(limit for limit in limits if limit is not None),
-        gpu_bytes=gpus,
-        shm_bytes=_shm_bytes(),
-    )
-
-
-def _shm_bytes() -> int | None:
-    try:
-        found = os.statvfs("/dev/shm")
-    except OSError:
-        return None
-    return found.f_frsize * found.f_blocks
+    from rollpacker.trainer.training_memory import Memory
 
 
 def hosts_of(config: RunConfig) -> list[Host]:
-    """Those that the run has. Raises `ValueError`."""
+    """The hosts that the run has. Raises `ValueError`."""
     if config.runtime == "ray":
         from rollpacker.run.parts.cluster_facts import rooms
 
@@ -71,7 +36,7 @@ def hosts_of(config: RunConfig) -> list[Host]:
 
 
 def device_kind(config: RunConfig) -> DeviceKind:
-    """What the config's devices are, without a look at torch where the config says it."""
+    """The kind of the config's devices, without a look at torch where the config says it."""
     from rollpacker.trainer.estimate import estimate
 
     return "cuda" if estimate(config).device == "cuda" else "cpu"
@@ -96,7 +61,7 @@ def lines_of_keys(config: RunConfig) -> PlacementConfig:
 
 
 def request_of(config: RunConfig, kind: DeviceKind) -> PlacementRequest:
-    """What is to be placed. Raises `ValueError`."""
+    """The roles to be placed. Raises `ValueError`."""
     from rollpacker.config.placement import devices_of
     from rollpacker.core.placement.roles import PlacementRequest, Role
 
@@ -148,7 +113,7 @@ def _given(memory_gib: float | None) -> Need | None:
 def _engine_need(
     config: RunConfig, lines: PlacementConfig, devices: int, kind: DeviceKind
 ) -> Need | None:
-    from rollpacker.trainer.unit_memory import engine_memory
+    from rollpacker.trainer.training_memory import engine_memory
 
     if lines.rollout.memory_gib is not None:
         return _given(lines.rollout.memory_gib)
@@ -158,10 +123,10 @@ def _engine_need(
 def _rank_need(
     config: RunConfig, lines: PlacementConfig, devices: int, kind: DeviceKind
 ) -> Need | None:
-    """Of a process in a replica of so many. There are taken to be several replicas unless the lines
-    say that there is one."""
+    """Memory of a process in a replica of so many devices. There are taken to be several replicas
+    unless the lines say that there is one."""
     from rollpacker.config.placement import num_devices
-    from rollpacker.trainer.unit_memory import rank_memory
+    from rollpacker.trainer.training_memory import rank_memory
 
     if lines.train.memory_gib is not None:
         return _given(lines.train.memory_gib)
@@ -170,17 +135,17 @@ def _rank_need(
     return _need(rank_memory(replace(config, train=train, placement=None), on_cuda=kind == "cuda"))
 
 
-def _need(memory: UnitMemory | None) -> Need | None:
+def _need(memory: Memory | None) -> Need | None:
     from rollpacker.core.placement.roles import Need
 
-    return None if memory is None else Need(memory.stays_bytes, memory.turn_bytes, memory.of)
+    return None if memory is None else Need(memory.stays_bytes, memory.turn_bytes, memory.name)
 
 
 def plan_of(config: RunConfig, hosts: Sequence[Host]) -> Placement:
     """The plan on these hosts, of which the run's own process is on the first. Raises
     `PlacementError`, a `ValueError`."""
     from rollpacker.core.placement.placement import plan_placement
-    from rollpacker.trainer.unit_memory import run_memory
+    from rollpacker.trainer.training_memory import run_memory
 
     kind = device_kind(config)
     first, *others = hosts
@@ -230,8 +195,8 @@ def on_this_host(config: RunConfig) -> RunConfig:
 
 
 def _check_in_turn(plan: Placement) -> None:
-    """On CUDA local processes take devices in turn, engines and the trainer's each from the first
-    on. Raises `ValueError` for another plan."""
+    """Check that engines, and the trainer's processes, have devices from the first on in turn,
+    since on CUDA local processes take them so. Raises `ValueError` for another plan."""
     for role in ("rollout", "train"):
         devices = [device for unit in plan.of(role) for device in unit.devices]
         if plan.kind == "cuda" and devices != list(range(len(devices))):
@@ -314,25 +279,24 @@ def table(plan: Placement) -> list[str]:
 
 
 def table_without(config: RunConfig, host: Host, kind: DeviceKind) -> list[str]:
-    """What runs where on this machine if nothing is placed: on a CPU cores are anybody's, and GPUs
-    are taken from the first on."""
+    """The table of a run on this machine that places nothing: on a CPU any process may use any
+    core, and GPUs are taken from the first on."""
     from rollpacker.trainer.estimate import estimate
-    from rollpacker.trainer.unit_memory import engine_memory
+    from rollpacker.trainer.training_memory import engine_memory
 
     known = estimate(config)
     engines = config.rollout.engines if config.engines_are_apart else 0
     degree = config.parallelism_planner.initial
     one = engine_memory(config, degree, on_cuda=kind == "cuda")
     each = 0 if one is None else one.stays_bytes + one.turn_bytes
-    own_bytes = sum(part.size_bytes for part in known.memory)
-    on: dict[int, list[tuple[str, int]]] = {0: [("run", own_bytes)]}
+    on: dict[int, list[tuple[str, int]]] = {0: [("run", known.memory.size_bytes)]}
     for number in range(engines):
         for device in range(number * degree, (number + 1) * degree):
             on.setdefault(device, []).append((f"engine {number}", each))
     for number in range(known.processes):
-        stage = known.stages and f" (stage {known.stages.of_process(number).index})"
-        name = f"trainer's process {number}{stage or ''}"
-        on.setdefault(number, []).append((name, known.process_bytes(number)))
+        rank = known.rank(number)
+        name = f"trainer's process {number}{rank.name and f' ({rank.name})'}"
+        on.setdefault(number, []).append((name, rank.size_bytes))
     names = {device: tuple(name for name, _ in units) for device, units in on.items()}
     used = {device: sum(size for _, size in units) for device, units in on.items()}
     if kind == "cpu":

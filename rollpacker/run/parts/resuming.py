@@ -1,5 +1,5 @@
-"""What a run's folder alone tells of a resume: whether it is the same run, and whether anything is
-left to do. No data, model or reward is loaded for it."""
+"""Decides from a run's folder alone whether a resume is the same run, and whether anything is left
+to do. No data, model or reward is loaded for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
-    from rollpacker.run.run_folder import RunFolder
+    from rollpacker.run.folder.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -17,11 +17,11 @@ SAME: Mapping[str, Any] = {"model": "", "dtype": "", "train_data": ""}
 """An identity to compare with itself, where only configs are compared."""
 
 READ_S = 5.0
-"""For the few lines of a log after its last checkpoint."""
+"""Seconds that reading the few lines of a log after its last checkpoint may take."""
 
 
 def config_before(folder: RunFolder) -> dict[str, Any]:
-    """What the run was last started with. Raises `RunError`."""
+    """The config that the run was last started with. Raises `RunError`."""
     from rollpacker.config.document import ConfigError, parse_document, read_text
     from rollpacker.run.errors import RunError
 
@@ -38,7 +38,7 @@ def check_config(config: RunConfig, folder: RunFolder, step: int) -> None:
     """Raises `RunError` where a key makes another run of it, and warns of a resume after `step`
     that trains no more than one step because it has fewer."""
     from rollpacker.config.load import changes_since
-    from rollpacker.run.run_folder import check_resume
+    from rollpacker.run.folder.run_folder import check_resume
 
     before = config_before(folder)
     check_resume(changes_since(before, config), SAME, SAME)
@@ -60,8 +60,8 @@ def reason_to_end(config: RunConfig, folder: RunFolder) -> str | None:
     evaluation; None: it goes on. Raises `RunError` where it is another run."""
     from rollpacker.config.load import changes_since
     from rollpacker.core.job.job import Job
-    from rollpacker.run.checkpoint import newest_state
-    from rollpacker.run.run_folder import check_resume
+    from rollpacker.run.folder.checkpoint import newest_state
+    from rollpacker.run.folder.run_folder import check_resume
 
     state = newest_state(folder.checkpoints)
     if state is None or (reason := _said_at_the_end(folder, state["log_bytes"])) is None:
@@ -95,8 +95,8 @@ def _said_at_the_end(folder: RunFolder, log_bytes: int) -> str | None:
 
 
 def let_others_end(config: RunConfig) -> None:
-    """Processes of torchrun's that wait for the run to tell them what to do."""
-    from rollpacker.run.parts.parts import start_trainer_processes
+    """End torchrun's other processes, which wait for the run to tell them what to do."""
+    from rollpacker.run.parts.trainer import start_trainer_processes
     from rollpacker.trainer.launch import Torchrun
 
     if Torchrun.from_environment() is not None:

@@ -2,8 +2,7 @@
 
     the run                                             a host
     RemoteHost --say(items), hear() -- ray --> Agent -- lines --> engines, the trainer's processes
-    Spread     --read, write --------- ray --> Copies             map the weights
-               --take -- ray --> HostWeights <-- WeightPort of the trainer's host, and of others
+    Spread     --take -- ray --> HostWeights <-- WeightPort of the trainer's host, and of others
 
 Only `ray_*.py` import ray, for the agents of a run and for a process's one connection; the mailbox
 and the jobs of a cluster of many runs are in `cluster/on_ray/`. What ray does: it knows the hosts,

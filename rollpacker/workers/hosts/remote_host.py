@@ -59,7 +59,7 @@ class Gone(Exception):
 
 
 class Answer(Protocol):
-    """Of a call that is under way."""
+    """The answer of a call that is under way."""
 
     def result(self, timeout_s: float) -> Any:
         """Raises `TimeoutError`, `Unavailable`, `Gone`, and what the call raised."""
@@ -110,7 +110,7 @@ class RemoteProcess:
         return self.how if self.ended.wait(wait_s) else None
 
     def went_with_host(self) -> bool:
-        return self.with_host
+        return self.ended.is_set() and self.with_host
 
     def kill(self) -> None:
         self._session.add(Kill(self._number))
@@ -155,11 +155,6 @@ class RemoteHost:
         there: BufferLayout = self._call(self._living(), "copy", wanted)
         return replace(there, host=self.name)
 
-    def read(self, layout: BufferLayout, start: int, size: int) -> bytes:
-        """Bytes of a buffer of this host. Raises `OSError` if it is gone, or the host is lost."""
-        found: bytes = self._call(self._session, "read", layout, start, size)
-        return found
-
     def _call(self, session: _Session, method: str, *arguments: Any) -> Any:
         try:
             return session.call(method, *arguments)
@@ -171,7 +166,7 @@ class RemoteHost:
         if source.layout.host == self.name:
             return source
         session = self._session
-        return self._spread.bring(source, session, partial(self._call, session))
+        return self._spread.bring(source, session, partial(self._call, session), self.address)
 
     def agent(self) -> tuple[object, Call]:
         """See `Member`."""
@@ -181,7 +176,7 @@ class RemoteHost:
         return session, partial(self._call, session)
 
     def facts(self) -> HostFacts:
-        """What there is on this host; waits until it can be reached. Raises `OSError`."""
+        """Return the facts of this host; waits until it can be reached. Raises `OSError`."""
         found: HostFacts = self._call(self._living(), "facts")
         return found
 

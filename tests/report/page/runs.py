@@ -10,7 +10,7 @@ from typing import Any
 from rollpacker.core.commands import TrainOn
 from rollpacker.core.events import SampleGenerated, SampleScored
 from rollpacker.core.records import Entry, Note, Record
-from rollpacker.run.samples import SampleWriter
+from rollpacker.run.folder.samples import SampleWriter
 from tests.report.fake_run import FakeRun, write
 
 HOSTILE = (
@@ -51,7 +51,7 @@ def write_run(
 
 
 def write_samples(folder: Path, entries: list[Entry], text: str, complete: Complete) -> None:
-    writer = SampleWriter(folder / "samples", folder / "evaluations")
+    writer = SampleWriter(folder)
     tokens: dict[Any, SampleGenerated] = {}
     values: dict[Any, float | None] = {}
     for entry in entries:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import os
 import shutil
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from rollpacker.cli.main import main
 from rollpacker.core.records import Entry, encode
 from rollpacker.report.page import follower
 from rollpacker.report.page.follower import Follower
-from rollpacker.report.page.server import PORT, make_server, open_server
+from rollpacker.report.page.server import PORT, open_server
 from tests.report.fake_run import FakeRun, write
 from tests.report.page.browser import opened
 from tests.report.page.runs import HOSTILE, write_run
@@ -28,15 +31,17 @@ from tests.report.page.runs import HOSTILE, write_run
 
 @contextmanager
 def served(folder: Path) -> Iterator[int]:
-    server = make_server(folder, 0)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
+    server, port = asyncio.run_coroutine_threadsafe(open_server(folder, 0), loop).result(60)
     try:
-        yield server.server_port
+        yield port
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(60)
+        loop.close()
 
 
 def ask(
@@ -47,9 +52,16 @@ def ask(
     connection.putheader("Host", host or f"127.0.0.1:{port}")
     connection.endheaders()
     answer = connection.getresponse()
-    found = answer.status, answer.read(), dict(answer.getheaders())
+    headers = {name.lower(): value for name, value in answer.getheaders()}
+    found = answer.status, answer.read(), headers
     connection.close()
     return found
+
+
+def apart(call: Callable[[], Any]) -> Any:
+    """In a thread of its own: an event loop of playwright runs in this one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result(60)
 
 
 def lines(entries: list[Entry]) -> str:
@@ -238,7 +250,7 @@ def test_other_names_are_refused(tmp_path: Path, host: str) -> None:
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"])
 def test_nothing_but_get_is_answered(tmp_path: Path, method: str) -> None:
     with served(tmp_path) as port:
-        assert ask(port, "/api/runs", method=method)[0] == 501
+        assert ask(port, "/api/runs", method=method)[0] == 405
 
 
 @pytest.mark.parametrize(
@@ -265,8 +277,8 @@ def test_no_path_leads_out(tmp_path: Path, path: str) -> None:
         assert status == 404 and b"secret" not in body
         status, _, headers = ask(port, "/api/run/plain")
         assert status == 200
-        assert headers["X-Content-Type-Options"] == "nosniff"
-        assert "Access-Control-Allow-Origin" not in headers
+        assert headers["x-content-type-options"] == "nosniff"
+        assert "access-control-allow-origin" not in headers
 
 
 def test_a_log_that_cannot_be_read_is_told_on_its_page(tmp_path: Path) -> None:
@@ -276,6 +288,15 @@ def test_a_log_that_cannot_be_read_is_told_on_its_page(tmp_path: Path) -> None:
     with served(tmp_path) as port, opened(f"http://127.0.0.1:{port}/run/plain") as (page, _):
         page.wait_for_selector("text=the event log cannot be read on")
         assert "3 steps" in page.inner_text("#overview")
+
+
+def test_a_folder_whose_name_is_no_unicode_has_its_page(tmp_path: Path) -> None:
+    # Parquet files cannot be written there.
+    write_run(tmp_path / "plain", steps=3).rename(tmp_path / os.fsdecode(b"caf\xe9"))
+    with served(tmp_path) as port:
+        (run,) = json.loads(ask(port, "/api/runs")[1])
+        name = run["link"].removeprefix("/run/")
+        assert name == "caf%E9" and state_of(port, name)["step"] == 3
 
 
 def test_a_line_that_is_being_written_waits(tmp_path: Path) -> None:
@@ -293,7 +314,7 @@ def test_a_line_that_is_being_written_waits(tmp_path: Path) -> None:
 
 def state_of(port: int, name: str) -> dict[str, Any]:
     status, body, headers = ask(port, f"/api/run/{name}")
-    assert status == 200 and headers["Content-Type"] == "application/octet-stream"
+    assert status == 200 and headers["content-type"] == "application/octet-stream"
     head = json.loads(body[8 : 8 + int.from_bytes(body[4:8], "little")])
     return dict(head["state"])
 
@@ -303,15 +324,17 @@ def test_a_port_in_use_is_passed_over_or_told(tmp_path: Path, capsys: Any) -> No
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert main(["dash", str(tmp_path), "--port", str(port)]) == 2
+        assert apart(lambda: main(["dash", str(tmp_path), "--port", str(port)])) == 2
         assert f"port {port}" in capsys.readouterr().err
-    first = open_server(tmp_path, None)
-    second = open_server(tmp_path, None)
-    try:
-        assert PORT <= first.server_port < second.server_port
-    finally:
-        first.server_close()
-        second.server_close()
+
+    async def two() -> list[int]:
+        opened = [await open_server(tmp_path, None) for _ in range(2)]
+        for server, _ in opened:
+            await server.close()
+        return [port for _, port in opened]
+
+    first, second = apart(lambda: asyncio.run(two()))
+    assert PORT <= first < second
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path: Path, capsys: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.report.files import write_reports
-from rollpacker.run.samples import SampleWriter
+from rollpacker.run.folder.samples import SampleWriter
 from tests.report.page.browser import opened, samples, url
 from tests.report.page.runs import HOSTILE, write_run
 
@@ -45,7 +45,7 @@ def write(folder: Path, dialogue: str) -> None:
         "reward": 99.0,
         "trained": True,
     }
-    writer = SampleWriter(folder / "samples", folder / "evaluations")
+    writer = SampleWriter(folder)
     writer.add([row])
     writer.write()
     write_reports(folder)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rollpacker.pipeline.links.interfaces import own_addresses
+from rollpacker.pipeline.links.host_route import own_addresses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 

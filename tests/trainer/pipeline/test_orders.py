@@ -28,14 +28,13 @@ from rollpacker.pipeline.plan.work import (
 from rollpacker.pipeline.sim.phase import Pipeline, PipelineMachine
 from rollpacker.pipeline.sim.spec import PipelineSpec
 from rollpacker.pipeline.stages.cut import Place
-from rollpacker.pipeline.stages.expected import expected, expected_budget
 from rollpacker.pipeline.stages.orders import (
     NewChooser,
     Orders,
     SweepChooser,
 )
 from rollpacker.pipeline.stages.overseer import Arrangement
-from rollpacker.pipeline.stages.stage import Stage
+from rollpacker.pipeline.stages.stage import Stage, expected, expected_budget
 from rollpacker.trainer.flops import FlopModel
 from rollpacker.trainer.policy import Policy
 from rollpacker.trainer.trainer import PipelineConfig, TrainConfig, TrainerError

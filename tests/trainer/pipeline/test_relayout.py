@@ -17,10 +17,10 @@ from rollpacker.pipeline.plan.choosers import KINDS
 from rollpacker.pipeline.plan.layout import Layout
 from rollpacker.pipeline.plan.work import Load
 from rollpacker.pipeline.stages.overseer import Overseer
+from rollpacker.pipeline.stages.peers import partners_of
 from rollpacker.pipeline.stages.relayout import Relayout
-from rollpacker.pipeline.stages.round_trips import partners_of
 from rollpacker.pipeline.stages.times import NUM_BYTES, StageTimes
-from rollpacker.trainer.kept_state import NAME
+from rollpacker.trainer.journal import RELAYOUT
 from rollpacker.trainer.launch import RankPlace, Ranks
 from rollpacker.trainer.model import load_model
 from rollpacker.trainer.outcome import StepOutcome
@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder, in which one that was killed has left something."""
     path = tmp_path_factory.mktemp("run")
-    (path / NAME / "version-3").mkdir(parents=True)
+    (path / RELAYOUT / "version-3").mkdir(parents=True)
     return path
 
 
@@ -103,11 +103,11 @@ def trainer(folder: Path, run: Path) -> Iterator[ProcessTrainer]:
     found = ProcessTrainer(setup, FrailRanks(2), engine.named_parameters(), journal_in=run)
     yield found
     found.close()
-    assert not (run / NAME).exists()
+    assert not (run / RELAYOUT).exists()
 
 
 def test_other_layers_and_stages_go_on_as_if_nothing_was(folder, trainer, run):
-    assert not (run / NAME).exists()
+    assert not (run / RELAYOUT).exists()
     own = TorchTrainer(build_learner(setup_of(folder)), in_place=False)
     for number, pipeline in enumerate(({"stages": 1}, {"stages": 2, "layers": (3, 1)})):
         step(own, number)
@@ -115,7 +115,7 @@ def test_other_layers_and_stages_go_on_as_if_nothing_was(folder, trainer, run):
         before, version = state(trainer), trainer.version
         assert relayout(trainer, **pipeline) > 0
         assert state(trainer) == before and trainer.version == version == number + 1
-        assert [path.name for path in (run / NAME).iterdir()] == [f"version-{version}"]
+        assert [path.name for path in (run / RELAYOUT).iterdir()] == [f"version-{version}"]
     expected, found = step(own, 3), step(trainer, 3)
     for name in found.keys() - {"train/padded_tokens", "train/micro_batches"}:
         assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
@@ -129,11 +129,11 @@ def test_the_same_layout_goes_on_bit_for_bit_and_lost_ranks_come_back_in_it(
     """Killed while they write for the next switch, from what they wrote for the last one."""
     layout = trainer._setup.train.pipeline
     trainer.save(tmp_path / "newer")
-    assert (run / NAME).exists()  # the newest checkpoint may turn out to be damaged
+    assert (run / RELAYOUT).exists()  # the newest checkpoint may turn out to be damaged
     expected = [step(trainer, number) for number in (5, 6)]
     after = state(trainer)
     trainer.load(tmp_path / "newer")
-    assert not (run / NAME).exists()
+    assert not (run / RELAYOUT).exists()
     assert asyncio.run(trainer.relayout(layout)) > 0
     assert step(trainer, 5) == expected[0]
     trainer._relayout, trainer._ranks.kill_at = Wish((2, 2)), "save"
@@ -165,12 +165,12 @@ def test_state_that_nobody_can_read_leaves_the_way_from_the_checkpoint(trainer, 
     step(trainer, 7)
     expected, version = state(trainer), trainer.version
     trainer.load(tmp_path)
-    trainer._relayout, trainer._ranks.spoil = Wish((2, 2)), run / NAME
+    trainer._relayout, trainer._ranks.spoil = Wish((2, 2)), run / RELAYOUT
     step(trainer, 7)  # it is done
     assert trainer.version == version and trainer.how_lost() is not None
     asyncio.run(trainer.restore(tmp_path, lambda: None))
     assert trainer._setup.train.pipeline == layout and state(trainer) == expected
-    assert not [*(run / NAME).iterdir()]
+    assert not [*(run / RELAYOUT).iterdir()]
 
 
 def test_torchruns_processes_keep_their_layout(trainer):

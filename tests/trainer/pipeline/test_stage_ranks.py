@@ -21,8 +21,7 @@ from rollpacker.pipeline.stages.connect import Connected
 from rollpacker.pipeline.stages.cut import Place
 from rollpacker.pipeline.stages.orders import Orders, Ready
 from rollpacker.pipeline.stages.overseer import Arrangement
-from rollpacker.pipeline.stages.peers import GroupPeers
-from rollpacker.pipeline.stages.round_trips import round_trips
+from rollpacker.pipeline.stages.peers import GroupPeers, round_trips
 from rollpacker.pipeline.stages.stage import Stage
 from rollpacker.pipeline.stages.times import StageTimes
 from rollpacker.trainer.learner import Learner

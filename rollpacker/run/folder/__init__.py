@@ -1,0 +1,1 @@
+"""A run's folder on disk: checkpoints, the event log, samples."""

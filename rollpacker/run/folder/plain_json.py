@@ -1,0 +1,49 @@
+"""Makes readable JSON of any values that data, models and environments hold."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+_MAX_REPR = 4096
+"""Characters of what JSON does not have."""
+
+
+def plain_text(value: Any) -> str:
+    """Readable JSON, whatever `value` holds."""
+    text = _json(value)
+    return json.dumps(_shown(value), ensure_ascii=False) if text is None else text
+
+
+def _json(value: Any) -> str | None:
+    """The value as JSON. None if it cannot be JSON."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError, RecursionError):  # keys that JSON lacks; a circle
+        return None
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:_MAX_REPR]
+    except Exception as error:  # nested too deeply, or a __repr__ that fails
+        return f"({type(error).__name__}: it cannot be shown)"
+
+
+def _plain(value: Any) -> Any:
+    to_list = getattr(value, "tolist", None)  # arrays, and numpy's numbers
+    if callable(to_list):
+        return to_list()
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
+
+
+def shortened(value: Any, most: int) -> Any:
+    """The value, or where it is longer than `most` characters its text, cut off, which says so."""
+    if isinstance(value, int | float | None):  # the most, and short
+        return value
+    text = value if isinstance(value, str) else _json(value)
+    if text is None:
+        return _shown(value)[:most]
+    if len(text) <= most:
+        return value
+    return f"{text[:most]}… ({len(text)} characters)"

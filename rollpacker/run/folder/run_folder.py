@@ -1,0 +1,306 @@
+"""A run's folder: what lies where, one run at a time in it, and what a resume must not change.
+
+runs/NAME/
+    config.yaml       as resolved                 metrics.jsonl   one row a step
+    events.jsonl      the event log               tensorboard/
+    checkpoints/      see checkpoint.py           samples/        trained samples, parquet
+    model             link to the last one's      evaluations/    the same of evaluations
+    identity.json     what a resume must find     summary.json, trace.json, timeline.png
+    trackers/         what they keep here         report.html
+    salvage.bin       see salvage.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollpacker.run.errors import FolderInUse, RunError
+from rollpacker.run.folder.checkpoint import (
+    CARRIED,
+    FORMAT,
+    MODEL_LINK,
+    Checkpoint,
+    fsync,
+    has_checkpoint,
+    link_model,
+    newest_checkpoint,
+    tidy,
+)
+
+_OWN_FILES = (
+    *("config.yaml", ".config.yaml.*", "identity.json", "identity.json.tmp", "identity.tmp-*"),
+    *("events.jsonl", "events.lost.jsonl", "metrics.jsonl", "metrics.jsonl.tmp"),
+    "salvage.bin",
+    *("summary.json", "report.html", "trace.json", "timeline.png"),
+    *("summary.json.tmp", "report.html.tmp", "trace.json.tmp", "timeline.png.tmp"),
+)
+"""Files that a run writes, also half written, as a kill leaves them."""
+_OWN_FOLDERS = {
+    "checkpoints": ("step_*", "latest", "latest.tmp-*"),
+    "tensorboard": ("events.out.tfevents.*",),
+    "samples": ("steps_*",),
+    "trackers": ("*.json", "wandb", "mlflow", "swanlab"),
+    "evaluations": ("step_*",),
+}
+"""Folders of a run, and what it writes into them."""
+
+RESUME_MUST_KEEP = (
+    *("seed", "model.path", "data", "rollout", "tail_batching.race", "tail_batching.tiers"),
+    *("rewards", "environment", "train.threads", "model.quantization"),
+)
+"""Keys (with all below them) whose change would make another run of it. Another number of threads
+adds up in another order."""
+
+RESUME_MAY_GROW = ("rollout.max_response_tokens",)
+"""Exceptions to that, upwards: what is longer than a smaller cap cannot be taken back, but what was
+cut off at it can go on."""
+
+RESUME_MAY_DIFFER = (
+    *("rollout.engine", "rollout.engines", "rollout.routing"),
+    *("environment.workers", "environment.memory_mb", "environment.timeout_s"),
+    *("data.train.chat", "data.eval.chat"),
+)
+"""Exceptions to that: they change speed, not the rules; or, as `chat`, what they come to is
+compared by identity."""
+
+
+def holds_run(path: Path) -> bool:
+    """Whether there is something to go on with."""
+    return any((path / name).exists() for name in ("events.jsonl", "checkpoints", "config.yaml"))
+
+
+class RunFolder:
+    """Opens the folder for one run and holds its lock until closed.
+
+    Nothing of an earlier run is touched before `clear`.
+    """
+
+    def __init__(self, path: Path, *, resume: bool, overwrite: bool) -> None:
+        self.path = path
+        self.events = path / "events.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.samples = path / "samples"
+        self.evaluations = path / "evaluations"
+        self.config = path / "config.yaml"
+        self._lock_file = path / "run.lock"
+        self._made = [p for p in (path, *path.parents) if not p.exists()]
+        """Folders that were not there before, innermost first."""
+        while not self._take_lock():
+            pass
+        try:
+            self._check_state(resume=resume, overwrite=overwrite)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_lock(self) -> bool:
+        """Lock the folder. False if another run, which could not start, removed the lock's file
+        meanwhile."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = self._lock_file.open("a")
+        except (FileExistsError, NotADirectoryError) as error:
+            raise RunError(f"{self.path} cannot be a run's folder: a file is in the way") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._lock_file.stat().st_ino == os.fstat(self._lock.fileno()).st_ino:
+                return True
+        except BlockingIOError as error:
+            self._lock.close()
+            raise FolderInUse(
+                f"another run is at work in {self.path}; wait for it, or choose another name=..."
+            ) from error
+        except FileNotFoundError:
+            pass
+        self._lock.close()
+        return False
+
+    def _check_state(self, *, resume: bool, overwrite: bool) -> None:
+        used = holds_run(self.path)
+        if used and not (resume or overwrite):
+            raise RunError(
+                f"{self.path} already holds a run: continue it with --resume, replace it with "
+                "--overwrite, or choose another name=..."
+            )
+        elif resume and not used:
+            raise RunError(f"there is no run to resume in {self.path}; start it without --resume")
+
+    def clear(self) -> None:
+        """Remove what a run wrote here, and nothing else.
+
+        A folder that is a link to another disk stays one, and only what a run wrote there goes.
+        Raises `RunError`, with nothing removed, if that disk is not there.
+        """
+        folders = {name: self.path / name for name in _OWN_FOLDERS}
+        for path in folders.values():
+            if path.is_symlink() and not path.is_dir():
+                raise RunError(
+                    f"{path} is a link to {os.readlink(path)}, which is not there: mount it, or "
+                    "remove the link"
+                )
+        for pattern in _OWN_FILES:
+            for path in self.path.glob(pattern):
+                path.unlink()
+        for link in [self.path / MODEL_LINK, *self.path.glob(f"{MODEL_LINK}.tmp-*")]:
+            if link.is_symlink():
+                link.unlink()
+        for name, path in folders.items():
+            if path.is_symlink():
+                for written in [one for own in _OWN_FOLDERS[name] for one in path.glob(own)]:
+                    shutil.rmtree(written) if written.is_dir() else written.unlink()
+            elif path.is_dir():
+                shutil.rmtree(path)
+
+    def find_checkpoint(self, *, carries: bool = True) -> Checkpoint | None:
+        """The checkpoint from which a resume goes on. None if the run ended before its first
+        checkpoint. `carries`: the run takes up the tokens of deferred prompts.
+
+        Raises `RunError` or `CheckpointError` where that cannot be told, or where it cannot go on.
+        """
+        if has_checkpoint(self.checkpoints):
+            newest = newest_checkpoint(self.checkpoints, without=None if carries else CARRIED)
+            if newest.format != FORMAT:
+                raise RunError(
+                    f"{newest.folder} was written by another version of RollPacker (format "
+                    f"{newest.format}, not {FORMAT}): resume the run with the version "
+                    "that began it, or begin anew with --overwrite. report, replay and simulate "
+                    "--from read the run as it is"
+                )
+            tidy(self.checkpoints, newest)
+            link_model(self.path, newest.folder)
+            return newest
+        for log in (self.events, self.events.with_suffix(".lost.jsonl")):
+            if log.exists() and _tells_of_a_checkpoint(log):
+                raise RunError(
+                    f"{log} tells of a checkpoint, but there is none in {self.checkpoints}: was "
+                    "the folder moved or emptied, is its disk not mounted? Bring it back, or begin "
+                    "anew with --overwrite"
+                )
+        return None
+
+    def write_identity(self, identity: Mapping[str, Any]) -> None:
+        """Record what the run depends on beyond its config (fingerprints, threads). Durable before
+        it takes the place of what was recorded before: without it no resume is possible."""
+        temporary = self.path / "identity.json.tmp"
+        temporary.write_text(json.dumps(identity, indent=1, sort_keys=True) + "\n")
+        fsync(temporary)
+        temporary.replace(self.path / "identity.json")
+        fsync(self.path)
+
+    def read_identity(self) -> dict[str, Any]:
+        """The identity that `write_identity` recorded. Raises `RunError` if it is not there or is
+        something else."""
+        try:
+            identity: dict[str, Any] = json.loads((self.path / "identity.json").read_text())
+            texts = all(isinstance(identity[key], str) for key in ("model", "dtype", "train_data"))
+            threads = identity["threads"]
+            if not texts or type(threads) is not int or threads < 1:
+                raise ValueError("not what a run writes there")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                f"{self.path / 'identity.json'} cannot be read ({type(error).__name__}: {error}), "
+                "so it cannot be told whether this is the run that was started. --overwrite begins "
+                "anew"
+            ) from error
+        return identity
+
+    def close(self) -> None:
+        """Let go of the lock. A folder in which nothing was written goes as well. Idempotent."""
+        if not self._lock.closed and self._made:
+            self._remove_if_empty()
+        self._lock.close()
+
+    def _remove_if_empty(self) -> None:
+        """A run that could not start leaves no folder that it made."""
+        if {entry.name for entry in self.path.iterdir()} != {self._lock_file.name}:
+            return
+        with contextlib.suppress(OSError):  # somebody else put something there meanwhile
+            self._lock_file.unlink()
+            for folder in self._made:
+                folder.rmdir()
+
+
+def check_resume(
+    changes: Sequence[tuple[str, Any, Any]], before: Mapping[str, Any], now: Mapping[str, Any]
+) -> list[str]:
+    """Refuse a resume that would make another run of it; return the harmless changes, in words.
+
+    `changes` are (key, old, new) of the two configs; `before` and `now` are identities.
+    """
+    refused: list[str] = []
+    harmless: list[str] = []
+    for key, old, new in changes:
+        text = f"{key}: {old!r} -> {new!r}"
+        must_keep = _below(key, RESUME_MUST_KEEP) and not _below(key, RESUME_MAY_DIFFER)
+        if key in RESUME_MAY_GROW and type(old) is type(new) is int:
+            must_keep = new < old
+            text += (
+                ": it may only grow, since responses that wait may be longer already"
+                if must_keep
+                else ": responses that wait go on from where they were cut off, and the law of"
+                " lengths is learned anew"
+            )
+        elif _below(key, ("rewards",)) and key.endswith(".function"):
+            text += ": a function that was mended goes on under the same name"
+        (refused if must_keep else harmless).append(text)
+    chat = _chat_changes(before, now)
+    for key, meaning in (
+        ("model", "the model's or tokenizer's files"),
+        ("dtype", "the weights' dtype"),
+        ("train_data", "the training data"),
+    ):
+        if before[key] != now[key] and not (key == "train_data" and chat):
+            refused.append(f"{meaning} changed since the run began")
+    refused += chat
+    files = now.get("files", {})
+    for key, digest in before.get("files", {}).items():
+        if key in files and files[key] != digest:
+            harmless.append(
+                f"the code of {key} changed since the run began: what comes from now on is not"
+                " comparable with what was before"
+            )
+    if refused:
+        raise RunError(
+            "this is not the run that was started; resuming it is refused:\n  "
+            + "\n  ".join(refused)
+            + "\nundo the change, or start a new run with another name=..."
+        )
+    return harmless
+
+
+def _chat_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Data sets whose text prompts go through the chat template now and did not, or the other way
+    round. A run of an earlier version rendered none unless there was a system prompt."""
+    began = before.get("chat", {})
+    words = {True: "rendered by the chat template", False: "plain texts"}
+    return [
+        f"data.{name}: prompts were {words[not renders]} when the run began, and are"
+        f" {words[renders]} now: set data.{name}.chat={str(not renders).lower()} to go on as it was"
+        for name, renders in now.get("chat", {}).items()
+        if renders != began.get(name, False)
+    ]
+
+
+def _tells_of_a_checkpoint(log: Path) -> bool:
+    """Whether a line of the log says that a step was committed with a checkpoint."""
+    with log.open("rb") as file:
+        for line in file:
+            if b'"Committed"' in line and b'"checkpointed"' in line:
+                try:
+                    entry = json.loads(line)
+                except ValueError:  # cut off, or not ours
+                    continue
+                if isinstance(entry, dict) and entry.get("checkpointed") is True:
+                    return True
+    return False
+
+
+def _below(key: str, prefixes: Sequence[str]) -> bool:
+    return any(key == prefix or key.startswith((prefix + ".", prefix + "[")) for prefix in prefixes)

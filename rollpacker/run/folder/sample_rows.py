@@ -1,0 +1,216 @@
+"""The rows of `samples/*.parquet`: what was trained on, what was slowest to check, and what an
+evaluation generated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, repeat
+from statistics import fmean
+from typing import Any
+
+from rollpacker.core.commands import TrainOn
+from rollpacker.core.ids import SampleId
+from rollpacker.data.dataset import PromptRow
+from rollpacker.engines.engine import Response
+from rollpacker.environments.environment import Episode
+from rollpacker.rewards.reward import Failed, Scored
+from rollpacker.run.errors import Decode
+from rollpacker.run.folder.plain_json import plain_text, shortened
+from rollpacker.run.folder.samples import SampleWriter
+from rollpacker.run.ports.desk import Desk
+from rollpacker.run.ports.dialogue_text import dialogue_text
+from rollpacker.trainer.trainer import TrainSample
+
+NUM_SLOWEST = 10
+"""Number of a step's slowest checks that are kept with their text, trained on or not."""
+
+MAX_VALUE_CHARS = 4096
+"""Longer values of a data row are cut off in samples: the tests of one programming problem can
+weigh megabytes, and every sample of it would have them."""
+
+
+@dataclass(slots=True)
+class PromptColumns:
+    """Columns of a sample's row that describe its prompt. The samples of a group share the
+    texts."""
+
+    rows: Sequence[PromptRow]
+    render: Decode
+    """Prompt tokens to text, special tokens included."""
+    _last: tuple[int, Mapping[str, Any]] = field(default=(-1, {}), init=False)
+
+    def __call__(self, number: int) -> Mapping[str, Any]:
+        if self._last[0] != number:
+            row = self.rows[number]
+            told = {
+                "row_where": row.where,
+                "row": row_text(row.columns),
+                "prompt": row.prompt if isinstance(row.prompt, str) else plain_text(row.prompt),
+                "rendered_prompt": self.render(row.tokens),
+            }
+            self._last = number, told
+        return self._last[1]
+
+
+def row_text(columns: Mapping[str, Any]) -> str:
+    """The columns as JSON. What JSON does not have (dates, arrays, objects) is told as text, and
+    long values are cut off."""
+    return plain_text(
+        {str(name): shortened(value, MAX_VALUE_CHARS) for name, value in columns.items()}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """Makes the rows of a step while the trainer works on it."""
+
+    desk: Desk
+    writer: SampleWriter
+    prompts: PromptColumns
+    reward_names: Sequence[str]
+
+    def add(self, command: TrainOn, samples: Sequence[TrainSample]) -> None:
+        """Give the writer a row for each sample trained on, and for the slowest to check."""
+        trained = {sample.sample: sample for sample in samples}
+        asked = list(chain(*command.groups))
+        weights = (
+            chain(*command.weights) if command.weights is not None else repeat(1.0, len(asked))
+        )
+        rows = []
+        for sample, weight in zip(asked, weights, strict=True):
+            row = self._row(command.step, sample)
+            row["trained"] = True
+            advantage = trained[sample].advantage
+            of_tokens = advantage if isinstance(advantage, tuple) else (advantage,)
+            row["advantage"] = fmean(of_tokens)
+            if "turn_advantages" in row:
+                row["turn_advantages"] = self._turn_advantages(sample, advantage)
+            row["loss_weight"] = weight
+            rows.append(row)
+        slowest = self.desk.slowest(NUM_SLOWEST)
+        rows += [self._row(command.step, sample) for sample in slowest if sample not in trained]
+        self.writer.add(rows)
+
+    def _row(self, step: int, sample: SampleId) -> dict[str, Any]:
+        known = self.desk[sample]
+        verdict = known.verdict
+        return {
+            "step": step,
+            "round_kind": str(self.desk.round_kind),
+            **_sample_columns(
+                sample, self.prompts, known.response, known.completion, known.episode
+            ),
+            "reward": None if verdict is None else verdict.value,
+            **_parts(verdict, self.reward_names),
+            **_extras(verdict),
+            "check_s": known.check_s,
+            "trained": False,
+            "advantage": None,
+            "loss_weight": 0.0,
+            **({} if known.episode is None else _turn_columns(verdict)),
+        }
+
+    def _turn_advantages(self, sample: SampleId, advantage: float | tuple[float, ...]) -> str:
+        """The advantages of each turn's first token, as a JSON list."""
+        episode = self.desk[sample].episode
+        assert episode is not None, "there are turns"
+        if not isinstance(advantage, tuple):
+            return plain_text([advantage] * len(episode.num_drawn))
+        firsts = accumulate(episode.num_drawn[:-1], initial=0)
+        return plain_text([advantage[first] for first in firsts])
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRows:
+    """Makes the rows of an evaluation."""
+
+    writer: SampleWriter
+    prompts: PromptColumns
+    reward_names: Sequence[str]
+    pass_threshold: float
+
+    def write(
+        self,
+        step: int,
+        judged: Iterable[tuple[Response, str, Scored | Failed]],
+        episodes: Mapping[SampleId, Episode],
+    ) -> None:
+        """`judged`: responses with their text and their verdict. `episodes`: what was said in those
+        of several turns."""
+        rows = [self._row(step, *one, episodes.get(one[0].sample)) for one in judged]
+        self.writer.write_evaluation(step, rows)
+
+    def _row(
+        self,
+        step: int,
+        response: Response,
+        completion: str,
+        verdict: Scored | Failed,
+        episode: Episode | None,
+    ) -> dict[str, Any]:
+        reward = verdict.value if isinstance(verdict, Scored) else None
+        return {
+            "step": step,
+            **_sample_columns(response.sample, self.prompts, response, completion, episode),
+            "reward": reward,
+            **_parts(verdict, self.reward_names),
+            **_extras(verdict),
+            "check_s": verdict.seconds,
+            "passed": None if reward is None else reward >= self.pass_threshold,
+            "failure": verdict.reason if isinstance(verdict, Failed) else None,
+        }
+
+
+def _sample_columns(
+    sample: SampleId,
+    prompts: PromptColumns,
+    response: Response,
+    completion: str | None,
+    episode: Episode | None,
+) -> dict[str, Any]:
+    return {
+        "prompt_id": str(sample.prompt),
+        "sample_id": str(sample),
+        **prompts(sample.prompt.row),
+        **_said_first(response, prompts.render, episode),
+        "completion": completion,
+        "finish_reason": response.finish_reason,
+        "num_tokens": response.num_drawn,
+        **(
+            {}
+            if episode is None
+            else {"dialogue": dialogue_text(response, episode, prompts.render)}
+        ),
+    }
+
+
+def _said_first(response: Response, render: Decode, episode: Episode | None) -> dict[str, Any]:
+    """The prompt that the environment said, in place of the row's."""
+    if episode is None or episode.prompt is None:
+        return {}
+    return {
+        "prompt": plain_text(episode.prompt),
+        "rendered_prompt": render(response.prompt_tokens),
+    }
+
+
+def _turn_columns(verdict: Scored | Failed | None) -> dict[str, str | None]:
+    """Columns with the rewards of a trajectory's turns, as JSON lists."""
+    rewards = verdict.turns if isinstance(verdict, Scored) else None
+    return {
+        "turn_rewards": None if rewards is None else plain_text(rewards),
+        "turn_advantages": None,
+    }
+
+
+def _extras(verdict: Scored | Failed | None) -> dict[str, Any]:
+    """Columns with the values that reward functions logged of the sample (`log_extra`)."""
+    extras = verdict.extras if isinstance(verdict, Scored) else {}
+    return {f"extra/{name}": value for name, value in extras.items()}
+
+
+def _parts(verdict: Scored | Failed | None, names: Sequence[str]) -> dict[str, float | None]:
+    """Columns with each reward's own value. None where a reward did not judge the sample."""
+    parts: Mapping[str, float | None] = {} if verdict is None else verdict.parts
+    return {f"reward/{name}": parts.get(name) for name in names}

@@ -1,0 +1,113 @@
+"""Samples as parquet, so that anybody can read what the model wrote and what it got for it.
+
+`docs/run-folder.md` has every column. Rows of training are gathered and written with each
+checkpoint, those of an evaluation at once; a resume cuts both back to its checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollpacker.run.folder.checkpoint import fsync
+
+_NAME = re.compile(r"steps?_(?:\d+-)?(\d+)\.parquet")
+"""The group is the last step that a file tells of."""
+
+Row = Mapping[str, Any]
+
+COLUMN_TYPES = {
+    "step": "int64",
+    "num_tokens": "int64",
+    "reward": "float64",
+    "check_s": "float64",
+    "advantage": "float64",
+    "loss_weight": "float64",
+    "trained": "bool",
+    "passed": "bool",
+}
+"""Types of columns. All others are texts, or float64 if they begin with `reward/`. The types are
+told, not guessed: a column of which a file has no value must not get another type than in the
+next."""
+
+
+class SampleWriter:
+    """Writes `samples/steps_000001-000010.parquet` and `evaluations/step_000010.parquet` into a
+    run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.step_rows: Sequence[Row] = ()
+        """Rows of the newest step that was trained."""
+        self.evaluation_rows: Sequence[Row] = ()
+        """Rows of the newest evaluation."""
+        self._waiting: list[Row] = []
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Keep a step's rows for the next `write`. All rows of a run have the same keys, `step`
+        among them, but for what rewards logged (`extra/...`)."""
+        self.step_rows = rows
+        self._waiting += rows
+
+    def write(self) -> None:
+        """Make durable what was added since the last call."""
+        if self._waiting:
+            first, last = self._waiting[0]["step"], self._waiting[-1]["step"]
+            _write(
+                self._folder / "samples" / f"steps_{first:06d}-{last:06d}.parquet", self._waiting
+            )
+            self._waiting = []
+
+    def write_evaluation(self, step: int, rows: Sequence[Row]) -> None:
+        """Write the rows of the evaluation after `step` steps, in place of an earlier one's."""
+        self.evaluation_rows = rows
+        if rows:
+            _write(self._folder / "evaluations" / f"step_{step:06d}.parquet", rows)
+
+
+def _write(path: Path, rows: Sequence[Row]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_suffix(f".tmp-{os.getpid()}")
+    columns = {
+        column: pyarrow.array(
+            [storable(_typed(column, row.get(column))) for row in rows],
+            pyarrow.type_for_alias(_type_of(column)),
+        )
+        for column in dict.fromkeys(column for row in rows for column in row)
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), temporary, compression="zstd")
+    fsync(temporary)
+    temporary.replace(path)
+    fsync(path.parent)
+
+
+def _type_of(column: str) -> str:
+    return COLUMN_TYPES.get(column, "float64" if column.startswith("reward/") else "string")
+
+
+def _typed(column: str, value: Any) -> Any:
+    """An extra may be anything, and another kind of thing in the next file: it is kept as text."""
+    return str(value) if column.startswith("extra/") and value is not None else value
+
+
+def storable(value: Any) -> Any:
+    """The value, or a text without the half surrogates that UTF-8 has no bytes for: each is
+    written as `\\udXXX`."""
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-8", "backslashreplace").decode()
+    return value
+
+
+def cut_back(folder: Path, step: int) -> None:
+    """Remove the files with steps after `step`: of samples, which end at checkpoints, so that none
+    straddles one, or of evaluations."""
+    for path in (*folder.glob("steps_*"), *folder.glob("step_*")):
+        match = _NAME.fullmatch(path.name)
+        if ".tmp-" in path.name or (match is not None and int(match[1]) > step):
+            path.unlink()

@@ -1,0 +1,68 @@
+"""Builds who is told of a run: its metrics and display, a program's callbacks, and trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollpacker.callbacks import Callback
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.report.live import LiveReport
+    from rollpacker.run.ports.audience import Audience, Call
+
+
+def build_audience(
+    config: RunConfig,
+    folder: Path,
+    *,
+    num_rows: int,
+    resumed_step: int | None,
+    callbacks: Sequence[Callback],
+    call: Call,
+    display: bool,
+) -> tuple[LiveReport, Audience]:
+    """The observer of the log that makes metrics and shows them, and who is told of what they hold.
+    `num_rows`: training prompts. `resumed_step`: None for a new run. `call` calls in the thread
+    that asked for the run. `display`: metrics are shown."""
+    from rollpacker.config.load import to_plain
+    from rollpacker.report.live import LiveReport
+    from rollpacker.run.output import console, in_notebook
+    from rollpacker.run.ports.audience import Audience, ToldRun
+
+    steps = config.num_steps(num_rows)
+    live = LiveReport(
+        folder,
+        total_steps=steps,
+        resume=resumed_step is not None,
+        slots=config.rollout.max_slots,
+        max_response_tokens=config.rollout.max_response_tokens,
+        console=console(goes_on=True) if display else None,
+        show=display,
+        notebook=config.name if in_notebook() else None,
+    )
+    run = ToldRun(
+        name=config.name,
+        folder=folder,
+        config=to_plain(config),
+        total_steps=steps,
+        resumed_step=resumed_step,
+    )
+    audience = Audience(
+        run,
+        callbacks=callbacks,
+        trackers=build_trackers(config),
+        call=call,
+        row_so_far=live.row_so_far,
+    )
+    live.on_row = audience.row_written
+    return live, audience
+
+
+def build_trackers(config: RunConfig) -> list[Callback]:
+    """The trackers of the config. Each is told of a step when its row of `metrics.jsonl` is
+    written."""
+    from rollpacker.trackers.by_name import make_tracker
+
+    return [make_tracker(tracker) for tracker in config.tracker_configs]

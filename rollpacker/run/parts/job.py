@@ -1,0 +1,78 @@
+"""Builds what a checkpoint restores besides the weights: the job, which decides, the cursor over
+the prompts, and the tokens that deferred prompts carry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rollpacker.data.dataset import TRAIN
+
+if TYPE_CHECKING:
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.core.job.job import Job
+    from rollpacker.data.cursor import PromptCursor
+    from rollpacker.run.folder.checkpoint import Checkpoint
+    from rollpacker.run.parts.policy import Policy
+    from rollpacker.run.ports.carried import CarriedTokens
+
+
+def build_job(
+    config: RunConfig,
+    policy: Policy,
+    cursor: PromptCursor,
+    checkpoint: Checkpoint | None,
+    *,
+    shares_pools: bool,
+) -> Job:
+    """A new job, or the checkpoint's. `shares_pools`: its devices are other jobs' by turns."""
+    from rollpacker.core.job.pooled_job import make_job, restore_job
+    from rollpacker.run.parts.environments import sources_of
+    from rollpacker.run.parts.rewards import reward_kinds
+
+    turns, sources = policy.inputs.turns, sources_of(config, policy.train_prompts)
+    known = config.job(
+        prompt_tokens=policy.mean_prompt_tokens,
+        reward_kinds=reward_kinds(policy.reward),
+        acting=None if turns is None else turns.acting(sources),
+    )
+    known = replace(known, shares_pools=shares_pools)
+    if checkpoint is None:
+        return make_job(known)
+    return restore_job(known, checkpoint.state["job"], data_ended=cursor.ended)
+
+
+def build_cursor(
+    config: RunConfig, policy: Policy, checkpoint: Checkpoint | None = None
+) -> PromptCursor:
+    """Draws prompts from `data.train`, from the beginning or from where the checkpoint stands."""
+    from rollpacker.data.cursor import PromptCursor
+
+    rows = policy.train_prompts.rows
+    cursor = PromptCursor(
+        TRAIN,
+        len(rows),
+        config.seed,
+        config.data.shuffle,
+        config.train.epochs,
+        sources=[row.task or TRAIN for row in rows] if config.routed else None,
+    )
+    if checkpoint is not None:
+        cursor.restore(checkpoint.state["cursor"])
+    return cursor
+
+
+def build_carried(
+    config: RunConfig, checkpoint: Checkpoint | None, job: Job, tokenizer: str
+) -> CarriedTokens:
+    """The tokens that deferred prompts had generated when the checkpoint was written: empty without
+    a checkpoint, and where `tail_batching.carry` is off."""
+    from rollpacker.run.ports.carried import CarriedTokens, read_carried
+
+    tail = config.tail
+    if checkpoint is None or not tail.carries:
+        return CarriedTokens(tail)
+    waiting = [*job.queues.long, *(one for tier in job.queues.tiers for one in tier)]
+    expected = {one.prompt: [carried.tokens for carried in one.carried] for one in waiting}
+    kept = read_carried(checkpoint.folder, tokenizer, expected)
+    return CarriedTokens(tail, kept, cut_off_at=job.queues.cut_off_at)

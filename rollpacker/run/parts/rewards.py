@@ -1,0 +1,105 @@
+"""Builds what judges: the rewards that the config names, in this process or in processes of their
+own, beside the engines of each host."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from rollpacker.core.checks.reward_schedule import RewardKindConfig
+from rollpacker.data.dataset import TRAIN
+from rollpacker.run.driving import Caller
+
+if TYPE_CHECKING:
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.data.dataset import PromptRow
+    from rollpacker.rewards.hosts import HostedReward
+    from rollpacker.rewards.reward import RewardInput
+    from rollpacker.rewards.weighted import WeightedReward
+    from rollpacker.run.parts.hosts import Hosts
+
+
+def load_reward(config: RunConfig) -> WeightedReward:
+    """The rewards of this process. Raises `RewardError` for one that cannot be used."""
+    from rollpacker.rewards.build import build_reward
+
+    if config.rewards_hosts is not None:
+        from rollpacker.rewards.hosts import refuse_bound
+
+        refuse_bound(config.rewards)
+    return build_reward(config.rewards, sandbox=config.sandbox, engine_completer=_engine_completer)
+
+
+def _engine_completer(model_path: str, *, max_reply_tokens: int, concurrency: int) -> Any:
+    """A judge's model on an engine of its own, beside the policy's."""
+    from rollpacker.engines.completer import EngineCompleter
+    from rollpacker.engines.embedded.attention import install_attention
+    from rollpacker.trainer.model import load_model
+    from rollpacker.trainer.trainer import ModelConfig
+
+    loaded = load_model(ModelConfig(path=model_path))
+    install_attention(loaded.model)
+    return EngineCompleter(
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        max_reply_tokens=max_reply_tokens,
+        concurrency=concurrency,
+    )
+
+
+def as_input(row: PromptRow, config: RunConfig, num_steps: int) -> RewardInput:
+    """The row with an empty completion, for rewards that are tried out before the run."""
+    from rollpacker.environments.environment import Episode
+    from rollpacker.rewards.reward import Progress, RewardInput
+
+    return RewardInput(
+        prompt=row.prompt,
+        completion="",
+        completion_tokens=(),
+        finish_reason="stop",
+        columns=row.columns,
+        task=row.task,
+        messages=row.messages,
+        progress=Progress(0, num_steps),
+        episode=None if config.environment is None else Episode(messages=()),
+    )
+
+
+def reward_kinds(reward: WeightedReward) -> dict[str, RewardKindConfig]:
+    """Workers and deadlines of the checks, by source of prompts; without the sources whose rewards
+    have neither."""
+    kinds = {}
+    for task, (workers, deadline) in reward.kinds().items():
+        if workers is not None or deadline is not None:
+            source = TRAIN if task is None else task
+            kinds[source] = RewardKindConfig(workers=workers, deadline=deadline)
+    return kinds
+
+
+def start_reward_hosts(
+    config: RunConfig, own: WeightedReward, hosts: Hosts, stack: ExitStack
+) -> HostedReward | None:
+    """Start the processes that judge (`rewards_hosts`), which begin to load. None if the rewards of
+    this process, `own`, judge. Raises `RewardError`."""
+    if config.rewards_hosts is None:
+        return None
+    from rollpacker.rewards.hosts import HostedReward
+
+    reward = HostedReward(
+        config.rewards,
+        config.sandbox,
+        hosts.beside_engines(config.rewards_hosts.per_host),
+        names=own.names,
+        heartbeat_s=config.deadlines.heartbeat_s,
+    )
+    stack.callback(lambda: Caller().run(reward.close()))
+    return reward
+
+
+def wait_for_reward_hosts(reward: HostedReward | None, own: WeightedReward) -> None:
+    """Wait until all of these processes can judge, and close this process's `own` rewards, which
+    have been tried out. Does nothing without such processes. Raises `RewardError` if one cannot
+    judge."""
+    if reward is not None:
+        Caller().run(own.close())
+        Caller().run(reward.ready())

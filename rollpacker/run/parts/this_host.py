@@ -1,0 +1,116 @@
+"""The processors, memory and GPUs of this machine that processes of a run may use."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollpacker.core.placement.roles import DeviceKind, Host
+
+THIS_HOST = "this host"
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT = 1 << 60
+"""Kernels write about 2**63 where memory has no limit."""
+
+
+def this_host(kind: DeviceKind) -> Host:
+    """The machine as this process may use it: its cores, or the CUDA devices that torch sees."""
+    from rollpacker.core.placement.roles import Host
+
+    total_bytes, _ = memory_bytes()
+    gpus: tuple[int, ...] = ()
+    if kind == "cuda":
+        import torch
+
+        gpus = tuple(
+            torch.cuda.get_device_properties(number).total_memory
+            for number in range(torch.cuda.device_count())
+        )
+    return Host(
+        name=THIS_HOST,
+        cores=max(int(min(shown_cpus(), cgroup_cpus() or float("inf"))), 1),
+        memory_bytes=min(total_bytes, cgroup_memory_bytes() or total_bytes),
+        gpu_bytes=gpus,
+        shm_bytes=_shm_bytes(),
+    )
+
+
+def shown_cpus() -> int:
+    """Processors that this process may run on, whatever its cgroup's quota is."""
+    affine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    return affine or os.cpu_count() or 1
+
+
+def cgroup_cpus() -> float | None:
+    """The smallest quota of this process's cgroup and those above it, in processors. None if there
+    is no quota."""
+    quotas = []
+    for text in _cgroup_files("cpu", "cpu.max"):
+        quota, _, period = text.partition(" ")
+        if quota.isdigit():
+            quotas.append(int(quota) / int(period or 100_000))
+    for quota, period in zip(
+        _cgroup_files("cpu", "cpu.cfs_quota_us"),
+        _cgroup_files("cpu", "cpu.cfs_period_us"),
+        strict=False,
+    ):
+        if quota.isdigit() and period.isdigit():
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def cgroup_memory_bytes() -> int | None:
+    """The smallest limit of this process's cgroup and those above it. None if there is no limit."""
+    names = ("memory.max", "memory.limit_in_bytes")
+    texts = [text for name in names for text in _cgroup_files("memory", name)]
+    limits = [int(text) for text in texts if text.isdigit()]
+    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
+
+
+def _cgroup_files(controller: str, name: str) -> Iterator[str]:
+    """Contents of this file in our own cgroup and in those above it, of version 1 or 2."""
+    for line in read_text(Path("/proc/self/cgroup")).splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0":
+            mounts = [_CGROUPS, _CGROUPS / "unified"]
+        elif controller in controllers.split(","):
+            mounts = [_CGROUPS / controller, _CGROUPS / controllers]
+        else:
+            continue
+        for mount in dict.fromkeys(mounts):
+            folder = mount / path.strip("/")
+            while folder.is_relative_to(mount):
+                if text := read_text(folder / name).strip():
+                    yield text
+                folder = folder.parent
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Bytes of memory that the machine has, and that are free for programs."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    found = re.search(r"MemAvailable:\s*(\d+) kB", read_text(Path("/proc/meminfo")))
+    return total, int(found[1]) << 10 if found else total
+
+
+def _shm_bytes() -> int | None:
+    """Size of /dev/shm. None if there is none."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return found.f_frsize * found.f_blocks
+
+
+def read_text(path: Path) -> str:
+    """The file's text, empty if it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

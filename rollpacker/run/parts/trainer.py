@@ -1,0 +1,141 @@
+"""Builds the trainer: in this process, on the engine's own weights or beside them, or in processes
+of its own; and the algorithm that it trains with."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rollpacker.config.schema import RunConfig
+    from rollpacker.run.folder.checkpoint import Checkpoint
+    from rollpacker.run.parts.hosts import Hosts
+    from rollpacker.run.parts.policy import Policy
+    from rollpacker.trainer.launch import Ranks
+    from rollpacker.trainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def check_algorithm(config: RunConfig) -> None:
+    """Try the advantage and the loss that the config names from outside of the package, and look
+    for the package that fewer bits need. Raises `ValueError`, one message, for what is wrong."""
+    if config.model.quantization is not None or config.train.optimizer == "adamw_8bit":
+        from rollpacker.imports import require
+
+        require("bitsandbytes", extra="quantized", what="model.quantization and adamw_8bit")
+    algorithm = config.algorithm
+    algorithm.reload_own()
+    if algorithm.own_advantages is None and algorithm.own_loss is None:
+        return
+    from rollpacker.algo.own_check import check_own, grouped_advantages
+
+    size = config.rollout.samples_per_prompt
+    check_own(algorithm, samples_per_prompt=size)
+    own = algorithm.own_advantages
+    if own is None or not config.stream_trainer.enabled:
+        return
+    if not grouped_advantages(algorithm, samples_per_prompt=size):
+        raise ValueError(
+            f"{own.said_by} compares the groups of a step, which are not all known when a streamed "
+            "gradient begins: switch stream_trainer.enabled off, or compare samples of one group"
+        )
+
+
+def start_trainer_processes(config: RunConfig, hosts: Hosts | None = None) -> Ranks | None:
+    """Start the trainer's processes, which load their libraries while this process loads its own.
+    None if the trainer has no processes of its own."""
+    if config.train.processes is None:
+        return None
+    from rollpacker.trainer.launch import Ranks
+
+    if hosts is None or hosts.plan is None:
+        return Ranks(config.train.processes)
+    return Ranks(config.train.processes, hosts.of_ranks(), hosts.address)
+
+
+def build_trainer(
+    config: RunConfig, policy: Policy, ranks: Ranks | None, folder: Path | None = None
+) -> Trainer:
+    """The trainer that the config asks for: in place, on the engine's own weights; or apart from it
+    with an adapter, of which the engine has a copy, in processes of its own, and where engines are
+    in processes of theirs. `folder` is the run's."""
+    from rollpacker.pipeline.stages.check import read_order, with_links_of
+    from rollpacker.trainer.model import model_device
+    from rollpacker.trainer.process_trainer import ProcessTrainer
+    from rollpacker.trainer.setup import LearnerSetup, build_learner
+    from rollpacker.trainer.torch_trainer import TorchTrainer
+
+    setup = LearnerSetup(
+        model=config.model,
+        train=with_links_of(config.train, model_device(config.model.device).type),
+        algorithm=config.algorithm,
+        temperature=config.rollout.temperature,
+        total_steps=config.train.steps,
+        threads=max(policy.threads // (config.train.processes or 1), 1),
+        order_csv=read_order(config),
+    )
+    if config.train.critic.path is not None and not config.algorithm.needs_critic:
+        logger.warning(
+            "train.critic.path is set and does nothing: algorithm.name=%s trains no critic; "
+            "algorithm.name=ppo does",
+            config.algorithm.name,
+        )
+    if config.model.quantization is not None:
+        logger.info(
+            "the base is kept in 4 bits; a checkpoint's adapter/ goes beside it, and its model/ is "
+            "the merged model in %s, made of what the codes stand for",
+            str(policy.loaded.dtype).removeprefix("torch."),
+        )
+    loaded = policy.loaded
+    if ranks is None and config.engines_are_apart:
+        learner = build_learner(setup, model=loaded.model, tokenizer=loaded.tokenizer)
+        return TorchTrainer(learner, in_place=False, shared=True, threads=policy.threads)
+    give_adapter(config, loaded.model)
+    if ranks is not None:
+        named = loaded.model.named_parameters()
+        weights = [(n, p) for n, p in named if p.requires_grad]
+        return ProcessTrainer(setup, ranks, weights, journal_in=folder)
+    in_place = config.model.lora is None
+    learner = (
+        build_learner(setup, model=loaded.model, tokenizer=loaded.tokenizer)
+        if in_place
+        else build_learner(setup)
+    )
+    return TorchTrainer(learner, in_place=in_place, threads=policy.threads)
+
+
+def give_adapter(config: RunConfig, model: PreTrainedModel) -> None:
+    """Let the model that an engine of this process decodes with have the adapter that the config
+    asks for, unless it has it: before the engine is made, which may want to know."""
+    from rollpacker.trainer.lora import add_adapter, has_adapter
+
+    if config.model.lora is not None and not has_adapter(model):
+        add_adapter(model, config.model.lora)
+
+
+def build_samples_function(config: RunConfig) -> Any:
+    from rollpacker.trainer.samples import build_train_samples
+
+    return partial(
+        build_train_samples,
+        config=config.algorithm,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+
+
+def load_state(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Have the trainer go on from the checkpoint. Raises `RunError` where it cannot."""
+    from rollpacker.run.errors import RunError
+    from rollpacker.trainer.trainer import TrainerStateError
+
+    try:
+        trainer.load(checkpoint.folder)
+    except TrainerStateError as error:
+        raise RunError(
+            f"{error}. The run cannot go on from there (`--overwrite` begins anew)"
+        ) from error

@@ -1,0 +1,260 @@
+"""Tells a program's callbacks, then trackers, of a run as it goes on.
+
+    on_start
+    each step:  trained -> evaluated? -> on_evaluation -> on_step -> checkpoint? -> committed
+                        -> its row is written -> trackers
+    on_end
+
+Callbacks are told before the checkpoint. What they log is in the log that it vouches for, so that a
+resume knows it and tells no step twice; and what they ask to stop ends with this step. Trackers get
+the whole row; what they fail of is said once and costs nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rollpacker.bus import Bus
+from rollpacker.callbacks import Callback, CallbackError, Metrics
+from rollpacker.core.records import CALLBACK_SECONDS
+from rollpacker.run.folder.samples import SampleWriter
+
+logger = logging.getLogger(__name__)
+
+NOTE = "callbacks"
+"""The note of the seconds that callbacks took, and of what they logged for a step."""
+
+SLOW_TRACKER_S = 5.0
+"""A tracker that keeps the run waiting for longer is named, once."""
+
+Call = Callable[[Callable[[], None]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """A row of metrics while callbacks or trackers are told of it."""
+
+    metrics: Metrics
+    rows: Sequence[Mapping[str, Any]] = ()
+    """The samples that belong to the row."""
+    logged: dict[str, float] | None = None
+    """Takes the values that callbacks log. None if nothing may be logged."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class ToldRun:
+    """The run as callbacks and trackers see it; meets `RunningRun`."""
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+    total_steps: int | None
+    resumed_step: int | None
+    telling: Telling | None = None
+    """The row that is being told. None between rows."""
+    on_stop: Callable[[str], None] = lambda reason: None
+    """Is called with the reason when a callback asks the run to stop."""
+
+    def log(self, name: str, value: float) -> None:
+        """See `RunningRun`."""
+        told = self.telling
+        if told is None or told.logged is None:
+            raise RuntimeError("log is for on_step and on_evaluation of a program's own callbacks")
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"the name of a value is a text, not {name!r}")
+        if name == "step" or name in told.metrics or name.startswith(("timing_s/", "perf/")):
+            raise ValueError(f"{name} is a metric of the run itself; log it under another name")
+        told.logged[name] = float(value)
+
+    def samples(self, *, untrained: bool = False) -> list[dict[str, Any]]:
+        """See `RunningRun`."""
+        rows = () if self.telling is None else self.telling.rows
+        return [dict(row) for row in rows if untrained or row.get("trained", True)]
+
+    def stop(self, reason: str = "a callback asked for it") -> None:
+        """See `RunningRun`."""
+        self.on_stop(reason)
+
+
+class Audience:
+    """Tells callbacks and trackers of a run. Used on the event loop, but for `end`."""
+
+    def __init__(
+        self,
+        run: ToldRun,
+        *,
+        callbacks: Sequence[Callback] = (),
+        trackers: Sequence[Callback] = (),
+        call: Call,
+        row_so_far: Callable[[int], Metrics],
+    ) -> None:
+        """`call` calls in the thread that asked for the run. `row_so_far` makes the row of the
+        step that is being committed, of what the observers have seen."""
+        self._run = run
+        self._callbacks = list(callbacks)
+        self._trackers = list(trackers)
+        self._warned: set[int] = set()
+        """Trackers that have failed, or kept the run waiting, by place."""
+        self._call = call
+        self._row_so_far = row_so_far
+        self._bus: Bus | None = None
+        self._samples: SampleWriter | None = None
+        self._observe: Callable[[], None] = lambda: None
+        self._told_step = 0
+        self._has_begun = False
+
+    def join(
+        self,
+        bus: Bus,
+        samples: SampleWriter | None,
+        *,
+        stop: Callable[[str], None],
+        observe: Callable[[], None],
+    ) -> None:
+        """Belong to this run from now on. `observe` lets its observers see what there is."""
+        self._bus, self._samples, self._observe = bus, samples, observe
+        self._run.on_stop = stop
+
+    async def begin(self, step: int) -> None:
+        """`on_start`. Raises `CallbackError`, as the other two do."""
+        self._has_begun = True
+        if self._callbacks:
+            seconds = await self._tell_all("on_start")
+            self._noted().note(NOTE, seconds, step, {})
+        for tracker in list(self._trackers):
+            if not self._track(tracker, "on_start"):
+                self._trackers.remove(tracker)
+
+    async def evaluated(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """`on_evaluation`. Returns what was logged, and the seconds that it took."""
+        if not self._callbacks:
+            return {}
+        rows = () if self._samples is None else self._samples.evaluation_rows
+        logged: dict[str, float] = {}
+        self._run.telling = Telling(metrics, rows, logged)
+        seconds = await self._tell_all("on_evaluation", step, metrics, logged)
+        return {**logged, CALLBACK_SECONDS: seconds}
+
+    async def trained(self, step: int) -> None:
+        """`on_step`, once: a wish to stop commits a step a second time."""
+        if not self._callbacks or step <= self._told_step:
+            return
+        self._told_step = step
+        self._observe()
+        row, logged = self._row_so_far(step), dict[str, float]()
+        self._run.telling = Telling(row, self._rows_of(step), logged)
+        seconds = await self._tell_all("on_step", step, row, logged)
+        self._noted().note(NOTE, seconds, step, logged)
+
+    def row_written(self, step: int, row: Metrics, is_evaluation: bool) -> None:
+        """Tell the trackers."""
+        if not self._trackers:
+            return
+        rows = self._rows_of(step)
+        if is_evaluation:
+            rows = () if self._samples is None else self._samples.evaluation_rows
+        self._run.telling = Telling(row, rows)
+        for tracker in self._trackers:
+            self._track(tracker, "on_evaluation" if is_evaluation else "on_step", step, row)
+        self._run.telling = None
+
+    def end(self, reason: str | None) -> None:
+        """`on_end`, once, if the run has begun. Raises `CallbackError` when all have been told."""
+        if not self._has_begun:
+            return
+        self._has_begun, failure = False, None
+        for callback in self._callbacks:
+            try:
+                self._tell(callback, "on_end", reason)
+            except CallbackError as error:
+                failure = failure or error
+        for tracker in self._trackers:
+            self._track(tracker, "on_end", reason)
+        if failure is not None:
+            raise failure
+
+    def _noted(self) -> Bus:
+        assert self._bus is not None, "nobody has joined the audience to its run"
+        return self._bus
+
+    def _rows_of(self, step: int) -> Sequence[Mapping[str, Any]]:
+        if self._samples is None:
+            return ()
+        return [row for row in self._samples.step_rows if row["step"] == step]
+
+    async def _tell_all(
+        self,
+        method: str,
+        step: int | None = None,
+        metrics: Metrics | None = None,
+        logged: Mapping[str, float] | None = None,
+    ) -> float:
+        """Call the method of every callback; each sees what those before it logged. Returns the
+        seconds that this took."""
+        clock = self._noted().clock
+        began = clock.now()
+        for callback in self._callbacks:
+            arguments: tuple[Any, ...] = ()
+            if step is not None and metrics is not None:
+                arguments = (step, {**metrics, **(logged or {})})
+            await self._call(partial(self._tell, callback, method, *arguments))
+        self._run.telling = None
+        return clock.now() - began
+
+    def _tell(self, callback: Callback, method: str, *arguments: Any) -> None:
+        try:
+            getattr(callback, method)(self._run, *arguments)
+        except Exception as error:
+            raise CallbackError(_failure(callback, method, arguments, error)) from error
+
+    def _track(self, tracker: Callback, method: str, *arguments: Any) -> bool:
+        """Whether it went well."""
+        began = self._noted().clock.now()
+        what = f"tracker {getattr(tracker, 'name', type(tracker).__name__)}"
+        try:
+            getattr(tracker, method)(self._run, *arguments)
+        except Exception as error:
+            self._warn(tracker, f"{what}: {_said(method, arguments, error)}; the run goes on")
+            return False
+        seconds = self._noted().clock.now() - began
+        if seconds > SLOW_TRACKER_S and method in ("on_step", "on_evaluation"):
+            self._warn(tracker, f"{what}: {method} kept the run waiting for {seconds:.1f} s")
+        return True
+
+    def _warn(self, tracker: Callback, message: str) -> None:
+        if id(tracker) not in self._warned:
+            self._warned.add(id(tracker))
+            logger.warning("%s (said once)", message)
+
+
+def nobody() -> Audience:
+    """The audience of a run that nobody listens to."""
+    run = ToldRun(name="", folder=Path(), config={}, total_steps=None, resumed_step=None)
+
+    async def call(function: Callable[[], None]) -> None:
+        function()
+
+    return Audience(run, call=call, row_so_far=lambda step: {})
+
+
+def _failure(callback: Callback, method: str, arguments: Sequence[Any], error: Exception) -> str:
+    where = ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    if frames:
+        where = f" ({frames[-1].filename}, line {frames[-1].lineno})"
+    told = f"{type(callback).__qualname__}.{_said(method, arguments, error)}{where}."
+    if method == "on_end":
+        return f"{told} The run itself is complete"
+    return f"{told} The run can be resumed from its last checkpoint, if it has one"
+
+
+def _said(method: str, arguments: Sequence[Any], error: Exception) -> str:
+    step = f" at step {arguments[0]}" if arguments and method != "on_end" else ""
+    text = " ".join(str(error).split())[:400]
+    return f"{method} raised {type(error).__name__}{step}: {text}"

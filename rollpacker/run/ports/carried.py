@@ -1,0 +1,324 @@
+"""Keeps what was generated of deferred prompts, for their next launch to take up.
+
+A deferred prompt keeps what each of its samples had, whole responses too, by *place*: the index of
+the sample whose noise it draws with; of trajectories all that came behind the prompt, of which
+`carried_turns.py` makes drafts. Once a prompt is trained on or dropped, nothing of it stays.
+What waits at a commit goes into its checkpoint, bit for bit:
+
+checkpoints/step_000040/carried/      only if something waits
+    tokens.npy, log_probs.npy         of all samples, one after the other
+    carried.json                      whose they are, and the fingerprint of the tokenizer
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollpacker.bus import Routes
+from rollpacker.core.commands import Defer, Launch
+from rollpacker.core.events import SampleAborted, SampleGenerated
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
+from rollpacker.data.dataset import PromptRow
+from rollpacker.engines.engine import (
+    Carried,
+    GenerationRequest,
+    Redraws,
+    Response,
+    SamplingParams,
+)
+from rollpacker.run.errors import RunError
+from rollpacker.run.folder.checkpoint import CARRIED
+from rollpacker.spans import Spans, check_spans
+
+_INDEX, _TOKENS, _LOG_PROBS = "carried.json", "tokens.npy", "log_probs.npy"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """The tokens that a sample had generated when its prompt was deferred."""
+
+    tokens: NDArray[np.int32]
+    log_probs: NDArray[np.float64]
+    floor: int = 0
+    """Number of tokens at which the sample was cut off, at the furthest. 0 if it was never cut
+    off."""
+    redraws: Redraws = ()
+    """`Response.redraws`."""
+    given: Spans = ()
+    """`Response.given`; the log-probs of these are zero."""
+
+    def under(self, cut_off_at: int | None) -> Kept:
+        """Returns the tokens for a run in which responses may go on from this length. A response
+        that was cut off there is at least so long, and so is one that happened to end by itself
+        there."""
+        if cut_off_at is None or len(self.tokens) < cut_off_at:
+            return self
+        return replace(self, floor=max(self.floor, cut_off_at - 1))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tokens.nbytes + self.log_probs.nbytes
+
+
+Waiting = Mapping[PromptId, Mapping[int, Kept]]
+"""Kept tokens by prompt and place."""
+
+
+class CarriedTokens:
+    """Belongs to whoever holds the bus's lock. A port of `Defer`."""
+
+    def __init__(
+        self,
+        config: TailBatchingConfig,
+        waiting: Waiting | None = None,
+        *,
+        cut_off_at: int | None = None,
+    ) -> None:
+        """`waiting` is a checkpoint's; `cut_off_at` the cap that it was made under, if that has
+        grown since."""
+        self._config = config
+        self._waiting = {
+            prompt: {place: kept.under(cut_off_at) for place, kept in places.items()}
+            for prompt, places in (waiting or {}).items()
+        }
+        self._launched: dict[PromptId, dict[int, Kept]] = {}
+        """Tokens that this step's launches took up, until their samples have something newer."""
+        self._ended: dict[PromptId, list[Response]] = {}
+        """Responses of this step whose prompts are not deferred so far."""
+        self._noise: dict[SampleId, SampleId] = {}
+        """Samples of this step that replace failed ones -> the sample whose noise they draw
+        with."""
+
+    def routes(self) -> Routes:
+        return {Defer: self._defer}
+
+    @property
+    def carries(self) -> bool:
+        """Anything is kept at all."""
+        return self._config.carries
+
+    def metrics(self) -> dict[str, float]:
+        """The bytes of what waits, as a metric. Empty where nothing is carried."""
+        if not self.carries:
+            return {}
+        waiting = [kept for places in self._waiting.values() for kept in places.values()]
+        return {"carry/bytes": sum(kept.num_bytes for kept in waiting)}
+
+    def requests(
+        self, command: Launch, rows: Sequence[PromptRow], sampling: SamplingParams
+    ) -> list[GenerationRequest]:
+        """A request for each sample of the launch, with the tokens that it takes up. `rows` are the
+        data set's."""
+        for prompt in {sample.prompt for sample in command.samples} & self._waiting.keys():
+            self.begun(prompt)
+        for sample, replaced in zip(command.samples, command.replaces, strict=False):
+            self._noise[sample] = self._noise_of(replaced)
+        counts = command.carried or (0,) * len(command.samples)
+        return [
+            GenerationRequest(
+                sample=sample,
+                prompt_tokens=rows[sample.prompt.row].tokens,
+                sampling=sampling,
+                noise=self._noise_of(sample),
+                carried=self._take(sample, count),
+            )
+            for sample, count in zip(command.samples, counts, strict=True)
+        ]
+
+    def begun(self, prompt: PromptId) -> None:
+        """Samples of the prompt are at work again, in engines or environments."""
+        if prompt in self._waiting:
+            self._launched[prompt] = self._waiting.pop(prompt)
+
+    def is_deferred(self, prompt: PromptId) -> bool:
+        """Whether the prompt waits for another launch."""
+        return prompt in self._waiting
+
+    def taken_up(self, sample: SampleId) -> Kept:
+        """The tokens that this sample has taken up."""
+        return self._launched[sample.prompt][self._place_of(sample)]
+
+    def ended(self, event: SampleGenerated | SampleAborted, response: Response | None) -> None:
+        """Note that the engine is done with a sample. One that it has not even looked at stays as
+        it was."""
+        if not self.carries or response is None:
+            return
+        prompt = event.sample.prompt
+        places = self._waiting.get(prompt, self._launched.get(prompt, {}))
+        kept = places.get(self._place_of(event.sample))
+        is_unseen = isinstance(event, SampleAborted) and event.num_kept is None
+        if is_unseen and kept is not None and len(kept.tokens) == event.num_tokens:
+            return
+        self.left(response)
+
+    def left(self, response: Response) -> None:
+        """Note that the sample has come to this response, in place of what it took up."""
+        prompt = response.sample.prompt
+        if not self.carries:
+            return
+        if prompt in self._waiting:
+            self._keep(response)
+        else:
+            self._ended.setdefault(prompt, []).append(response)
+
+    def settle(self) -> Waiting:
+        """The step is over: what waits stays, all else is forgotten."""
+        self._launched.clear()
+        self._ended.clear()
+        self._noise.clear()
+        return {prompt: dict(places) for prompt, places in self._waiting.items() if places}
+
+    def _defer(self, command: Defer) -> None:
+        if not self.carries:
+            return
+        for prompt in command.prompts:
+            # A prompt whose environments have not begun yet waits as it did.
+            self._waiting[prompt] = self._launched.pop(prompt, self._waiting.get(prompt, {}))
+            for response in self._ended.pop(prompt, ()):
+                self._keep(response)
+
+    def _keep(self, response: Response) -> None:
+        places = self._waiting[response.sample.prompt]
+        place = self._place_of(response.sample)
+        before = places.get(place)
+        # Cut off once, it is one of the long responses, and is so however often it is drawn anew.
+        floor = 0 if before is None else before.floor
+        if response.finish_reason == "aborted":
+            floor = max(floor, len(response.tokens))
+        places[place] = Kept(
+            np.array(response.tokens, dtype=np.int32),
+            _log_probs(response),
+            floor,
+            response.redraws,
+            response.given,
+        )
+
+    def _take(self, sample: SampleId, count: int) -> Carried | None:
+        """The tokens that the sample takes up, which must be as many as the core expects. None if
+        it takes up none."""
+        places = self._launched.get(sample.prompt, {})
+        place = self._place_of(sample)
+        if not count:
+            places.pop(place, None)
+            return None
+        kept = places.get(place)
+        found = 0 if kept is None else len(kept.tokens)
+        assert kept is not None and found == count, f"{sample} has {found} tokens, not {count}"
+        rule = self._config.complements
+        return Carried(
+            tokens=tuple(kept.tokens.tolist()),
+            log_probs=tuple(kept.log_probs.tolist()),
+            verify=self._config.carry == "exact",
+            floor=kept.floor if rule else 0,
+            ceiling=_ceiling(places.values()) if rule and not kept.floor else None,
+            redraws=kept.redraws,
+        )
+
+    def _noise_of(self, sample: SampleId) -> SampleId:
+        if self._config.selection == "published":
+            return sample
+        return self._noise.get(sample, self._config.noise_of(sample))
+
+    def _place_of(self, sample: SampleId) -> int:
+        return self._noise_of(sample).index
+
+
+def _log_probs(response: Response) -> NDArray[np.float64]:
+    """Log-probs of the response, one per token; zero for tokens that were given."""
+    is_drawn = np.ones(len(response.tokens), dtype=bool)
+    for first, behind in response.given:
+        is_drawn[first:behind] = False
+    found = np.zeros(len(response.tokens))
+    found[is_drawn] = response.log_probs
+    return found
+
+
+def _ceiling(siblings: Iterable[Kept]) -> int | None:
+    """Most tokens that a response may have had which had ended by itself: it ended before its
+    siblings were cut off. None without siblings."""
+    return max([kept.floor or len(kept.tokens) for kept in siblings], default=None)
+
+
+def write_carried(folder: Path, waiting: Waiting, tokenizer: str) -> None:
+    """Into the folder of a checkpoint, if there is anything. `tokenizer`: its fingerprint."""
+    flat = [(p, place, kept) for p, places in waiting.items() for place, kept in places.items()]
+    if not flat:
+        return
+    folder = folder / CARRIED
+    folder.mkdir()
+    np.save(folder / _TOKENS, np.concatenate([kept.tokens for _, _, kept in flat]))
+    np.save(folder / _LOG_PROBS, np.concatenate([kept.log_probs for _, _, kept in flat]))
+    samples = [
+        [str(prompt), place, len(k.tokens), k.floor, k.redraws, *([k.given] if k.given else [])]
+        for prompt, place, k in flat
+    ]
+    index = {"tokenizer": tokenizer, "samples": samples}
+    (folder / _INDEX).write_text(json.dumps(index) + "\n")
+
+
+def read_carried(
+    folder: Path, tokenizer: str, expected: Mapping[PromptId, Sequence[int]]
+) -> Waiting:
+    """Read the kept tokens from the folder of a checkpoint whose manifest verifies.
+
+    `expected`: how many tokens the job thinks that there are, by prompt and place. Raises
+    `RunError` if something else is there, or was made with another tokenizer.
+    """
+    folder = folder / CARRIED
+    waiting: Waiting = {}
+    if folder.exists():
+        try:
+            index = json.loads((folder / _INDEX).read_text())
+            made_with, waiting = index["tokenizer"], _read(folder, index["samples"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"{folder} cannot be read ({type(error).__name__}: {error})"
+            raise RunError(f"{what}: {_CURE}") from error
+        if made_with != tokenizer:
+            raise RunError(
+                f"{folder} holds responses in the tokens of another tokenizer than the model's at "
+                f"hand: {_CURE}"
+            )
+    for prompt, counts in expected.items():
+        for place, count in enumerate(counts):
+            kept = waiting.get(prompt, {}).get(place)
+            found = 0 if kept is None else len(kept.tokens)
+            if count and found != count:
+                raise RunError(
+                    f"{folder} has {found} tokens of response {place} to {prompt}, of which the "
+                    f"run had {count}: {_CURE}"
+                )
+    return waiting
+
+
+_CURE = (
+    "resume with what was there when the checkpoint was written, or with tail_batching.carry=none, "
+    "which draws the prompts that wait anew"
+)
+
+
+def _read(folder: Path, samples: Sequence[Sequence[Any]]) -> Waiting:
+    tokens = np.load(folder / _TOKENS, allow_pickle=False)
+    log_probs = np.load(folder / _LOG_PROBS, allow_pickle=False)
+    total = sum(sample[2] for sample in samples)
+    if (tokens.dtype, tokens.shape) != (np.dtype(np.int32), (total,)):
+        raise ValueError(f"{_TOKENS} does not hold {total} tokens")
+    if (log_probs.dtype, log_probs.shape) != (np.dtype(np.float64), (total,)):
+        raise ValueError(f"{_LOG_PROBS} does not hold {total} numbers")
+    waiting: dict[PromptId, dict[int, Kept]] = {}
+    start = 0
+    for prompt, place, count, floor, redraws, *given in samples:
+        own = slice(start, start + count)
+        spans = tuple((a, b) for a, b in given[0]) if given else ()
+        check_spans(spans, count)
+        kept = Kept(tokens[own], log_probs[own], floor, tuple((a, b) for a, b in redraws), spans)
+        waiting.setdefault(PromptId.parse(prompt), {})[place] = kept
+        start += count
+    return waiting

@@ -1,0 +1,485 @@
+"""The engines of a run: which of them live, who has which sample, and what an output means.
+
+    Generation --submit, place, abort, move--> engine 0 | engine 1 | ...     under the bus's lock
+    Generation <-------- outputs, errors ----- each from a thread of its own
+
+An engine is a slot; who fills it is one *incarnation*, a `Handle`. One that is lost is closed; what
+it still says of samples that run elsewhere goes to the core, to be counted, without its tokens. All
+are closed where engines get another number of devices each, and others fill the slots. A run with
+one engine is this with one slot that nobody can fill anew: whatever that engine dies of is then
+what the run dies of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rollpacker.core.commands import NOWHERE
+from rollpacker.core.events import (
+    EngineLost,
+    EngineReady,
+    SampleAborted,
+    SampleFailed,
+    SampleGenerated,
+    SampleMoved,
+)
+from rollpacker.core.ids import SampleId
+from rollpacker.engines.engine import (
+    Engine,
+    EngineError,
+    EngineOutput,
+    EngineStatus,
+    GenerationRequest,
+    Response,
+)
+from rollpacker.run.ports.held import (
+    Ended,
+    Ending,
+    Handle,
+    Held,
+    Layout,
+    moved,
+    stamped,
+    taken_along,
+    with_earlier,
+)
+from rollpacker.trainer.trainer import HandOver
+
+MakeEngine = Callable[[int, int, int], Engine]
+"""Engine, incarnation and devices -> a new one, without the run's weights, which may load for a
+while yet."""
+
+Heard = SampleGenerated | SampleAborted | SampleFailed | SampleMoved
+
+Told = EngineLost | EngineReady | SampleMoved
+
+
+class Keepers:
+    """Knows which engine keeps what it computed of a sample whose environment has the turn. Used
+    under the bus's lock alone."""
+
+    def __init__(self) -> None:
+        self._handles: dict[SampleId, Handle] = {}
+
+    def keeps(self, handle: Handle, request: GenerationRequest) -> None:
+        """Note that a turn of this request's sample has ended in that engine."""
+        if request.keep:
+            self._handles[request.sample] = handle
+
+    def forget(self) -> None:
+        """Note that no engine keeps anything, since engines have other weights."""
+        self._handles.clear()
+
+    def of(self, sample: SampleId) -> int | None:
+        """Number of the engine that keeps something of this sample. None if no living one does."""
+        handle = self._handles.get(sample)
+        return handle.number if handle is not None and handle.lives else None
+
+    def leave(
+        self, samples: Iterable[SampleId], to: Handle | None = None
+    ) -> dict[Handle, list[SampleId]]:
+        """Note that no engine but `to`, where they go on, keeps anything of these samples. Returns
+        the living engines that have to be told so, each with its samples."""
+        told: dict[Handle, list[SampleId]] = {}
+        for sample in samples:
+            handle = self._handles.pop(sample, None)
+            if handle is not None and handle is not to and handle.lives:
+                told.setdefault(handle, []).append(sample)
+        return told
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights that engines sample from, or are about to."""
+
+    version: int
+    hand_over: HandOver | None
+    """How engines get the weights. None if the trainer has not written them yet."""
+
+
+class Engines:
+    """Belongs to whoever holds the bus's lock, but for `close`."""
+
+    def __init__(
+        self, engines: Sequence[Engine], make: MakeEngine | None = None, tensor_parallel: int = 1
+    ) -> None:
+        """`make` fills the place of one that is lost. None: it stays empty, and the run ends.
+        `tensor_parallel`: devices of each of these engines."""
+        self.make = make
+        self.handles = {number: Handle(number, 0, engine) for number, engine in enumerate(engines)}
+        """The engine that filled each slot last."""
+        self.layout = Layout(0, tensor_parallel)
+        self.ending = Ending()
+        self._coming: dict[int, Engine] = {}
+        """The engine that is being made for each slot, or was made last."""
+        self.weights = Weights(0, None)
+        self.is_closed = False
+        self._held: dict[SampleId, Held] = {}
+        self._keepers = Keepers()
+        self._not_numbers: set[Handle] = set()
+        """Engines whose logits held a NaN with the weights at hand."""
+        self._listen: Callable[[Handle], None] = lambda handle: None
+        self._tell: Callable[[Told], None] = lambda event: None
+
+    def start(
+        self,
+        on_outputs: Callable[[Handle, Sequence[EngineOutput]], None],
+        on_error: Callable[[Handle, BaseException], None],
+        tell: Callable[[Told], None],
+    ) -> None:
+        """Listen to engines from now on, also to those that come later. `tell` hears of engines
+        that come and go."""
+
+        def listen(handle: Handle) -> None:
+            handle.engine.start(partial(on_outputs, handle), partial(on_error, handle))
+
+        self._listen, self._tell = listen, tell
+        for handle in self.handles.values():
+            with self._losing(handle):
+                listen(handle)
+
+    @property
+    def living(self) -> list[Handle]:
+        return [handle for handle in self.handles.values() if handle.lives]
+
+    def _living_at(self, number: int) -> Handle | None:
+        """The living engine of this slot. None if nobody fills it."""
+        handle = self.handles.get(number)
+        return handle if handle is not None and handle.lives else None
+
+    # -- what the core wants -----------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[GenerationRequest], where: Sequence[int] = ()) -> None:
+        """Give each request to an engine. `where`: aligned with them; empty: to engine 0. One that
+        is lost meanwhile says so, and the core places its samples again."""
+        parts: dict[int, list[GenerationRequest]] = {}
+        for request, number in zip(requests, where or (0,) * len(requests), strict=True):
+            parts.setdefault(number, []).append(request)
+        for number, part in parts.items():
+            handle = self._living_at(number)
+            for request in part:
+                self._held[request.sample] = Held(request, handle)
+            self.let_go([request.sample for request in part], handle)
+            if handle is not None:
+                self._give(handle, part)
+
+    def place(self, samples: Sequence[SampleId], where: Sequence[int]) -> None:
+        """Start these again, from what their launch gave them. One that was to move and whose
+        engine lives is still there, told to stop: it starts when it has been let go of."""
+        gone, targets = [], []
+        self._stop(samples)
+        for sample, number in zip(samples, where, strict=True):
+            held = self._held[sample]
+            if held.at is None:
+                gone.append(held.request)
+                targets.append(number)
+            else:
+                held.moves_to, held.anew = number, True
+        self.submit(gone, targets)
+
+    def abort(self, samples: Sequence[SampleId]) -> None:
+        """Stop these. The core answers itself for those that no engine has."""
+        for sample in samples:
+            held = self._held.get(sample)
+            if held is not None:
+                if held.at is None:
+                    del self._held[sample]
+                elif held.anew:
+                    held.is_unwanted = True
+                else:
+                    held.moves_to = None
+        self._stop(samples)
+
+    def move(self, samples: Sequence[SampleId], number: int) -> None:
+        """Stop these, to go on in that engine (see `heard`), wherever they were to go before. One
+        that was given to an engine which was lost that moment starts there again."""
+        gone = []
+        for sample in samples:
+            held = self._held.get(sample)
+            if held is not None:
+                held.moves_to, held.anew = number, False
+                if held.at is None:
+                    gone.append(held)
+        self._stop(samples)
+        for held in gone:
+            handle = self._living_at(number)
+            held.at, held.moves_to = handle, None
+            if handle is not None:
+                self._tell(moved(held.request.sample, handle, 0))
+                self._give(handle, [held.request])
+
+    def let_go(self, samples: Sequence[SampleId], to: Handle | None = None) -> None:
+        """Tell engines that they need not keep what they computed of these samples, whose
+        environments have the turn; but not the engine `to`, where they go on. A dead engine keeps
+        nothing."""
+        for handle, part in self._keepers.leave(samples, to).items():
+            with contextlib.suppress(EngineError), self._losing(handle):
+                handle.let_go(part)
+
+    def _stop(self, samples: Sequence[SampleId]) -> None:
+        """Abort those that an engine has; one that has just ended is ignored there."""
+        parts: dict[Handle, list[SampleId]] = {}
+        for sample in samples:
+            held = self._held.get(sample)
+            if held is not None and held.at is not None:
+                parts.setdefault(held.at, []).append(sample)
+        for handle, part in parts.items():
+            with self._losing(handle):
+                handle.abort(part)
+
+    def forget(self) -> None:
+        """Forget all samples: nothing is under way. What is still here was aborted, and its engine
+        lost before it could answer."""
+        self._held.clear()
+
+    # -- for what the core does not route ----------------------------------------------------------
+
+    def submit_anywhere(self, requests: Sequence[GenerationRequest]) -> None:
+        """The samples of one prompt to the same engine, prompts in turn, but for those that an
+        engine keeps. With no engine alive they wait for `place_anywhere`."""
+        living = [handle.number for handle in self.living] or [NOWHERE]
+        turns: dict[tuple[int, ...], int] = {}
+        for request in requests:
+            turns.setdefault(request.prompt_tokens, len(turns))
+        where = [living[turns[one.prompt_tokens] % len(living)] for one in requests]
+        kept = [self._keepers.of(one.sample) for one in requests]
+        pairs = zip(where, kept, strict=True)
+        self.submit(requests, [number if at is None else at for number, at in pairs])
+
+    def place_anywhere(self) -> None:
+        """Start all again that no engine has, if one lives."""
+        if self.living:
+            nowhere = [held.request for held in self._held.values() if held.at is None]
+            self.submit_anywhere(nowhere)
+
+    # -- what engines say --------------------------------------------------------------------------
+
+    def has(self, handle: Handle, sample: SampleId) -> bool:
+        """Whether the sample is that engine's now."""
+        held = self._held.get(sample)
+        return held is not None and held.at is handle
+
+    def heard(self, handle: Handle, output: EngineOutput) -> tuple[Heard | None, Response | None]:
+        """Turn an engine's output into what the core is told, and the response that comes with it.
+        (None, None) for an output that changes nothing.
+
+        A sample that was stopped to be moved goes on elsewhere. None: nothing that matters.
+        """
+        event, response = stamped(output.event, handle), output.response
+        held = self._held.get(event.sample)
+        if not handle.lives:
+            counts = held is not None and not isinstance(event, SampleFailed)
+            return (event if counts else None), None
+        if self.make is not None:
+            wrong = self._why_wrong(handle, held, event, response)
+            if wrong is not None:
+                self.lose(handle, wrong)
+                return None, None
+        if held is None:  # of the one engine; the core says what is wrong with that
+            return event, response
+        if held.anew:
+            return self._start_anew(held), None
+        if held.moves_to is not None and isinstance(event, SampleAborted):
+            return self._go_on(held, event, response), None
+        del self._held[event.sample]
+        if isinstance(event, SampleGenerated) and event.finish_reason == "stop":
+            self._keepers.keeps(handle, held.request)
+        return with_earlier(event, held), response
+
+    def _why_wrong(
+        self, handle: Handle, held: Held | None, event: Heard, response: Response | None
+    ) -> str | None:
+        """Why an engine that works could not have said this. None if it could."""
+        if held is None or held.at is not handle:
+            return f"it spoke of {event.sample}, which it does not have"
+        if isinstance(event, SampleGenerated):
+            if self.weights.hand_over is not None and event.version != self.weights.version:
+                return (
+                    f"it made {event.sample} with version {event.version} of the weights instead "
+                    f"of {self.weights.version}"
+                )
+            if response is None or not event.num_tokens:
+                return f"its response for {event.sample} has no tokens"
+        if response is not None and not isinstance(event, SampleMoved | SampleFailed):
+            sizes = {len(response.tokens), len(response.log_probs), event.num_tokens}
+            if response.sample != event.sample or len(sizes) > 1:
+                return f"its response for {event.sample} is another's, or not whole"
+        return None
+
+    def _go_on(
+        self, held: Held, event: SampleAborted, response: Response | None
+    ) -> SampleMoved | None:
+        """Have the sample go on in the engine that it was to move to. None if that engine is lost
+        by now: the core hears of the loss, and says where else."""
+        assert held.moves_to is not None
+        request = taken_along(held, event, response)
+        held.at, held.moves_to = self._living_at(held.moves_to), None
+        if held.at is None:
+            return None
+        to = held.at
+        self._give(to, [request])
+        if not to.lives:
+            return None
+        kept = request.carried
+        return moved(event.sample, to, 0 if kept is None or kept.verify else len(kept.tokens))
+
+    def _start_anew(self, held: Held) -> Ended | None:
+        """Start a sample anew, or end it if it is unwanted: the engine that had it has let go of
+        it."""
+        assert held.moves_to is not None
+        sample, to = held.request.sample, self._living_at(held.moves_to)
+        if held.is_unwanted:
+            del self._held[sample]
+            if to is None:  # the core has answered itself
+                return None
+            carried = held.request.carried
+            num_tokens = 0 if carried is None else len(carried.tokens)
+            event = SampleAborted(time_s=0.0, sample=sample, num_tokens=num_tokens)
+            return stamped(event, to)
+        self._held[sample] = Held(held.request, to)
+        if to is not None:
+            self._give(to, [held.request])
+        return None
+
+    def num_at(self, numbers: Collection[int]) -> int:
+        """Samples that these engines have, also those that are to leave and have not yet."""
+        where = (held.at for held in self._held.values())
+        return sum(handle is not None and handle.number in numbers for handle in where)
+
+    def blame(self, handle: Handle) -> bool:
+        """Note that this engine's logits held a NaN. Returns whether that is the policy's fault: it
+        is if another engine says so too, or there is no other."""
+        self._not_numbers.add(handle)
+        return self.make is None or len(self._not_numbers) > 1
+
+    # -- who lives ---------------------------------------------------------------------------------
+
+    def lose(self, handle: Handle, reason: str) -> None:
+        """End it, and say so, once."""
+        if not handle.lives or self.is_closed:
+            return
+        handle.lives = False
+        for held in self._held.values():
+            if held.at is handle:
+                held.at = held.moves_to = None
+            elif held.moves_to == handle.number:  # until the core says where else
+                held.moves_to, held.anew = NOWHERE, True
+        self.ending.close(handle.engine)
+        self._tell(
+            EngineLost(
+                time_s=0.0, engine=handle.number, incarnation=handle.incarnation, reason=reason
+            )
+        )
+
+    def lay_out(self, tensor_parallel: int) -> list[Engine]:
+        """From now on give each engine so many devices. Returns the engines that lived or were
+        being made, which are to be closed; nothing that they say counts any more."""
+        gone = [*(handle.engine for handle in self.living), *self._coming.values()]
+        for handle in self.living:
+            handle.lives = False
+        self._coming.clear()
+        self.forget()
+        self.layout = Layout(self.layout.number + 1, tensor_parallel)
+        return gone
+
+    def awaits(self, number: int, engine: Engine, layout: Layout) -> None:
+        """Note that this engine loads, to fill the slot. Raises `EngineError` if the layout is
+        another one by now."""
+        if layout is not self.layout:
+            raise EngineError("the devices were shared out anew")
+        self._coming[number] = engine
+
+    def join(self, handle: Handle) -> None:
+        """Let an engine that has the weights at hand take its slot. Raises `EngineError` if it has
+        died, or if its layout is gone."""
+        if self._coming.get(handle.number) is not handle.engine:
+            raise EngineError("the devices were shared out anew")
+        assert self._living_at(handle.number) is None, f"engine {handle.number} is there"
+        self._listen(handle)
+        del self._coming[handle.number]
+        handle.version = self.weights.version
+        self.handles[handle.number] = handle
+        self._tell(
+            EngineReady(
+                time_s=0.0,
+                engine=handle.number,
+                incarnation=handle.incarnation,
+                version=self.weights.version,
+            )
+        )
+
+    def failed_to_join(
+        self, number: int, incarnation: int, layout: Layout, error: BaseException
+    ) -> None:
+        """The place stays empty, and the core is told, unless nobody asks for it any more."""
+        reason = f"it could not take its place: {error}"
+        if not self.is_closed and layout is self.layout:
+            self._tell(
+                EngineLost(time_s=0.0, engine=number, incarnation=incarnation, reason=reason)
+            )
+
+    def expect(self, weights: Weights) -> list[Handle]:
+        """Make these the weights at hand. Returns the living engines, which have to be brought to
+        them."""
+        if weights.version != self.weights.version:
+            self._not_numbers.clear()
+            self._keepers.forget()
+            self.forget()
+        self.weights = weights
+        return self.living
+
+    def check_progress(self, now_s: float, limit_s: float) -> None:
+        """Lose those that have samples and make no progress for so long while others do."""
+        living = self.living if self.make is not None else []
+        for handle in living:
+            with self._losing(handle):
+                status = handle.engine.status()
+                is_idle = not (status.num_running or status.num_waiting)
+                if is_idle or status.decode_steps != handle.num_steps:
+                    handle.num_steps, handle.progress_s = status.decode_steps, now_s
+        newest_s = max((handle.progress_s for handle in living), default=now_s)
+        for handle in living:
+            if newest_s - handle.progress_s > limit_s:
+                self.lose(handle, f"no progress for {limit_s:g} s while others made some")
+
+    def status(self) -> EngineStatus:
+        """The status of all living engines together. Raises `EngineError` if the only engine is
+        dead."""
+        found = []
+        for handle in self.living:
+            with contextlib.suppress(*((EngineError,) if self.make is not None else ())):
+                found.append(handle.engine.status())
+        return EngineStatus(
+            num_running=sum(one.num_running for one in found),
+            num_waiting=sum(one.num_waiting for one in found),
+            version=self.weights.version,
+            generated_tokens=sum(one.generated_tokens for one in found),
+            decode_steps=sum(one.decode_steps for one in found),
+            drafted_tokens=sum(one.drafted_tokens for one in found),
+            accepted_tokens=sum(one.accepted_tokens for one in found),
+        )
+
+    async def close(self) -> None:
+        """End all of them, and those that come later. Idempotent."""
+        if not self.is_closed:
+            self.is_closed = True
+            living = [handle.engine for handle in self.living]
+            await asyncio.gather(*(one.close() for one in [*living, *self._coming.values()]))
+
+    def _give(self, handle: Handle, requests: Sequence[GenerationRequest]) -> None:
+        with self._losing(handle):
+            handle.submit(requests)
+
+    @contextlib.contextmanager
+    def _losing(self, handle: Handle) -> Iterator[None]:
+        """An engine that cannot be spoken to is lost, if another can take its place."""
+        try:
+            yield
+        except EngineError as error:
+            if self.make is None:
+                raise
+            self.lose(handle, str(error))

@@ -1,0 +1,223 @@
+"""The way of new weights to the engines: `SyncWeights` in, `WeightsSynced` out; and of new engines
+to the weights: `Replace` or `Resize` in, `EngineReady` out.
+
+    SyncWeights -> the trainer writes them -> each engine takes them, in a thread of its own; where
+                   pools are shared, when it wakes up (`pools.py`)
+    Replace     -> a new engine is made, in a thread of its own -> takes those at hand, and whatever
+                   came meanwhile -> fills its place
+    Resize      -> all engines are closed -> the same for each of the new ones
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rollpacker.bus import Bus, Routes
+from rollpacker.core.commands import Replace, Resize, SyncWeights
+from rollpacker.core.events import WeightsSynced
+from rollpacker.engines.engine import Engine, EngineError
+from rollpacker.run.ports.engines import Engines, Weights
+from rollpacker.run.ports.held import Handle, Layout
+from rollpacker.run.ports.main_task import MainTask
+from rollpacker.run.ports.shared_devices import SharedDevices, take_all_back
+from rollpacker.run.ports.waiting import failures, in_daemon_thread
+from rollpacker.run.ports.watch import Watch
+from rollpacker.trainer.trainer import Trainer, TrainerError
+
+if TYPE_CHECKING:
+    from rollpacker.weights.buffer import WeightSource
+
+logger = logging.getLogger(__name__)
+
+Publish = Callable[["WeightSource"], Mapping[str, Exception]]
+"""Brings weights to all hosts with engines; returns which could not be reached, and why."""
+
+WRITTEN_S = 0.02
+"""Seconds between two looks of an engine that waits for weights whether the trainer has written
+them."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandingOver:
+    """Brings the engines to the trainer's weights, on the main task, and engines that come between
+    in threads of their own."""
+
+    bus: Bus
+    main: MainTask
+    watch: Watch
+    trainer: Trainer
+    engines: Engines
+    devices: SharedDevices
+    publish: Publish | None
+    """Engines take the weights when they wake up, on devices that are other jobs' until then; this
+    brings them to the engines' hosts before. None: engines are awake, and take them at once."""
+
+    def routes(self) -> Routes:
+        return {
+            SyncWeights: lambda command: self.main.later(partial(self._sync, command)),
+            Replace: self._replace,
+            Resize: self._resize,
+        }
+
+    async def _sync(self, command: SyncWeights) -> None:
+        await self.watch.by("sync_s", self._hand_over(command.version))
+        self.bus.take(WeightsSynced(time_s=0.0, version=command.version))
+
+    async def _hand_over(self, version: int) -> None:
+        with self.bus.lock:
+            self.engines.expect(Weights(version, None))
+        weights = Weights(version, await self.trainer.hand_over())
+        if self.publish is not None:
+            await _bring_to_hosts(self.publish, weights)
+            with self.bus.lock:
+                self.engines.expect(weights)
+            return
+        await self.devices.to_engines()
+        with self.bus.lock:
+            living = self.engines.expect(weights)
+        within_s = None if self.engines.make is None else self.watch.deadlines.sync_s / 2
+        for handle, error in (await _bring_all(living, weights, within_s)).items():
+            if self.engines.make is None:
+                raise error
+            with self.bus.lock:
+                self.engines.lose(handle, str(error))
+
+    def _replace(self, command: Replace) -> None:
+        self._start_filling(command.engine, command.incarnation, self.engines.layout)
+
+    def _resize(self, command: Resize) -> None:
+        gone = self.engines.lay_out(command.tensor_parallel)
+        layout = self.engines.layout
+
+        def work() -> None:
+            asyncio.run(_close_all(gone))  # they leave their devices before others come
+            for number, incarnation in enumerate(command.incarnations):
+                self._start_filling(number, incarnation, layout)
+
+        self.engines.ending.do(work, "rollpacker-resize")
+
+    def _start_filling(self, number: int, incarnation: int, layout: Layout) -> None:
+        threading.Thread(
+            target=self._fill,
+            args=(number, incarnation, layout),
+            name="rollpacker-new-engine",
+            daemon=True,
+        ).start()
+
+    def _fill(self, number: int, incarnation: int, layout: Layout) -> None:
+        """Make a new engine for this slot and let it take its place. Whatever keeps it from that is
+        the loss of that engine too."""
+        engines, engine = self.engines, None
+        assert engines.make is not None, f"engine {number}: nobody can make it"
+        try:
+            with self.devices.loading(number):
+                engine = engines.make(number, incarnation, layout.tensor_parallel)
+                with self.bus.lock:
+                    engines.awaits(number, engine, layout)
+                handle = Handle(number, incarnation, engine)
+                while not self._joins(handle):
+                    time.sleep(WRITTEN_S)
+        except Exception as error:
+            if engine is not None:
+                engines.ending.close(engine)
+            with self.bus.lock:
+                engines.failed_to_join(number, incarnation, layout, error)
+
+    def _joins(self, handle: Handle) -> bool:
+        """Bring it to the weights at hand. False: they are to change, or did so meanwhile."""
+        engines = self.engines
+        weights = engines.weights
+        if weights.hand_over is None and not engines.is_closed:
+            return False
+        try:
+            bring_up_to_date(handle.engine, weights)
+        except (EngineError, TrainerError):
+            if engines.weights is weights:
+                raise
+            return False
+        with self.bus.lock:
+            if engines.is_closed:
+                raise EngineError("the run is over")
+            # An update that is applied and not handed over yet is awaited.
+            if engines.weights is not weights or self.bus.job.version != weights.version:
+                return False
+            engines.join(handle)
+        return True
+
+
+async def _close_all(engines: Sequence[Engine]) -> None:
+    """Close engines that nobody needs any more, whatever they raise."""
+    await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
+
+
+async def hand_over_weights(trainer: Trainer, engines: Engines, version: int) -> None:
+    """Bring all engines to the trainer's weights before a run begins. See `bring_up_to_date`."""
+    weights = Weights(version, await trainer.hand_over())
+    await take_all_back(trainer, engines)
+    for error in (await _bring_all(engines.expect(weights), weights)).values():
+        raise error
+
+
+async def publish_weights(
+    trainer: Trainer, engines: Engines, version: int, publish: Publish
+) -> None:
+    """Leave them where engines take them when they wake up, before a run begins that shares its
+    pools; the trainer lets go of its devices."""
+    weights = Weights(version, await trainer.hand_over())
+    await _bring_to_hosts(publish, weights)
+    engines.expect(weights)
+    await trainer.offload()
+
+
+async def _bring_to_hosts(publish: Publish, weights: Weights) -> None:
+    """Bring the weights to all hosts with engines. Where a host cannot be reached, an engine there
+    asks for the weights itself, or is lost."""
+    assert weights.hand_over is not None
+    source = weights.hand_over.weights
+    if source is None or isinstance(source, Mapping):  # engines are in this process
+        return
+    try:
+        failed = await in_daemon_thread(publish, source)
+    except OSError as error:
+        failed = {"the trainer's host": error}
+    for host, why in failed.items():
+        logger.warning("weights were not published to %s: %s", host, why)
+
+
+async def _bring_all(
+    handles: Sequence[Handle], weights: Weights, within_s: float | None = None
+) -> dict[Handle, BaseException]:
+    """Bring all of them up to date at once. Returns those that failed, or were not done within
+    these seconds."""
+    arguments = {handle: (handle.engine, weights) for handle in handles}
+    return await failures(bring_up_to_date, arguments, "take new weights", within_s)
+
+
+def bring_up_to_date(engine: Engine, weights: Weights) -> None:
+    """Bring an engine to the trainer's weights, and see that they have arrived.
+
+    Called in a thread of its own, so that a copy that hangs can be given up: on the event loop it
+    would keep the deadline itself from being noticed.
+
+    Raises `EngineError`, and `TrainerError` if a fixed sample of the weights differs afterwards.
+    """
+    hand_over = weights.hand_over
+    assert hand_over is not None
+    asyncio.run(engine.update_weights(weights.version, hand_over.weights))
+    if hand_over.probe is None:  # the engine's tensors are the trainer's
+        return
+    found = engine.weight_probe()
+    if found != hand_over.probe:
+        raise TrainerError(
+            f"the engine's weights are not the trainer's at version {weights.version} (probes "
+            f"{found[:12]} and {hand_over.probe[:12]}): the transfer went wrong, or something else "
+            "wrote to one of them. Nothing was generated with them; --resume loads both anew from "
+            "the last checkpoint"
+        )

@@ -1,0 +1,122 @@
+"""The main task: what takes long, one thing at a time, in the order in which it was asked for.
+
+any thread --later(deed)--> inbox --next()--> the controller's loop runs it to its end
+any thread --fail(error)--> inbox, or what the main task waits for from the engine
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rollpacker.bus import Routes
+from rollpacker.core.commands import Finish
+
+logger = logging.getLogger(__name__)
+
+Deed = Callable[[], Awaitable[None]]
+
+
+class MainTask:
+    """The way from other threads, and from the ports of slow commands, to the event loop."""
+
+    def __init__(self) -> None:
+        self.awaited: asyncio.Future[Any] | None = None
+        """A result that the main task waits for and that no command brings; a failure goes there.
+        None if there is none."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._why_at_once: BaseException | None = None
+        self._lock = threading.Lock()
+        self._together: list[tuple[Callable[..., object], tuple[object, ...]]] = []
+        """Functions, each with its arguments, that the loop is to call when it next wakes up; it
+        was woken for the first."""
+        self._inbox: asyncio.Queue[Deed | Finish | BaseException] = asyncio.Queue()
+
+    def open(self) -> None:
+        """Belong to the running loop and task from now on."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._together = []  # what the one before did not come to is lost with it
+        self._loop = loop
+        self._loop.set_exception_handler(self._on_loop_error)
+        self._task = asyncio.current_task()
+        self.raise_why()
+
+    def routes(self) -> Routes:
+        return {Finish: self._put}
+
+    def post(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call it on the event loop, soon. Thread-safe."""
+        assert self._loop is not None, "the run has not begun"
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def post_together(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call it on the event loop, behind what was posted so before. The loop is woken once for
+        all that comes until it looks, since waking it is a system call. Thread-safe."""
+        with self._lock:
+            self._together.append((function, arguments))
+            is_first = len(self._together) == 1
+        if is_first:
+            self.post(self._call_together)
+
+    def _call_together(self) -> None:
+        with self._lock:
+            calls, self._together = self._together, []
+        for function, arguments in calls:
+            try:
+                function(*arguments)
+            except Exception as error:  # the others are called, as if each were posted by itself
+                self.fail(error)
+
+    def later(self, deed: Deed) -> None:
+        """Do it after all that was asked for before. Thread-safe."""
+        self._put(deed)
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with what a part died of, whatever the main task waits for. On the event
+        loop only; other threads `post` it."""
+        if self.awaited is not None and not self.awaited.done():
+            self.awaited.set_exception(error)
+        else:
+            self._inbox.put_nowait(error)
+
+    def end_at_once(self, error: BaseException) -> None:
+        """End the run with this error, and the deed at hand unfinished. Thread-safe."""
+        self._why_at_once = error
+        if self._task is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed: the run is over
+                self.post(self._task.cancel)
+
+    def raise_why(self) -> None:
+        """Raise the error with which the run was to end at once, if there is one."""
+        if self._why_at_once is not None:
+            raise self._why_at_once from None
+
+    async def next(self, within_s: float) -> Deed | Finish | None:
+        """The next thing to do. None if nothing was asked for within these seconds.
+
+        Raises what a part died of.
+        """
+        try:
+            item = await asyncio.wait_for(self._inbox.get(), within_s)
+        except TimeoutError:
+            return None
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def _put(self, item: Deed | Finish) -> None:
+        self.post(self._inbox.put_nowait, item)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback of ours that raised ends the run; what others left behind is only logged."""
+        error = context.get("exception")
+        if "handle" in context and error is not None:
+            self.fail(error)
+        else:
+            logger.warning("%s", context["message"], exc_info=error)

@@ -1,0 +1,118 @@
+"""The trainer's way back: `TrainerLost` out, `RestoreTrainer` in, `TrainerReady` out.
+
+    a deed of the main task -> RanksLost -> TrainerLost -> the core -> RestoreTrainer
+        new processes, last checkpoint, the updates since -> TrainerReady -> the deed, from its
+        beginning
+
+The main task does nothing else meanwhile, so whatever is to be asked of the trainer waits; engines
+and checks go on. What the step was generated from lies on the desk until its commit.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollpacker.bus import Bus, Routes
+from rollpacker.core.commands import RestoreTrainer
+from rollpacker.core.events import TrainerLost, TrainerReady
+from rollpacker.run.folder.checkpoint import has_checkpoint, newest_checkpoint
+from rollpacker.run.ports.desk import Desk
+from rollpacker.run.ports.main_task import Deed
+from rollpacker.run.ports.pools import Pools
+from rollpacker.run.ports.waiting import in_daemon_thread
+from rollpacker.run.ports.watch import Watch
+from rollpacker.trainer.trainer import RanksLost, Trainer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Recovery:
+    """Belongs to the main task."""
+
+    bus: Bus
+    desk: Desk
+    watch: Watch
+    pools: Pools
+    trainer: Trainer
+    checkpoints: Path
+    _incarnation: int = field(default=0, init=False)
+    _order: RestoreTrainer | None = field(default=None, init=False)
+    """The core's answer to the last loss. None if it has not answered."""
+    _num_signs: int = field(default=0, init=False)
+    """Signs of life of a trainer on its way back, counted."""
+
+    def routes(self) -> Routes:
+        return {RestoreTrainer: self._on_restore}
+
+    def _on_restore(self, command: RestoreTrainer) -> None:
+        self._order = command
+
+    async def through(self, deed: Deed) -> bool:
+        """Do it; once more, from its beginning, whenever the trainer was lost meanwhile. False: it
+        is not done, and the core has ended the run."""
+        while True:
+            try:
+                await deed()
+                return True
+            except RanksLost as error:
+                if not await self._bring_back(error.reason):
+                    return False
+
+    async def look(self) -> None:
+        """Bring it back if it was lost between two deeds: engines work on, and nobody waits yet.
+        Where other jobs may have its devices, once it has them again."""
+        reason = self.trainer.how_lost() if self.pools.has("train") else None
+        if reason is not None:
+            await self._bring_back(reason)
+
+    async def _bring_back(self, reason: str) -> bool:
+        """False: the run is over."""
+        order = self._order_after(reason)
+        if order is None:
+            return False
+        async with self.pools.borrowed("train", "recovery"):
+            while True:
+                try:
+                    await self._restore(order)
+                    break
+                except RanksLost as error:
+                    order = self._order_after(error.reason)
+                    if order is None:
+                        return False
+            ready = TrainerReady(
+                time_s=0.0, incarnation=order.incarnation, version=self.trainer.version
+            )
+            self.bus.take(ready)
+        return True
+
+    def _order_after(self, reason: str) -> RestoreTrainer | None:
+        """The core's answer to a loss. None if the run is over."""
+        logger.warning("%s; the trainer is started anew", reason)
+        self.bus.take(TrainerLost(time_s=0.0, incarnation=self._incarnation, reason=reason))
+        order, self._order = self._order, None
+        if order is not None:
+            self._incarnation = order.incarnation
+            with self.bus.lock:
+                self.desk.forget_gradients()
+        return order
+
+    async def _restore(self, order: RestoreTrainer) -> None:
+        checkpoint = None
+        if has_checkpoint(self.checkpoints):
+            found = await in_daemon_thread(newest_checkpoint, self.checkpoints)
+            checkpoint = found.folder
+        signs = self._num_signs
+
+        def lives() -> bool:
+            nonlocal signs
+            before, signs = signs, self._num_signs
+            return signs != before
+
+        what = f"the trainer to be brought back to version {order.version} of the weights"
+        await self.watch.by("train_s", self.trainer.restore(checkpoint, self._tell), what, lives)
+
+    def _tell(self) -> None:
+        self._num_signs += 1

@@ -1,0 +1,359 @@
+"""Keeps responses that finish, so that the resume of a killed run takes them up instead of drawing
+them again.
+
+runs/NAME/salvage.bin     begun anew with each checkpoint; what its very weights generated, in order
+    head | end | end | ...          each: bytes and CRC-32 of what follows, a line of JSON, and of
+                                    an end the tokens (int32) and log-probs (float64)
+
+    engine -> SampleGenerated, SampleAborted -> core
+                     +-> a thread of its own -> salvage.bin -> a resume -> Launch of the same sample
+                                                                -> the same end, at once, in order
+
+An end is used for a sample of the same id that is launched with the same prompt, settings, noise
+and carried tokens, under the weights of the checkpoint that the head names. A file that is cut off
+in the middle counts as far as it is whole.
+
+Where a run is to be equal bit for bit (`in_order`: one embedded engine) what is used ends where the
+engine had nothing under way: samples that are decoded beside fewer others come out different in
+their last bits, so those of a round that was under way are drawn again, all of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+import os
+import queue
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from rollpacker.codec import from_plain, to_plain
+from rollpacker.core.events import Event, SampleAborted, SampleGenerated
+from rollpacker.core.ids import SampleId
+from rollpacker.core.messages import EVENTS
+from rollpacker.engines.engine import EngineOutput, GenerationRequest, Response
+from rollpacker.run.folder.checkpoint import MANIFEST
+from rollpacker.run.ports.held import Handle
+
+logger = logging.getLogger(__name__)
+
+FILE = "salvage.bin"
+FORMAT = 1
+_SIZES = struct.Struct("<II")
+CLOSE_S = 10.0
+"""Seconds that the last writes may take when the run ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of a sample, as the file has it."""
+
+    event: SampleGenerated | SampleAborted
+    key: str
+    """The key of the request that the sample had (`_key`); another request's end is another."""
+    response: Mapping[str, Any] | None
+    """Finish reason, version and redraws of the response. None if there was no response."""
+    arrays: bytes
+
+    def output(self, request: GenerationRequest) -> EngineOutput:
+        if self.response is None:
+            return EngineOutput(self.event)
+        size = self.event.num_tokens * 4
+        response = Response(
+            sample=request.sample,
+            prompt_tokens=request.prompt_tokens,
+            tokens=tuple(np.frombuffer(self.arrays[:size], np.int32).tolist()),
+            log_probs=tuple(np.frombuffer(self.arrays[size:], np.float64).tolist()),
+            finish_reason=self.response["finish_reason"],
+            version=self.response["version"],
+            redraws=tuple((first, redraw) for first, redraw in self.response["redraws"]),
+        )
+        return EngineOutput(self.event, response)
+
+
+class Salvage:
+    """Belongs to whoever holds the bus's lock; the file, once it is open, to a thread."""
+
+    def __init__(
+        self, folder: Path, checkpoint: Path | None = None, version: int = 0, *, in_order: bool
+    ) -> None:
+        """`folder`: the run's. `checkpoint`: the one that a resume goes on from, whose weights have
+        this version. None: a new run, which has nothing to lose before its first."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called when something waits in `outputs`."""
+        self._path = folder / FILE
+        self._in_order = in_order
+        self._version: int | None = None
+        """Version of the weights whose samples are kept. None: none are."""
+        self._head: dict[str, Any] = {}
+        self._found: dict[SampleId, tuple[int, End]] = {}
+        """Ends that a resume has found, each with its place in the file."""
+        self._under_way: dict[SampleId, GenerationRequest] = {}
+        """Requests that were launched under these weights and have not ended."""
+        self._waiting: dict[SampleId, tuple[Handle, GenerationRequest]] = {}
+        """Launched requests of which the end is known, each with its engine."""
+        self._order: list[tuple[int, SampleId]] = []
+        """A heap of the samples that wait, by their place in the file."""
+        self._not_stopped: list[SampleId] = []
+        """Samples that wait, were stopped before the run was killed, and have not been stopped
+        again so far."""
+        self._unwanted: set[SampleId] = set()
+        """Samples that wait and are to be stopped."""
+        self._told: set[SampleId] = set()
+        """Samples whose end the file has already."""
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._file: BinaryIO | None = None
+        self._thread: threading.Thread | None = None
+        if checkpoint is not None:
+            self._stand_at(checkpoint, version)
+            self._read()
+
+    @property
+    def num_found(self) -> tuple[int, int]:
+        """Finished responses that a resume has found, and their tokens."""
+        ends = [end.event for _, end in self._found.values()]
+        sizes = [event.num_tokens for event in ends if isinstance(event, SampleGenerated)]
+        return len(sizes), sum(sizes)
+
+    # -- what is launched ----------------------------------------------------------------
+
+    def launched(self, version: int, requests: Sequence[GenerationRequest]) -> None:
+        """The engines are about to be given these, to be sampled from weights of this version."""
+        if version == self._version:
+            self._under_way.update({request.sample: request for request in requests})
+
+    def keep_back(
+        self, handle: Handle, requests: Sequence[GenerationRequest]
+    ) -> Sequence[GenerationRequest]:
+        """The requests that this engine is to generate. The end of the others is known, and comes
+        from `outputs`."""
+        if not self._found:
+            return requests
+        rest = []
+        for request in requests:
+            place, end = self._found.get(request.sample, (0, None))
+            is_launched = request.sample in self._under_way
+            if end is None or not is_launched or end.key != _key(request):
+                rest.append(request)
+            else:
+                self._waiting[request.sample] = (handle, request)
+                heapq.heappush(self._order, (place, request.sample))
+        if self._waiting:
+            self.wake()
+        return rest
+
+    def stop(self, samples: Sequence[SampleId]) -> Sequence[SampleId]:
+        """The samples among these that the engine itself must stop."""
+        self._unwanted.update(self._waiting.keys() & set(samples))
+        return [sample for sample in samples if sample not in self._waiting]
+
+    def outputs(self) -> Iterator[tuple[Handle, EngineOutput]]:
+        """The ends of the requests that were kept back, in the order of the file. Requests that are
+        kept back while this goes on have their turn; see also `not_stopped`."""
+        while self._order:
+            _, sample = heapq.heappop(self._order)
+            if sample not in self._waiting:
+                continue
+            is_stopped = isinstance(self._found[sample][1].event, SampleAborted)
+            if is_stopped and sample not in self._unwanted:
+                self._not_stopped.append(sample)
+            elif (output := self._take(sample)) is not None:
+                yield output
+        for sample in self._not_stopped:
+            if sample in self._unwanted and (output := self._take(sample)) is not None:
+                yield output
+
+    def not_stopped(self) -> list[tuple[Handle, GenerationRequest]]:
+        """The requests, after `outputs`, that were stopped once and are not now: their engine is to
+        generate them."""
+        left = [self._waiting.pop(one) for one in self._not_stopped if one in self._waiting]
+        for _, request in left:
+            del self._found[request.sample]
+        self._not_stopped.clear()
+        return [(handle, request) for handle, request in left if handle.lives]
+
+    def _take(self, sample: SampleId) -> tuple[Handle, EngineOutput] | None:
+        """The end of a sample that waits, and its engine. None if that engine is lost: another one
+        will be given the sample."""
+        handle, request = self._waiting.pop(sample)
+        self._unwanted.discard(sample)
+        if not handle.lives:
+            return None
+        _, end = self._found.pop(sample)
+        self._told.add(sample)
+        return handle, end.output(request)
+
+    # -- what ends -----------------------------------------------------------------------
+
+    def ended(self, event: Event, response: Response | None) -> None:
+        """The core knows that this sample has ended. One that failed stays under way: what comes
+        after that has no place where nothing is."""
+        if not isinstance(event, SampleGenerated | SampleAborted):
+            return
+        request = self._under_way.pop(event.sample, None)
+        if request is None or event.sample in self._told:
+            return
+        if response is None and event.num_tokens:
+            return
+        is_quiet = not self._under_way
+        self._later(partial(self._write_end, request, event, response, is_quiet))
+
+    def begin(self, checkpoint: Path, version: int) -> None:
+        """Begin the file anew: a resume goes on from this checkpoint from now on, and what was kept
+        is of no use any more."""
+        self._stand_at(checkpoint, version)
+        self._found.clear()
+        self._under_way.clear()
+        self._told.clear()
+        self._later(self._begin_file)
+
+    def close(self) -> None:
+        """Write what has ended, and nothing after that. Idempotent."""
+        self._version = None
+        self._under_way.clear()
+        if self._thread is not None:
+            self._inbox.put(None)
+            self._thread.join(CLOSE_S)
+            self._thread = None
+
+    # -- the file ------------------------------------------------------------------------
+
+    def _stand_at(self, checkpoint: Path, version: int) -> None:
+        digest = sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+        self._version = version
+        self._head = {"format": FORMAT, "checkpoint": digest, "version": version}
+
+    def _read(self) -> None:
+        """Take up what is there, and let go of what is not to be used."""
+        frames = _frames(self._path)
+        try:
+            head, size = next(frames, (b"{}", 0))
+            if json.loads(head) != self._head:
+                raise ValueError("of another checkpoint")
+            ends: list[End] = []
+            sound = size, 0
+            for body, size in frames:
+                end, is_quiet = _end_of(body)
+                ends.append(end)
+                if is_quiet or not self._in_order:
+                    sound = size, len(ends)
+        except (ValueError, KeyError, TypeError):  # of another checkpoint, or another version's
+            self._path.unlink(missing_ok=True)
+            return
+        size, count = sound
+        self._found = {end.event.sample: (place, end) for place, end in enumerate(ends[:count])}
+        self._file = self._path.open("r+b", buffering=0)
+        self._file.truncate(size)
+        self._file.seek(0, os.SEEK_END)
+
+    def _later(self, deed: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="salvage", daemon=True)
+            self._thread.start()
+        self._inbox.put(deed)
+
+    def _work(self) -> None:
+        while (deed := self._inbox.get()) is not None:
+            try:
+                deed()
+            except OSError as error:  # a full disk: a run without it is only slower to resume
+                logger.warning("%s: %s; a resume will draw its samples again", self._path, error)
+                self._file, self._head = None, {}
+        if self._file is not None:
+            self._file.close()
+
+    def _begin_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._path.unlink(missing_ok=True)
+
+    def _write_end(
+        self,
+        request: GenerationRequest,
+        event: SampleGenerated | SampleAborted,
+        response: Response | None,
+        is_quiet: bool,
+    ) -> None:
+        if not self._head:
+            return
+        facts = to_plain(event)
+        for name in ("time_s", "engine", "incarnation"):
+            facts.pop(name, None)
+        line = {
+            "event": type(event).__name__,
+            "facts": facts,
+            "key": _key(request),
+            "quiet": is_quiet,
+            "response": None,
+        }
+        arrays = b""
+        if response is not None:
+            line["response"] = {
+                name: getattr(response, name) for name in ("finish_reason", "version", "redraws")
+            }
+            arrays = np.array(response.tokens, np.int32).tobytes()
+            arrays += np.array(response.log_probs, np.float64).tobytes()
+        body = json.dumps(line, separators=(",", ":")).encode() + b"\n" + arrays
+        if self._file is None:
+            self._file = self._path.open("wb", buffering=0)
+            self._file.write(_framed(json.dumps(self._head).encode()))
+        self._file.write(_framed(body))
+
+
+def _end_of(body: bytes) -> tuple[End, bool]:
+    """A sample's end from its frame, and whether no sample was under way then."""
+    line, _, arrays = body.partition(b"\n")
+    facts = json.loads(line)
+    event: Any = from_plain(EVENTS[facts["event"]], {"time_s": 0.0, **facts["facts"]})
+    return End(event, facts["key"], facts["response"], arrays), facts["quiet"]
+
+
+def _framed(body: bytes) -> bytes:
+    return _SIZES.pack(len(body), zlib.crc32(body)) + body
+
+
+def _frames(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Each whole frame, and where it ends; up to the first that is not whole."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        end = 0
+        while len(sizes := file.read(_SIZES.size)) == _SIZES.size:
+            size, checksum = _SIZES.unpack(sizes)
+            body = file.read(size)
+            if len(body) != size or zlib.crc32(body) != checksum:
+                return
+            end += _SIZES.size + size
+            yield body, end
+
+
+def _key(request: GenerationRequest) -> str:
+    """A digest of the request. Requests with the same digest have the same response under the same
+    weights."""
+    digest = blake2b(digest_size=16)
+    carried = request.carried
+    rules = {
+        "sampling": asdict(request.sampling),
+        "noise": str(request.noise or request.sample),
+        "turn": request.turn,
+        "forced_length": request.forced_length,
+        "carried": carried
+        and [len(carried.tokens), carried.verify, carried.floor, carried.ceiling, carried.redraws],
+    }
+    digest.update(json.dumps(rules, sort_keys=True).encode())
+    digest.update(np.array(request.prompt_tokens, np.int64).tobytes())
+    if carried is not None:
+        digest.update(np.array(carried.tokens, np.int64).tobytes())
+        digest.update(np.array(carried.log_probs, np.float64).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,20 @@
+"""The four things that most ports of a run need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollpacker.bus import Bus
+from rollpacker.run.ports.desk import Desk
+from rollpacker.run.ports.main_task import MainTask
+from rollpacker.run.ports.watch import Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The core's bus, the main task, what is known of samples, and the run's deadlines."""
+
+    bus: Bus
+    main: MainTask
+    desk: Desk
+    watch: Watch

@@ -1,0 +1,225 @@
+"""Devices that engines and replicas share (`train.colocate`): never have both their memory there.
+
+    StartGradients, TrainOn, a checkpoint    engines offload, then the replicas reload
+    SyncWeights, Launch, an evaluation       the replicas offload, then engines reload
+    Replace                                  a new engine loads on a device of the engines' alone
+    pools shared with other jobs             all engines let go of all devices, and take them back
+
+Nothing is decided here: who is to have a device is what `core/fleet/devices.py` reads from the
+commands. Engine k has the devices from k times its degree on, process k of the trainer device k.
+What an engine is told while it is away waits (`Handle.told`), and is why it comes back. On a CPU
+there is nothing to move, and the same calls are made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from typing import Any
+
+from rollpacker.bus import Bus
+from rollpacker.config.schema import RunConfig
+from rollpacker.engines.engine import Engine, EngineError
+from rollpacker.run.ports.engines import Engines
+from rollpacker.run.ports.held import Handle
+from rollpacker.run.ports.waiting import failures
+from rollpacker.run.ports.watch import Watch
+from rollpacker.trainer.trainer import Trainer
+
+LOOK_S = 0.005
+"""Seconds between two looks whether an engine has let go of its samples, or a device is free."""
+
+
+Move = Callable[[Engine], Coroutine[Any, Any, None]]
+"""Makes an engine take or give up its device's memory."""
+
+
+class SharedDevices:
+    """The calls of `async` methods come from the main task, one after the other."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        watch: Watch,
+        shares_pools: bool = False,
+        *,
+        config: RunConfig,
+        trainer: Trainer,
+        engines: Engines,
+    ) -> None:
+        """`shares_pools`: the engines' devices are other jobs' at first."""
+        self._bus = bus
+        self._watch = watch
+        self.trainer = trainer
+        self._engines = engines
+        train = config.train
+        of_engines = config.rollout.engines * config.parallelism_planner.initial
+        self._is_colocated = train.colocate
+        self._all = range(of_engines if shares_pools or train.colocate else 0)
+        """The devices that are not the engines' alone."""
+        self._group = (train.processes or 1) // train.replicas
+        self._lent: set[int] = {*self._all} if shares_pools else set()
+        """Devices whose memory is the replicas' or other jobs', or will be in a moment."""
+        for handle in engines.living if shares_pools else ():
+            handle.is_away = True
+        self._loading: set[int] = set()
+        """Devices on which a new engine loads."""
+        self._seconds = {"to_trainer": 0.0, "to_engines": 0.0}
+
+    def replicas_of(self, devices: Sequence[int]) -> list[int] | None:
+        """The replicas on these devices. None, which means all replicas, for no devices."""
+        return sorted({device // self._group for device in devices}) or None
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether an engine that is away was told something. Used under the bus's lock."""
+        return any(handle.told for handle in self._engines.living)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Metrics: what the hand-overs since the last call took."""
+        found = {f"perf/devices/{name}_s": seconds for name, seconds in self._seconds.items()}
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        return found if self._is_colocated else {}
+
+    async def to_replicas(self, devices: Sequence[int] = ()) -> None:
+        """The replicas on these devices may begin when this returns. Empty: all. Engines on them
+        finish what they have first; one that does not let go of its memory is lost."""
+        if not self._is_colocated:
+            return
+        wanted = {d for d in self._all if not devices or d // self._group in self._groups(devices)}
+        named = f"devices {sorted(wanted)} to be free"
+        leaving = await self._watch.by("generation_s", self._claim(wanted), named)
+        if leaving is None:
+            return
+        with self._timing("to_trainer"):
+            failed = await self._each(leaving, lambda engine: engine.offload())
+            await asyncio.gather(*(handle.engine.close() for handle in failed))
+            reload = self.trainer.reload(self.replicas_of(devices))
+            await self._watch.by("train_s", reload, "the trainer to take its devices")
+
+    async def to_engines(self) -> None:
+        """Replicas let go of all devices, and the engines take them back, with the weights that
+        they had. One that cannot is lost."""
+        if not self._lent or not self._is_colocated:
+            return
+        with self._timing("to_engines"):
+            letting_go = self.trainer.offload()
+            await self._watch.by("sync_s", letting_go, "the trainer to let go of its devices")
+            with self._bus.lock:
+                away = [handle for handle in self._engines.living if handle.is_away]
+            failed = await self._each(away, lambda engine: engine.reload())
+            await asyncio.gather(*(handle.engine.close() for handle in failed))
+        self.take_back()
+
+    async def lend_all(self) -> list[Handle]:
+        """Lend all devices to other jobs, once nothing runs, loads or ends there. Returns the
+        engines that have to let go, of which nothing may be asked any more."""
+        leaving = await self._claim({*self._all})
+        while not self._engines.ending.is_over:
+            await asyncio.sleep(LOOK_S)
+        return leaving or []
+
+    def take_back(self) -> None:
+        """Give the devices back to the engines. Those that were away have their memory there
+        again."""
+        with self._bus.lock:
+            self._lent.clear()
+            for handle in [one for one in self._engines.living if one.is_away]:
+                try:
+                    handle.come_back()
+                except EngineError as error:
+                    self._engines.lose(handle, str(error))
+
+    @contextlib.contextmanager
+    def loading(self, number: int) -> Iterator[None]:
+        """Wait until that engine's devices are the engines', and keep them so. In a thread of its
+        own. Raises `EngineError` once the run is over."""
+        size = self._engines.layout.tensor_parallel
+        devices = {*range(number * size, (number + 1) * size)} & {*self._all}
+        while not self._keep(devices):
+            time.sleep(LOOK_S)
+        try:
+            yield
+        finally:
+            with self._bus.lock:
+                self._loading -= devices
+
+    def _keep(self, devices: set[int]) -> bool:
+        with self._bus.lock:
+            if self._engines.is_closed:
+                raise EngineError("the run is over")
+            if devices & self._lent:
+                return False
+            self._loading |= devices
+            return True
+
+    def _groups(self, devices: Collection[int]) -> set[int]:
+        return {device // self._group for device in devices}
+
+    async def _claim(self, wanted: set[int]) -> list[Handle] | None:
+        """Once nothing runs or loads there, no engine may begin there any more. Returns those that
+        have to go; None: the replicas are there."""
+        while True:
+            with self._bus.lock:
+                numbers = {device // self._engines.layout.tensor_parallel for device in wanted}
+                if not (self._engines.num_at(numbers) or self._loading & wanted):
+                    are_there = wanted <= self._lent
+                    self._lent |= wanted
+                    leaving = [h for h in self._engines.living if h.number in numbers]
+                    leaving = [handle for handle in leaving if not handle.is_away]
+                    for handle in leaving:
+                        handle.is_away = True
+                    return None if are_there else leaving
+                awaited = self.are_awaited
+            if awaited:
+                await self.to_engines()
+            await asyncio.sleep(LOOK_S)
+
+    async def _each(self, handles: Sequence[Handle], do: Move) -> list[Handle]:
+        """Have all of them do that at once. Returns those that did not, which are lost."""
+        within_s = self._watch.deadlines.sync_s / 2
+        failed = await on_engines(handles, do, within_s)
+        with self._bus.lock:
+            for handle, error in failed.items():
+                self._engines.lose(handle, str(error))
+        return [*failed]
+
+    @contextlib.contextmanager
+    def _timing(self, name: str) -> Iterator[None]:
+        began = self._bus.clock.now()
+        yield
+        self._seconds[name] += self._bus.clock.now() - began
+
+
+async def on_engines(
+    handles: Sequence[Handle], do: Move, within_s: float | None = None
+) -> dict[Handle, BaseException]:
+    """`await do(engine)` of each, in threads of their own. Those that failed."""
+    arguments = {handle: (do, handle.engine) for handle in handles}
+    return await failures(_hand_over, arguments, "hand its device over", within_s)
+
+
+def _hand_over(do: Move, engine: Engine) -> None:
+    asyncio.run(do(engine))
+
+
+async def let_go_of_all(engines: Engines) -> None:
+    """Have all engines let go of their devices before a run begins: the trainer is to load there.
+    Raises what an engine raises."""
+    for handle in engines.living:
+        handle.is_away = True
+    for error in (await on_engines(engines.living, lambda engine: engine.offload())).values():
+        raise error
+
+
+async def take_all_back(trainer: Trainer, engines: Engines) -> None:
+    """Undo that; the trainer lets go of what it has loaded. Raises what an engine says."""
+    away = [handle for handle in engines.living if handle.is_away]
+    if away:
+        await trainer.offload()
+    for error in (await on_engines(away, lambda engine: engine.reload())).values():
+        raise error
+    for handle in away:
+        handle.come_back()

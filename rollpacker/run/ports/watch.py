@@ -1,0 +1,139 @@
+"""Deadlines: whatever the run waits for must show signs of life, or the run ends and says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from rollpacker.bus import Bus
+from rollpacker.config.running import DeadlineConfig
+from rollpacker.core.job.pooled_job import waits_for_pool
+from rollpacker.core.records import Entry, Record
+from rollpacker.rewards.reward import Reward
+from rollpacker.run.errors import DeadlineExceeded, RewardsFailed
+from rollpacker.run.ports.engines import Engines
+
+T = TypeVar("T")
+
+CHECK_S = 0.5
+STANDSTILL_HEARTBEATS = 12
+"""An engine may take this many times `deadlines.heartbeat_s` over one turn, such as the prompts of
+a whole round, while others go on."""
+
+
+@dataclass(eq=False, slots=True)
+class Watch:
+    """Belongs to the event loop, but for the signs that events are."""
+
+    bus: Bus
+    deadlines: DeadlineConfig
+    engines: Engines
+    reward: Reward
+    num_worth: int = field(default=0, init=False)
+    """Environments that are asked what their episodes were worth: verdicts wait for them, who have
+    as long as for any answer."""
+    _last_sign: float = field(init=False)
+    _last_decode_steps: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self.sign()
+        self.bus.add_sink(self._saw)
+
+    def sign(self) -> None:
+        """Note a sign of life."""
+        self._last_sign = self.bus.clock.now()
+
+    def check_rollout(self) -> None:
+        """A rollout is alive while events come or the engine decodes; an outage of something that
+        the rewards need is waited for by them, as long as they are told to.
+
+        Raises `DeadlineExceeded`, and `RewardsFailed` once the rewards have given up.
+        """
+        self.check_rewards()
+        self.check_engines()
+        if self.engine_works() or self.rewards_wait() or self.pool_is_awaited():
+            return
+        with self.bus.lock:
+            what = self.bus.job.waiting_for()
+            rewards = self.bus.job.waits_for_rewards and not self.num_worth
+        key = "reward_s" if rewards else "generation_s"
+        limit = self._limit(key)
+        if self.bus.clock.now() - self._last_sign > limit:
+            raise DeadlineExceeded(what, limit, f"deadlines.{key}")
+
+    async def check_engines_always(self) -> None:
+        """Now and then, until it is cancelled, where nobody else does."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            self.check_engines()
+
+    def check_engines(self) -> None:
+        """Lose engines that stand still while others work, long before all are waited for."""
+        with self.bus.lock:
+            limit_s = STANDSTILL_HEARTBEATS * self.deadlines.heartbeat_s
+            self.engines.check_progress(self.bus.clock.now(), limit_s)
+
+    def check_rewards(self) -> None:
+        """Raise `RewardsFailed` if there will be no verdict any more."""
+        if (why := self.reward.broken()) is not None:
+            raise RewardsFailed(
+                f"{why}. Mend it under the same name, then go on with --resume"
+                " (rewards[].max_failed_calls says after how many)"
+            )
+
+    def rewards_wait(self) -> bool:
+        """Whether the rewards wait for something outside that is down."""
+        if self.reward.outage() is None:
+            return False
+        self.sign()
+        return True
+
+    def pool_is_awaited(self) -> bool:
+        """Whether other jobs have the devices: they have as long as they want."""
+        if not waits_for_pool(self.bus.job):
+            return False
+        self.sign()
+        return True
+
+    def engine_works(self) -> bool:
+        """Whether the engines made progress since the last look."""
+        steps = self.engines.status().decode_steps
+        if steps == self._last_decode_steps:
+            return False
+        self._last_decode_steps = steps
+        self.sign()
+        return True
+
+    async def by(
+        self,
+        key: str,
+        awaitable: Awaitable[T],
+        what: str | None = None,
+        lives: Callable[[], bool] = lambda: False,
+    ) -> T:
+        """Await, but no longer than `deadlines.KEY` without a sign of life, of which `lives` is
+        asked each time that the deadline is over. `what` is awaited; None: what the job waits for.
+
+        Raises `DeadlineExceeded`.
+        """
+        limit = self._limit(key)
+        future = asyncio.ensure_future(awaitable)
+        while True:
+            done, _ = await asyncio.wait({future}, timeout=limit)
+            if done:
+                return future.result()
+            if not lives():
+                future.cancel()
+                with self.bus.lock:
+                    what = what or self.bus.job.waiting_for()
+                raise DeadlineExceeded(what, limit, f"deadlines.{key}")
+
+    def _limit(self, key: str) -> float:
+        limit: float = getattr(self.deadlines, key)
+        return limit
+
+    def _saw(self, entry: Entry) -> None:
+        if isinstance(entry, Record):
+            self._last_sign = entry.time_s
