@@ -183,6 +183,11 @@ class StreamPlan:
         """Groups of the round that the trainer might start on."""
 
     @property
+    def num_waiting(self) -> int:
+        """Complete groups of the round that the trainer was not given so far."""
+        return len(self._waiting)
+
+    @property
     def released(self) -> tuple[int, ...]:
         """The devices that were released in this round."""
         return () if self._round is None else self._round.released
