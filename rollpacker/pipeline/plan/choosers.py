@@ -56,7 +56,7 @@ ORDERS = ("1f1b", "zero-bubble", "adapted", "ready")
 
 
 def check_order_name(order: str) -> None:
-    """ValueError unless it is one of them, or the name of a file."""
+    """Raise `ValueError` unless the order is a known name, or the name of a CSV file."""
     if order not in ORDERS and not order.endswith(".csv"):
         raise ValueError(f'order is "{order}". Known: {", ".join(ORDERS)}, or the name of a .csv')
 
@@ -75,13 +75,13 @@ class StageState:
     tokens: list[int] = field(default_factory=list)
     """Tokens of each micro-batch that exists so far."""
     closed: bool = False
-    """No more of them will come."""
+    """Whether no more micro-batches will come."""
     num_f_arrived: int = 0
     """Hidden states that came from the stage before; unused on the first."""
     num_i_arrived: int = 0
     """Gradients that came from the stage after; unused on the last."""
     num_f: int = 0
-    """Done. So are `num_i` and `num_w`."""
+    """F that are done; `num_i` and `num_w` count the other kinds."""
     num_i: int = 0
     num_w: int = 0
     live_tokens: int = 0
@@ -89,7 +89,7 @@ class StageState:
     peak_live_tokens: int = 0
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Micro-batches of so many tokens each come next."""
+        """Append micro-batches of this many tokens each."""
         assert not self.closed, "a closed sweep takes no more micro-batches"
         self.tokens += tokens
 
@@ -110,7 +110,7 @@ class StageState:
 
     @property
     def finished(self) -> bool:
-        """The sweep is closed and everything in it done."""
+        """Whether the sweep is closed and everything in it done."""
         return self.closed and self.num_w == len(self.tokens)
 
     def ready(self, kind: Kind) -> bool:
@@ -130,7 +130,7 @@ class StageState:
         return Op("I", self.num_i) if kind == "I" else Op("W", self.num_w)
 
     def done(self, op: Op) -> None:
-        """This op is over. It must be the next of its kind and have been ready."""
+        """Note that this op is over. It must be the next of its kind and have been ready."""
         assert op == self.next_op(op.kind) and self.ready(op.kind), f"{op} on stage {self.stage}"
         if op.kind == "F":
             self.num_f += 1
@@ -197,7 +197,7 @@ class ReadyFirst:
         given = [caps[s] for s in before] if caps is not None else []
         self._cap = math.inf if not given or given[-1] is None else given[-1]
         self._lowest = min((cap for cap in given if cap is not None), default=math.inf)
-        """The cap that a warm-up must fit below."""
+        """The lowest cap of this stage and those before it; a warm-up must fit below it."""
         self._known = 0
         self._reachable = 0
         """The quota that the first `_known` micro-batches allow."""

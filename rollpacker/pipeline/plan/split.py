@@ -196,7 +196,7 @@ def _expected(
     bytes_per_token: float,
     caps: Caps,
 ) -> tuple[float, float]:
-    """Seconds and the share of bubbles, ready-first."""
+    """Seconds and bubble share of a sweep of these packs, ready-first."""
     rows = ([lengths[row] for row in pack] for pack in packs)
     loads = [Load.of(pack, round(target_share * sum(pack))) for pack in rows]
     work = Work.of(costs, loads, bytes_per_token=bytes_per_token)

@@ -40,11 +40,12 @@ from rollpacker.weights.host_store import local
 ATTENTION_OF_F = 1 / 3
 """Share of attention's FLOPs that F has. I has the rest: attention has no weights of its own."""
 SENT_OF_WEIGHTS = 3
-"""A step gathers them for two sweeps, and adds up their gradients."""
+"""How often a step sends weights between shards: they are gathered for two sweeps, and their
+gradients added up."""
 
 
 class Links(Protocol):
-    """A stage's, to its neighbours."""
+    """Links of one stage to its neighbours."""
 
     def use(self, kind: LinkKind) -> None:
         """From the next message on. A joint call of all ranks, with nothing on its way."""
@@ -52,7 +53,7 @@ class Links(Protocol):
 
     @property
     def direct_lost(self) -> bool:
-        """A direct link was lost while it was not in use."""
+        """Whether a direct link was lost while it was not in use."""
         ...
 
     def arrivals(self) -> Mapping[Kind, Sequence[ArrivalTimes]]:
@@ -96,7 +97,7 @@ class Stage:
     # -- its part of the models ------------------------------------------------------------
 
     def policy(self, whole: Policy) -> StagedPolicy:
-        """Cuts the policy's model in place. Raises `ValueError` as `cut` does."""
+        """Cut the policy's model in place. Raises `ValueError` as `cut` does."""
         self._layers = self._layers or self._balanced(whole.model)
         number = num_layers_of(whole.model)
         staged = StagedPolicy(whole, self.place, self._layers, self._crossing)
@@ -183,11 +184,11 @@ class Stage:
     # -- what all stages decide or have together -------------------------------------------
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true on any stage."""
+        """Whether the flag is true on any stage."""
         return any(value for (value,) in self._peers.gather([float(flag)]))
 
     def sums(self, own: Sequence[float]) -> list[float]:
-        """Over all stages, number by number; the same on each."""
+        """Sums over all stages, number by number; the same on each."""
         return [math.fsum(values) for values in zip(*self._peers.gather(own), strict=True)]
 
     def norm(self, own: float) -> float:
@@ -245,7 +246,7 @@ class Stage:
 
 
 def _tied(trained: Trained) -> Tied | None:
-    """The policy's, if it is trained."""
+    """The policy's tied weight, if it is trained."""
     policy = trained.module
     assert isinstance(policy, StagedPolicy)
     return policy.tied if policy.tied is not None and policy.tied.is_trained else None
