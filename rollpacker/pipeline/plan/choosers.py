@@ -176,7 +176,7 @@ class ReadyFirst:
     """I before F before W among what is ready.
 
     Until its first I, a stage runs F `quota` times and waits for them: that lead keeps it busy when
-    a slow link is between it and the next (`adapted_quotas`). F waits while its micro-batch would
+    a slow link is between it and the next. F waits while its micro-batch would
     take the live tokens above the cap. Neither can block: a quota counts no more micro-batches than
     exist and than fit below the caps of this stage and all before it, so that each F that is
     waited for comes; and a stage that has no room for an F has an I or a W to run, or some stage
@@ -264,32 +264,3 @@ def even_quotas(num_stages: int, most: int) -> list[int]:
         for stage in range(1, num_stages):
             quotas.append(quotas[-1] - step - (1 if stage <= larger else 0))
     return quotas
-
-
-def slack_needed(f_s: Sequence[float], i_s: Sequence[float], link_s: Sequence[float]) -> list[int]:
-    """Difference of quotas that each link needs between the stage before it and the stage after it,
-    so that its delay does not cascade (ADAPTRA's Eq. 1):
-
-        F_i + I_i + 2 c_i <= slack * (F_{i+1} + I_{i+1})
-
-    `f_s` and `i_s` are seconds by stage, `link_s` seconds one way by link.
-    """
-    slack = []
-    for stage, delay_s in enumerate(link_s):
-        own_s = f_s[stage] + i_s[stage] + 2 * delay_s
-        next_s = f_s[stage + 1] + i_s[stage + 1]
-        # A ratio that is a whole number but for rounding is that number.
-        slack.append(math.ceil(own_s / next_s - 1e-9) if next_s > 0 else 1)
-    return slack
-
-
-def adapted_quotas(
-    f_s: Sequence[float], i_s: Sequence[float], link_s: Sequence[float], num_micro_batches: int
-) -> list[int]:
-    """ADAPTRA's adapted plan: from 1 on the last stage upwards by `slack_needed`, at least 2, and
-    never above the number of micro-batches."""
-    quotas = [1]
-    most = max(num_micro_batches - 2 * len(f_s), 2)
-    for slack in reversed(slack_needed(f_s, i_s, link_s)):
-        quotas.append(min(quotas[-1] + min(most, max(slack, 2)), max(num_micro_batches, 1)))
-    return quotas[::-1]
