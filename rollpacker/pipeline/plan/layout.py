@@ -71,9 +71,8 @@ def faster_split(
     *,
     head_layers: float = 0.0,
     bytes_per_token: float = 0.0,
-    min_gain: float = MIN_GAIN,
 ) -> NewSplit | None:
-    """Another split of the layers whose sweep is predicted to be faster by more than `min_gain` of
+    """Another split of the layers whose sweep is predicted to be faster by more than `MIN_GAIN` of
     it. `costs` are measured, of stages of these `layers`; the last one's has the output layer in
     it, which is the work of so many `head_layers`. None: there is none."""
     if not loads:
@@ -97,7 +96,7 @@ def faster_split(
     before_s, after_s = (
         run(ready_choosers(len(layers)), one, constant(links)).makespan_s for one in (work, after)
     )
-    if before_s - after_s <= min_gain * before_s:
+    if before_s - after_s <= MIN_GAIN * before_s:
         return None
     return NewSplit(layers=tuple(found), before_s=before_s, after_s=after_s)
 

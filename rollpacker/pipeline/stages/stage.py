@@ -132,7 +132,8 @@ class Stage:
         """Tokens of a micro-batch for a sweep over rows of these lengths, after the policy. The
         number is the same in every run: no measurement has a part in it."""
         assert self._expected is not None
-        return expected_budget(lengths, self._expected, most_tokens=most_tokens, packs=packs)
+        cost = self._expected
+        return plan_budget(lengths, cost.stages, cost.links, most_tokens=most_tokens, packs=packs)
 
     def _chooser(self) -> SweepChooser:
         known = self.measured or self._expected
@@ -288,18 +289,3 @@ def _stage_cost(flops: FlopModel, share: float, is_last: bool) -> StageCost:
         i=op(1 - ATTENTION_OF_F, 2 / 3),  # the output layer's weights have their product here
         w=op(0.0, 0.0),
     )
-
-
-def expected_budget(
-    lengths: Sequence[int],
-    cost: Measured,
-    *,
-    most_tokens: int,
-    packs: Packs,
-) -> int:
-    """The tokens of a micro-batch, up to `most_tokens`, with which a sweep over rows of these
-    lengths is expected to be quickest. `packs`: see `plan_budget`."""
-    if not lengths:
-        return most_tokens
-    plan = plan_budget(lengths, cost.stages, cost.links, most_tokens=most_tokens, packs=packs)
-    return plan.micro_batch_tokens
