@@ -15,13 +15,13 @@ of a sum of gradients. What a stage has done is therefore a few counters (`Stage
 *chooser* is a function of them: the next of a fixed order, or the first of what is ready. The
 executor asks the chooser whenever its stage is idle and something was done or arrived.
 
-    pipeline_work     what ops and messages take: costs of stages, fitted or given, and links
-    pipeline_time     the same choosers in virtual time, which is how plans are made and replayed
-    pipeline_plan     orders: 1f1b, zero-bubble, adapted; pipeline_search makes one better
-    pipeline_order    whether orders can be run at all, and torch's file of them
-    pipeline_split    layers of each stage, and the budget of a micro-batch
-    pipeline_watch    which link or stage has turned slow
-    pipeline_links    which kind of links to use then
+    work           costs of ops and messages: of stages, fitted or given, and of links
+    virtual_time   the same choosers in virtual time, by which plans are made and replayed
+    plan           orders: 1f1b, zero-bubble, adapted; `search` makes one better
+    order          whether orders can be run at all, and torch's file of them
+    split          layers of each stage, and the budget of a micro-batch
+    watch          finds links and stages that have turned slow
+    link_choice    the kind of links to use then
 
 Ready-first is RRFP (arXiv 2605.18750); warm-up quotas are those of ADAPTRA (arXiv 2504.19232).
 """
@@ -52,7 +52,7 @@ Order = tuple[Op, ...]
 """All ops of one stage, in the order in which it runs them."""
 
 ORDERS = ("1f1b", "zero-bubble", "adapted", "ready")
-"""Names that `train.pipeline.order` may have, of a run and of a scenario (see `pipeline_plan`)."""
+"""Names that `train.pipeline.order` may have, of a run and of a scenario (see `plan.py`)."""
 
 
 def check_order_name(order: str) -> None:

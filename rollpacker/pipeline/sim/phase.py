@@ -3,7 +3,7 @@
     responses -> replicas -> micro-batches   (core/packs.py: as the trainer deals and packs)
       -> seconds of F, I and W on every stage  (OpTimes, or the scenario's training cost by layers)
       -> an order, or the chooser that works without one, over links that are slow or not
-         (pipeline/plan/plan.py, pipeline_time.py: as the trainer's executor chooses)
+         (pipeline/plan/plan.py, virtual_time.py: as the trainer's executor chooses)
 
 A phase is the forward sweeps of the log-probs and one sweep with gradients; it ends with the
 slowest replica. Direct links block (head-of-line): the paper's ZB measurements are met within 5 %
