@@ -10,8 +10,9 @@ import math
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import msgspec
 
 from rollpacker.cluster.decide.cluster_turns import LOSSES_S
 from rollpacker.cluster.decide.events import (
@@ -57,8 +58,7 @@ class Note(NamedTuple):
     text: str
 
 
-@dataclass(slots=True)
-class Turn:
+class Turn(msgspec.Struct):
     """The last ask of the job's present incarnation."""
 
     ask: int = 0
@@ -73,8 +73,7 @@ class Turn:
     """Purpose of the ask, in the job's word."""
 
 
-@dataclass(slots=True)
-class Record:
+class Record(msgspec.Struct):
     """A job since it was submitted."""
 
     job: ClusterJob
@@ -88,7 +87,7 @@ class Record:
     ending."""
     is_placed: bool = False
     """Whether it has nodes, which are those of the last start."""
-    turn: Turn = field(default_factory=Turn)
+    turn: Turn = msgspec.field(default_factory=Turn)
     steps: int = 0
     work_s: float = 0.0
     waited_s: float = 0.0
@@ -101,7 +100,7 @@ class Record:
     outcome: str = ""
     """done, failed, cancelled; empty: not yet."""
     ended_s: float = 0.0
-    told: Facts = field(default_factory=dict)
+    told: Facts = msgspec.field(default_factory=dict)
     """Facts about its end or its last loss: exit code, last lines, why."""
 
     @property
