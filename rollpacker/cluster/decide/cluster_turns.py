@@ -38,7 +38,7 @@ class Running(msgspec.Struct):
 
     job: ClusterJob
     came_s: float
-    """When it was submitted."""
+    """Time when it was submitted."""
     group: int = -1
     rollout_nodes: tuple[Node, ...] = ()
     has_waited: bool = False

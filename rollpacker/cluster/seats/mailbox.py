@@ -13,7 +13,7 @@ SERVICE = "service"
 
 
 ALL = sys.maxsize
-"""To forget letters up to this number: nobody will read the box any more."""
+"""The number up to which letters are forgotten when nobody will read the box any more."""
 
 
 class Letter(msgspec.Struct, frozen=True, kw_only=True):

@@ -102,14 +102,14 @@ class Store:
         return Position(self._fact("epoch", ""), int(self._fact("position", "0")))
 
     def leave_out(self, letter: Position) -> None:
-        """Nobody is to deal with this one."""
+        """Have nobody deal with this letter."""
         self.left_out.add(letter)
         told = json.dumps([[one.epoch, one.number] for one in self.left_out])
         with self._errors():
             self._base.execute("INSERT OR REPLACE INTO facts VALUES ('left_out', ?)", (told,))
 
     def began_s(self, now_s: float) -> float:
-        """When the file was made: the zero of events' times."""
+        """Return when the file was made, which is the zero of the events' times."""
         return float(self._fact("began_s", repr(now_s)))
 
     @property
