@@ -10,18 +10,16 @@ share of the returns' variance its critic explains, before it has seen them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from machine import RESULTS, ROOT, write_result
+from lab import ROOT, bench, earlier
 
 from rollpacker.algo import ALGORITHMS
 from rollpacker.run.folder.checkpoint import newest_checkpoint
@@ -75,37 +73,22 @@ def train(name: str, steps: int, folder: Path, teacher: Path | None) -> dict[str
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS), help="keeps the others")
-    args = parser.parse_args()
-    earlier = RESULTS / "algorithms.json"
-    found: dict[str, Any] = {}
-    if args.only and earlier.is_file():
-        found = json.loads(earlier.read_text())["algorithms"]
-    names = list(args.only or ALGORITHMS)
-    if "distillation" in names and "grpo" not in names:
-        names.insert(0, "grpo")
-    names.sort(key=list(ALGORITHMS).index)
+def main(steps: int = 100, only: Sequence[str] | None = None) -> dict[str, Any]:
+    found = earlier(main, "algorithms") if only else {}
+    names = {*(only or ALGORITHMS)}
+    if "distillation" in names:
+        names.add("grpo")
+    teacher = None
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        teacher = None
-        for name in names:
-            found[name] = train(name, args.steps, folder, teacher)
-            print(
-                f"{name:22} {found[name]['before']:.3f} -> {found[name]['after']:.3f}", flush=True
-            )
+        for name in (one for one in ALGORITHMS if one in names):
+            found[name] = train(name, steps, folder, teacher)
+            print(f"{name:22} {found[name]['before']:.3f} -> {found[name]['after']:.3f}")
             if name == "grpo":
                 teacher = newest_checkpoint(folder / "grpo" / "checkpoints").folder / "model"
     missed = sorted(name for name, row in found.items() if row["gain"] < TARGET)
-    payload = {"steps": args.steps, "target": TARGET, "missed": missed, "algorithms": found}
-    write_result("algorithms", payload)
-    print(f"raised pass@1 by at least {TARGET}: all but {', '.join(missed) or 'none'}")
-    if "ppo" in found:
-        share = found["ppo"]["explained_variance_last_steps"]
-        print(f"the critic explains {100 * share:.0f} % of the returns' variance in the end")
+    return {"steps": steps, "target": TARGET, "missed": missed, "algorithms": found}
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, only=ALGORITHMS)

@@ -11,15 +11,13 @@ another response.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from machine import RESULTS, write_result
+from lab import bench
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollpacker.core.ids import PromptId, SampleId
@@ -121,33 +119,27 @@ def _poisson_cdf(count: int, rate: float) -> float:
     return float(np.exp(-rate) * terms.sum())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--samples-per-prompt", type=int, default=8)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
-    options = parser.parse_args()
+def main(prompts: int = 128, samples_per_prompt: int = 8) -> dict[str, Any]:
     torch.set_num_threads(1)
     model = make_model()
-    requests = make_requests(options.prompts, options.samples_per_prompt)
+    requests = make_requests(prompts, samples_per_prompt)
     reference = respond(model, requests, 512, shuffled=False)
     repeat = respond(model, requests, 512, shuffled=False)
     lengths = [len(response.tokens) for response in reference.values()]
-    arms = {}
-    for slots, shuffled in ARMS:
-        name = f"{slots} slots" + (", shuffled" if shuffled else "")
-        arms[name] = compare(reference, respond(model, requests, slots, shuffled))
-    payload = {
+    return {
         "samples": len(requests),
         "tokens": sum(lengths),
         "mean_length": round(float(np.mean(lengths)), 1),
         "reference": "512 slots, in order",
         "reference_repeats_bit_for_bit": repeat == reference,
-        "arms": arms,
+        "arms": {
+            f"{slots} slots" + ", shuffled" * shuffled: compare(
+                reference, respond(model, requests, slots, shuffled)
+            )
+            for slots, shuffled in ARMS
+        },
     }
-    print(json.dumps(payload, indent=1))
-    write_result("batch_invariance", payload, results=options.results)
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

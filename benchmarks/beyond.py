@@ -13,13 +13,11 @@ Exits with 1 and says which if a bound is missed.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import sys
 import time
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench
 
 from rollpacker.sim.plan import BUDGETS, compare, plan
 from rollpacker.sim.plan_ideas import (
@@ -148,7 +146,6 @@ def study(setup: str, *, budget: str, jobs: int) -> dict[str, Any]:
         "reasons": [
             {
                 "name": reason.idea.name,
-                "added_share": round(reason.added_s / found.current.step_s, 4),
                 "left_out_share": round(reason.left_out_s / found.current.step_s, 4),
             }
             for reason in found.reasons
@@ -188,55 +185,14 @@ def missed(result: dict[str, Any]) -> list[str]:
     return found
 
 
-def show(result: dict[str, Any]) -> None:
-    print(f"\n{result['setup']}  (plan: {result['plan_s']:.0f} s)")
-    print(f"  {'':64} {'step s':>7} {'saved':>7} {'±':>6} {'shift':>7}")
-    rows = [("the paper's setting", result["paper"]), ("best found", result["best"])]
-    if result["best_without_speculation"]:
-        rows.append(("best without speculation", result["best_without_speculation"]))
-    rows += [(f"alone: {idea['name']}", idea) for idea in result["ideas"]]
-    rows += [(oracle["name"], oracle) for oracle in result["oracles"]]
-    for name, numbers in rows:
-        print(
-            f"  {name:64} {numbers['step_s']:7.1f} {numbers['saved_share']:7.1%} "
-            f"{numbers['saved_error_share']:6.1%} {numbers['length_shift']:+7.1%}"
-        )
-    print(f"  best: {result['best']['name']}")
-    print(f"  plain means over {PLAIN_STEPS} steps: {result['best']['plain_mean_saved_share']:.1%}")
-    for reason in result["reasons"]:
-        print(
-            f"    {reason['added_share']:+6.1%} step by step, {reason['left_out_share']:+6.1%} "
-            f"if left out: {reason['name']}"
-        )
-    for oracle in result["oracles"]:
-        gap = result["best"]["step_s"] / oracle["step_s"] - 1
-        print(f"    step time against the {oracle['name']}: {gap:+.0%}")
-    sys.stdout.flush()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=LEAST_SAVED, help="one set-up; writes no result")
-    parser.add_argument("--budget", choices=BUDGETS, default="quick")
-    parser.add_argument("--jobs", type=int, default=1)
-    args = parser.parse_args()
-    setups = [args.only] if args.only else list(LEAST_SAVED)
-    started = time.perf_counter()
-    results = []
-    for setup in setups:
-        results.append(study(setup, budget=args.budget, jobs=args.jobs))
-        show(results[-1])
+def main(only: str | None = None, budget: str = "quick", jobs: int = 1) -> dict[str, Any]:
+    results = [
+        study(setup, budget=budget, jobs=jobs) for setup in ([only] if only else LEAST_SAVED)
+    ]
+    systems = {"paper": SYSTEMS["rollpacker-published"], "oracle": SYSTEMS["oracle"]}
     failures = [text for result in results for text in missed(result)]
-    total_s = time.perf_counter() - started
-    print(f"\n{total_s:.0f} s")
-    if args.only is None:
-        systems = {"paper": SYSTEMS["rollpacker-published"], "oracle": SYSTEMS["oracle"]}
-        payload = {"seconds": round(total_s, 1), "systems": systems, "results": results}
-        print(f"wrote {write_result('beyond', {**payload, 'missed': failures})}")
-    for text in failures:
-        print(f"MISSED: {text}")
-    return 1 if failures else 0
+    return {"systems": systems, "results": results, "missed": failures}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, holds=lambda found: not found["missed"], only=LEAST_SAVED, budget=BUDGETS)

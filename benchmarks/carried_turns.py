@@ -12,22 +12,18 @@ prompt, without carrying over with it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import itertools
 import json
 import os
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import write_result
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from lab import bench, turns
 
 from rollpacker.cli.main import main as rollpacker
 from rollpacker.engines.embedded.engine import TorchEngine
@@ -109,45 +105,43 @@ def run(name: str, *overrides: str) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6)
-    options = parser.parse_args()
+def main(seeds: int = 3, steps: int = 6) -> dict[str, Any]:
     torch.set_num_threads(1)
-    table: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         save_model("model", max_positions=1024, **SIZES)
-        write_run(options.steps)
-        for stragglers, rate in itertools.product(("queue", "pool"), RATES):
-            arms: dict[str, list[dict[str, float]]] = {"none": [], "exact": []}
-            for seed, carry in itertools.product(range(options.seeds), arms):
-                found = run(
-                    f"{stragglers}-{rate}-{carry}-{seed}",
-                    f"seed={seed}",
-                    f"train.learning_rate={RATES[rate]}",
-                    f"tail_batching={{stragglers: {stragglers}, carry: {carry}}}",
-                )
-                arms[carry].append(found)
-            pairs = list(zip(arms["none"], arms["exact"], strict=True))
-            ratios = {
-                name: [none[name] / exact[name] for none, exact in pairs] for name in MEASURES
-            }
-            carried = sum(one["carried_tokens"] for one in arms["exact"])
-            kept = sum(one["kept_tokens"] for one in arms["exact"])
-            row = {
-                "stragglers": stragglers,
-                "learning_rate": RATES[rate],
-                "none_over_exact": {k: statistics.median(v) for k, v in ratios.items()},
-                "all_seeds": ratios,
-                "kept_of_carried": kept / carried,
-                "arms": arms,
-            }
-            table.append(row)
-            print(stragglers, rate, row["none_over_exact"], row["kept_of_carried"])
-    payload = {"seeds": options.seeds, "steps": options.steps, "load": os.getloadavg()[0]}
-    write_result("carried_turns", {**payload, "rows": table})
+        write_run(steps)
+        rows = [
+            compared(stragglers, rate, seeds)
+            for stragglers, rate in itertools.product(("queue", "pool"), RATES)
+        ]
+    return {"seeds": seeds, "steps": steps, "load": os.getloadavg()[0], "rows": rows}
+
+
+def compared(stragglers: str, rate: str, seeds: int) -> dict[str, Any]:
+    """Runs with carrying and without, seed by seed."""
+    arms: dict[str, list[dict[str, float]]] = {"none": [], "exact": []}
+    for seed, carry in turns(arms, seeds):
+        found = run(
+            f"{stragglers}-{rate}-{carry}-{seed}",
+            f"seed={seed}",
+            f"train.learning_rate={RATES[rate]}",
+            f"tail_batching={{stragglers: {stragglers}, carry: {carry}}}",
+        )
+        arms[carry].append(found)
+    pairs = list(zip(arms["none"], arms["exact"], strict=True))
+    ratios = {name: [none[name] / exact[name] for none, exact in pairs] for name in MEASURES}
+    carried = sum(one["carried_tokens"] for one in arms["exact"])
+    row = {
+        "stragglers": stragglers,
+        "learning_rate": RATES[rate],
+        "none_over_exact": {k: statistics.median(v) for k, v in ratios.items()},
+        "all_seeds": ratios,
+        "kept_of_carried": sum(one["kept_tokens"] for one in arms["exact"]) / carried,
+        "arms": arms,
+    }
+    print(stragglers, rate, row["none_over_exact"], row["kept_of_carried"], flush=True)
+    return row
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

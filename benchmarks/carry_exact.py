@@ -17,7 +17,6 @@ was drawn once more.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
@@ -27,10 +26,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
+from typing import Any
 
 import policies
 import torch
-from machine import write_result
+from lab import bench
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -195,11 +195,11 @@ def campaign(
 
 def _request(sample: Sample, complement: bool, version: int) -> GenerationRequest:
     tokens, log_probs = sample.carried
-    floor = sample.floor if complement else 0
+    floor, asked = sample.floor if complement else 0, sample.request.sample
     return replace(
         sample.request,
-        sample=sample.request.sample._replace(attempt=version),
-        noise=sample.request.sample,
+        sample=SampleId(asked.prompt, asked.index, version),
+        noise=asked,
         carried=Carried(tokens=tokens, log_probs=log_probs, floor=floor) if tokens else None,
     )
 
@@ -403,33 +403,30 @@ def described(counts: Counts) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=500_000, help="of the quickstart's policies")
-    parser.add_argument("--wide-tokens", type=int, default=30_000)
-    parser.add_argument("--complement-tokens", type=int, default=80_000)
-    parser.add_argument("--processes", type=int, default=4)
-    args = parser.parse_args()
+PROCESSES = 4
+
+
+def main(
+    tokens: int = 500_000, wide_tokens: int = 30_000, complement_tokens: int = 80_000
+) -> dict[str, Any]:
     policies.policy_folder(1)
-    spread = range(args.processes)
-    with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
-        share = args.tokens // args.processes
+    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
         running = {
             "quickstart": [
-                pool.submit(quickstart_arm, share, seed, complement=False) for seed in spread
+                pool.submit(quickstart_arm, tokens // PROCESSES, seed, complement=False)
+                for seed in range(PROCESSES)
             ],
             "complement": [
-                pool.submit(quickstart_arm, args.complement_tokens // 2, seed, complement=True)
+                pool.submit(quickstart_arm, complement_tokens // 2, seed, complement=True)
                 for seed in (100, 101)
             ],
-            "wide vocabulary": [pool.submit(wide_arm, args.wide_tokens, 0)],
+            "wide vocabulary": [pool.submit(wide_arm, wide_tokens, 0)],
         }
-        arms = {
-            name: together([one.result() for one in started]) for name, started in running.items()
+        return {
+            name: described(together([one.result() for one in started]))
+            for name, started in running.items()
         }
-    write_result("carry_exact", {name: described(counts) for name, counts in arms.items()})
-    assert not any(counts.different for counts in arms.values())
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, holds=lambda found: not any(arm["different"] for arm in found.values()))

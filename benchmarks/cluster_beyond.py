@@ -1,7 +1,7 @@
 """The shipped policy against the published one and the optimum; what each of its ideas is worth.
 
     python benchmarks/cluster_beyond.py --seeds 1                     # 10 minutes on a quiet core
-    python benchmarks/cluster_beyond.py --arms 'rollmux,shipped'      # 5 minutes
+    python benchmarks/cluster_beyond.py --arms rollmux shipped        # 5 minutes
     python benchmarks/cluster_beyond.py --quick
 
 In the same simulation, restarts charged. An arm leaves one idea out, or has one alone.
@@ -9,7 +9,6 @@ In the same simulation, restarts charged. An arm leaves one idea out, or has one
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from cluster_optimum import OptimumSimulation
-from machine import ROOT, write_result
+from lab import ROOT, bench
 from msgspec import structs
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
@@ -148,32 +147,26 @@ def table(profiles: Mapping[str, Seeds]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("settings", nargs="*", help="of the cluster, such as jobs.count=80")
-    parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--profiles", default=",".join(PROFILES))
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--name", default="cluster_beyond", help="of the result")
-    parser.add_argument("--quick", action="store_true", help="40 jobs, nothing is written")
-    args = parser.parse_args()
-    arms, quick = args.arms.split(","), ["jobs.count=40", "jobs.hours=77"] if args.quick else []
-    profiles: dict[str, list[dict[str, Any]]] = {one: [] for one in args.profiles.split(",")}
-    with ProcessPoolExecutor(args.workers) as pool:
-        for seed in range(1 if args.quick else args.seeds):
-            settings = (*quick, *args.settings, f"seed={seed}")
-            works = [(one, arm, settings) for one in profiles for arm in ("optimum", *arms)]
+def main(
+    *settings: str,
+    arms: Sequence[str] = tuple(ARMS),
+    profiles: Sequence[str] = PROFILES,
+    workers: int = 1,
+    seeds: int = SEEDS,
+    quick: bool = False,
+) -> dict[str, Any]:
+    found: dict[str, list[dict[str, Any]]] = {one: [] for one in profiles}
+    few = ("jobs.count=40", "jobs.hours=77") if quick else ()
+    with ProcessPoolExecutor(workers) as pool:
+        for seed in range(1 if quick else seeds):
+            own = (*few, *settings, f"seed={seed}")
+            works = [(one, arm, own) for one in found for arm in ("optimum", *arms)]
             results = dict(zip(works, pool.map(run, works), strict=True))
-            for profile, rows in profiles.items():
-                own = {arm: one for (other, arm, _), one in results.items() if other == profile}
-                rows.append(rows_of(own))
-            if not args.quick:  # after each seed: it may be stopped
-                write_result(args.name, {"settings": args.settings, "profiles": profiles})
-    print(table(profiles))
+            for profile, rows in found.items():
+                rows.append(rows_of({a: r for (p, a, _), r in results.items() if p == profile}))
+    print(table(found))
+    return {"settings": settings, "profiles": found}
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, arms=ARMS, profiles=PROFILES)

@@ -11,14 +11,13 @@ that kept their SLO is to be at most 0.01 below what was stated.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
 from rollpacker.cluster.sim import simulation as cluster
@@ -89,33 +88,19 @@ def table(cells: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"traces of {JOBS} jobs each")
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--quick", action="store_true", help="one trace, nothing is written")
-    parser.add_argument("--name", default="cluster_confidence", help="of the result")
-    args = parser.parse_args()
-    found: dict[Cell, list[dict[str, Any]]] = {
-        (arm, growth, stated): []
-        for arm in args.arms.split(",")
-        for growth in GROWTHS
-        for stated in STATED
-    }
-    cells: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(args.workers) as pool:
-        for seed in range(1 if args.quick else args.seeds):
-            works = [(cell, seed) for cell in found]
-            for cell, one in zip(found, pool.map(trace, works), strict=True):
+def main(
+    seeds: int = SEEDS, workers: int = 1, arms: Sequence[str] = tuple(ARMS), quick: bool = False
+) -> dict[str, Any]:
+    cells = [(arm, growth, stated) for arm in arms for growth in GROWTHS for stated in STATED]
+    found: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in cells}
+    with ProcessPoolExecutor(workers) as pool:
+        for seed in range(1 if quick else seeds):
+            for cell, one in zip(cells, pool.map(trace, [(c, seed) for c in cells]), strict=True):
                 found[cell].append(one)
-            cells = [summed(cell, traces) for cell, traces in found.items()]
-            if not args.quick:  # after each seed: it may be stopped
-                write_result(args.name, {"settings": SETTINGS, "cells": cells})
-    print(table(cells))
+    rows = [summed(cell, traces) for cell, traces in found.items()]
+    print(table(rows))
+    return {"settings": SETTINGS, "cells": rows}
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, arms=ARMS)

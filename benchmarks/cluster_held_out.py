@@ -1,7 +1,6 @@
 """What the published policy would cost over the optimum, predicted before it is compared.
 
     python benchmarks/cluster_held_out.py            # three seeds, 6 minutes each on a quiet core
-    python benchmarks/cluster_held_out.py --more     # only the seeds that the result has not yet
     python benchmarks/cluster_held_out.py --quick    # one seed of 30 jobs, nothing is written
 
 By profile, SLO and group cap: price over the optimum and share of SLOs kept, of `rollmux`, `random`
@@ -11,15 +10,13 @@ docs/many-jobs-simulated.md.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster_optimum import OptimumSimulation
-from machine import RESULTS, ROOT, write_result
+from lab import ROOT, bench
 
 from rollpacker.cluster.sim.jobs import arrivals
 from rollpacker.cluster.sim.simulation import Simulation, hours_alone
@@ -92,30 +89,17 @@ def _spread(values: Sequence[float], digits: int) -> str:
     return f"{statistics.fmean(values):.{digits}f} ± {half:.{digits}f}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("settings", nargs="*", help="of the cluster, such as jobs.count=30")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--more", action="store_true", help="keep the seeds of the result")
-    parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
-    settings = [*(QUICK if args.quick else ()), *args.settings]
-    rows: list[dict[str, Any]] = []
-    if args.more:
-        rows += json.loads((RESULTS / "cluster_held_out.json").read_text())["rows"]
-    known = {row["seed"] for row in rows}
-    for seed in range(1 if args.quick else args.seeds):
-        if seed in known:
-            continue
+def main(*settings: str, seeds: int = 3, quick: bool = False) -> dict[str, Any]:
+    own = [*(QUICK if quick else ()), *settings]
+    count = 1 if quick else seeds
+    rows = []
+    for seed in range(count):
         for profile, slo, cap in CELLS:
-            rows.append(cell(profile, slo, cap, seed, *settings))
+            rows.append(cell(profile, slo, cap, seed, *own))
             print(rows[-1], flush=True)
-        if not settings:
-            write_result("cluster_held_out", {"num_seeds": seed + 1, "rows": rows})
     print(table(rows))
+    return {"num_seeds": count, "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

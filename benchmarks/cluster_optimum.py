@@ -15,10 +15,11 @@ HiGHS (`scipy.optimize.milp`) chooses among them.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from lab import bench
 
 from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.cluster.decide.layout import Layout, Pin
@@ -254,16 +255,12 @@ class OptimumSimulation:
         self._bill.change(layout.train_pool.name, sign * layout.num_train_nodes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", help="the file of a cluster")
-    parser.add_argument("overrides", nargs="*", help="a.b=value")
-    arguments = parser.parse_args()
-    spec = load_cluster(arguments.file, arguments.overrides)
+def main(*overrides: str, file: str) -> None:
+    spec = load_cluster(file, overrides)
     jobs = arrivals(spec)
     found = OptimumSimulation(spec, jobs).run(hours_alone(jobs))
     print(f"{found.price_per_h:,.2f} per hour, {found.slo_kept:.1%} of the SLOs kept")
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

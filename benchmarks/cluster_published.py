@@ -9,13 +9,12 @@ drawn from Fig. 2, as a band over seeds and mixes of jobs; the published ratio i
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench
 from msgspec.structs import replace
 
 from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
@@ -216,20 +215,6 @@ def production_curve(seeds: int) -> dict[str, Any]:
     return bands
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="draws of the production curve")
-    args = parser.parse_args()
-    payload = {
-        "fig_10": figure_10(),
-        "production_curve": {"published": 1.84, "bands": production_curve(args.seeds)},
-    }
-    print(payload)
-    write_result("cluster_published", payload)
-
-
 CURVE_TEXT = """
 0.0:+1 0.1:+2 0.2:+1 1.1:+1 1.1:+1 1.8:+2 4.8:-1 7.9:+1 8.4:+1 9.1:+1 9.4:-1 9.5:+2 10.1:-1
 11.6:+1 11.6:+1 12.1:-1 14.2:-1 14.3:-1 16.1:-1 17.3:-1 19.1:+1 19.8:+1 19.9:+1 22.7:+1 25.4:-1
@@ -268,5 +253,12 @@ CURVE: list[tuple[float, int]] = [
 """Hour, and change in pairs of 8 + 8 devices, read off Fig. 13b."""
 
 
+def main(seeds: int = 3) -> dict[str, Any]:
+    return {
+        "fig_10": figure_10(),
+        "production_curve": {"published": 1.84, "bands": production_curve(seeds)},
+    }
+
+
 if __name__ == "__main__":
-    main()
+    bench(main)

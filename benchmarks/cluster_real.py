@@ -16,27 +16,35 @@ Iterations in which only one of the two jobs runs, and each job's first ones, do
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster_lab import Told, ended, read, serving, submit
-from machine import write_result
+from lab import ROOT, bench
 from resume import write_config, write_model
 
+from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import Cluster
 from rollpacker.cluster.decide.group import Holds, period_s
-from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
-from rollpacker.cluster.service.local_runner import MARK
+from rollpacker.cluster.decide.job import ClusterJob, Iteration, RoundTimes
+from rollpacker.cluster.decide.nodes import Pool
+from rollpacker.cluster.profile.phase_times import PhaseTimes
+from rollpacker.cluster.seats.mail_file import FileMailbox
+from rollpacker.cluster.seats.mailbox import SERVICE
+from rollpacker.cluster.service.local_runner import MARK, LocalRunner
+from rollpacker.cluster.service.service import Service
+from rollpacker.cluster.service.store import Store
+from rollpacker.codec import to_plain
+from rollpacker.report.log import EventLog
 
 ROLLOUT_CORE, TRAIN_CORE = 0, 1
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
@@ -44,46 +52,25 @@ SAMPLES = 8
 JOBS = {"a": {"prompts": 10, "tokens": 200}, "b": {"prompts": 12, "tokens": 160}}
 """Of like size, and not the same."""
 SLO = 1.5
+CONFIDENCE = 0.9
+POOLS = tuple(
+    Pool(
+        name=name,
+        phase=phase,
+        nodes=1,
+        devices_per_node=1,
+        price_per_device_h=price,
+        host_memory_gib=1500.0,
+    )
+    for name, phase, price in (("rollout", "rollout", 1.85), ("train", "train", 5.28))
+)
 WARM_UP = 3
 """First iterations of a job that do not count, and last ones of the shared arm."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--quick", action="store_true", help="once, few steps; writes no result")
-    options = parser.parse_args()
-    if options.quick:
-        options.repetitions, options.steps = 1, 9
-    os.sched_setaffinity(0, {ROLLOUT_CORE, TRAIN_CORE})
-    rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for number in range(options.repetitions):
-            folder = Path(scratch) / str(number)
-            alone = {
-                name: run(folder / f"alone-{name}", [name], options.steps)[name] for name in JOBS
-            }
-            shared = run(folder / "shared", [*JOBS], options.steps)
-            rows.append(compare(alone, shared))
-            print(json.dumps(rows[-1]), flush=True)
-    result = {
-        "slo": SLO,
-        "repetitions": rows,
-        "period_over_closed_form": median(row["period_over_closed_form"] for row in rows),
-        "prompts_per_core_second_over_dedicated": median(
-            row["prompts_per_core_second_over_dedicated"] for row in rows
-        ),
-        "slowdown": max(max(row["slowdown"].values()) for row in rows),
-    }
-    print(json.dumps({name: one for name, one in result.items() if name != "repetitions"}))
-    if not options.quick:
-        write_result("cluster_real", result)
-
-
 def compare(alone: dict[str, Told], shared: dict[str, Told]) -> dict[str, Any]:
     holds = {name: _holds(told) for name, told in alone.items()}
-    closed_s = period_s([*holds.values()], [(0,)] * len(holds))
+    closed_s = period_s([*holds.values()], [frozenset({0})] * len(holds))
     both_s = (
         max(told.commits_s[WARM_UP - 1] for told in shared.values()),
         min(told.commits_s[-1] for told in shared.values()),
@@ -130,9 +117,85 @@ def _mean_iteration_s(told: Told) -> float:
 # -- a cluster of two cores -----------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is known of a job that has ended."""
+
+    times: list[Iteration]
+    """Of each step, as its run tells them: without waits and switches."""
+    commits_s: list[float]
+    """Of each step, by the service's clock, which all jobs have in common."""
+    waits_s: list[float]
+    """Of each step: for pools, with switches."""
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[None]:
+    """Serve a node of each pool until all jobs that were submitted inside have ended. Tails are not
+    released: no run does that yet."""
+    over = threading.Event()
+    folder.mkdir(parents=True)
+    policy = CheapestWork(confidence=CONFIDENCE, tail_release=False)
+
+    def serve() -> None:
+        service = Service(
+            Cluster(POOLS, policy, max_group=2),
+            name="benchmark",
+            folder=folder,
+            mailbox=FileMailbox(folder / "mail.db"),
+            runner=LocalRunner(folder),
+        )
+        service.run(over.is_set)
+        service.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+        wait(folder)
+    finally:
+        over.set()
+        thread.join()
+
+
+def wait(folder: Path) -> None:
+    """Until all jobs have ended. Raises `RuntimeError` for one that failed."""
+    for own in sorted(folder.glob("runs/*")):
+        code = None
+        while (code := ended(folder, own.name)) is None:
+            time.sleep(0.2)
+        if code:
+            output = (folder / "jobs" / own.name / "output").read_text()
+            raise RuntimeError(f"{own.name} ended with {code}: {output[-2000:]}")
+
+
+def ended(folder: Path, name: str) -> int | None:
+    """The exit code of a job's first start; None: it runs."""
+    path = folder / "jobs" / name / "1" / "exit"
+    return int(path.read_text()) if path.exists() else None
+
+
+def read(folder: Path, name: str, log: Path) -> Told:
+    """What a job's log and the service's events say."""
+    store = Store(folder / "events.db")
+    commits = [
+        float(entry.event["event"]["at_s"])
+        for entry in store.entries()
+        if entry.event["kind"] == "Committed" and entry.event["event"]["job"] == name
+    ]
+    store.close()
+    phases, times, waits = PhaseTimes(), list[Iteration](), list[float]()
+    for entry in EventLog(log):
+        if (found := phases.feed(entry)) is not None:
+            times.append(found)
+            waits.append(phases.waited_s - sum(waits))
+    assert len(times) == len(commits), (name, len(times), len(commits))
+    return Told(times, commits, waits)
+
+
 def run(folder: Path, names: Sequence[str], steps: int) -> dict[str, Told]:
     """Have these jobs trained by a cluster, all at once, and read what their logs say."""
-    with serving(folder, (1, 1)):
+    with serving(folder):
         for name in names:
             submit_run(folder, name, steps)
         pin(folder, names)
@@ -166,7 +229,15 @@ def submit_run(folder: Path, name: str, steps: int) -> None:
         rollout_devices=1,
         train_devices=1,
     )
-    submit(folder, job, ["-m", "rollpacker", "train", str(path)])
+    facts = {
+        "job": to_plain(job),
+        "command": [sys.executable, "-m", "rollpacker", "train", str(path)],
+        "resume": ["--resume=auto"],
+        "environ": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        "folder": str(own),
+        "run": str(own),
+    }
+    FileMailbox(folder / "mail.db").post(SERVICE, "benchmark", job.name, "submit", facts)
 
 
 def pin(folder: Path, names: Sequence[str]) -> None:
@@ -194,5 +265,24 @@ def _processes(folder: Path) -> Iterator[tuple[int, list[str]]]:
                 yield int(path.name), words
 
 
+def main(repetitions: int = 3, steps: int = 14, quick: bool = False) -> dict[str, Any]:
+    os.sched_setaffinity(0, {ROLLOUT_CORE, TRAIN_CORE})
+    length = 9 if quick else steps
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number in range(1 if quick else repetitions):
+            folder = Path(scratch) / str(number)
+            alone = {name: run(folder / f"alone-{name}", [name], length)[name] for name in JOBS}
+            rows.append(compare(alone, run(folder / "shared", [*JOBS], length)))
+            print(json.dumps(rows[-1]), flush=True)
+    medians = ("period_over_closed_form", "prompts_per_core_second_over_dedicated")
+    return {
+        "slo": SLO,
+        "repetitions": rows,
+        **{name: median(row[name] for row in rows) for name in medians},
+        "slowdown": max(max(row["slowdown"].values()) for row in rows),
+    }
+
+
 if __name__ == "__main__":
-    main()
+    bench(main)

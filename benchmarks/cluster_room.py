@@ -16,7 +16,6 @@ are stopped for them (`stops`).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -25,7 +24,7 @@ from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
-from machine import ROOT, write_result
+from lab import ROOT, bench
 from msgspec import structs
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
@@ -115,36 +114,27 @@ def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("settings", nargs="*", help="of the cluster, such as jobs.count=80")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
-    count = "jobs.count=40" if args.quick else "jobs.count=120"
-    seeds = range(1, 2 if args.quick else args.seeds + 1)
+def main(
+    *settings: str, seeds: int = SEEDS, workers: int = 1, quick: bool = False
+) -> dict[str, Any]:
+    common = (*FEW, "jobs.count=40" if quick else "jobs.count=120", *settings)
     works = [
-        (part, arm, (*FEW, count, *args.settings, f"seed={seed}"))
+        (part, arm, (*common, f"seed={seed}"))
         for part, arms in PARTS.items()
         for arm in arms
-        for seed in seeds
+        for seed in range(1, 2 if quick else seeds + 1)
     ]
     found: dict[str, dict[str, list[Any]]] = {
         part: {arm: [] for arm in arms} for part, arms in PARTS.items()
     }
-    with ProcessPoolExecutor(args.workers) as pool:
-        rows = pool.map(run, works)
-        for (part, arm, settings), row in zip(works, rows, strict=True):
+    with ProcessPoolExecutor(workers) as pool:
+        for (part, arm, own), row in zip(works, pool.map(run, works), strict=True):
             found[part][arm].append(row)
-            print(part, arm, settings[-1], row, flush=True)
+            print(part, arm, own[-1], row, flush=True)
     for part in PARTS:
         print(table(found[part]))
-    if not args.quick:
-        write_result("cluster_room", {"settings": [*FEW, count, *args.settings], **found})
+    return {"settings": common, **found}
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -2,7 +2,8 @@
 training pool.
 
 Each job, in processes of its own, is trained alone, and then beside the other: both start parked
-and take turns (`file_seat.py`, where a pool is a lock that both want). Compared by SHA-256:
+and take turns (`tests/cluster_phase/file_seat.py`, where a pool is a lock that both want). Compared
+by SHA-256:
 weights, optimizer, schedule, cursor, ledger with queues, metrics. One job has tail batching whose
 deferred prompts carry their tokens; the other evaluates. Both write a checkpoint at every step. In
 a second arm one of the two is killed (`kill -9`) after every step, and resumed each time; in a
@@ -14,11 +15,9 @@ from what seats wrote, and the logs are checked by `exactly_once.py`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -27,13 +26,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exactly_once import check
-from file_seat import handed_over, sit, turns, two_at_once
-from machine import write_result
+from lab import bench
 from resume import committed, run, start, write_config, write_model
 from resume import fingerprints as all_fingerprints
+
+from tests.cluster_phase.file_seat import handed_over, sit, turns, two_at_once
 
 PROCESSES = ("train.processes=1", "checkpoint.every_steps=1")
 JOBS = {
@@ -172,20 +170,10 @@ def measure(steps: int) -> dict[str, Any]:
     return arms
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--quick", action="store_true", help="3 steps, nothing is written")
-    args = parser.parse_args()
-    began = time.perf_counter()
-    arms = measure(3 if args.quick else args.steps)
-    result = {"arms": arms, "all_equal": all(map(is_good, arms.values()))}
-    result["seconds"] = round(time.perf_counter() - began, 1)
-    print(json.dumps(result, indent=1))
-    if not args.quick:
-        write_result("cluster_same_bits", result)
-    return 0 if result["all_equal"] else 1
+def main(steps: int = 4, quick: bool = False) -> dict[str, Any]:
+    arms = measure(3 if quick else steps)
+    return {"arms": arms, "all_equal": all(map(is_good, arms.values()))}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, holds=lambda found: found["all_equal"])

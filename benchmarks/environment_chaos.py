@@ -11,13 +11,11 @@ or given to another episode shows at once. At the end nothing may be left: no pr
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import write_result
+from lab import bench
 
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.environments.environment import Begun, EnvironmentConfig, Lost
@@ -112,14 +110,14 @@ async def disturb(those: SupervisedEnvironments, num_faults: int, tally: Tally) 
             tally.faults[how.name] += 1
 
 
-async def run(those: SupervisedEnvironments, arguments: argparse.Namespace) -> Tally:
+async def run(those: SupervisedEnvironments, faults: int, episodes: int) -> Tally:
     tally = Tally()
     await those.open()
-    disturbing = asyncio.create_task(disturb(those, arguments.faults, tally))
+    disturbing = asyncio.create_task(disturb(those, faults, tally))
     playing: set[asyncio.Task[None]] = set()
     num_begun = 0
     while playing or not disturbing.done():
-        while len(playing) < arguments.episodes and not disturbing.done():
+        while len(playing) < episodes and not disturbing.done():
             playing.add(asyncio.create_task(play(those, num_begun, tally)))
             num_begun += 1
         done, playing = await asyncio.wait(
@@ -134,10 +132,10 @@ async def run(those: SupervisedEnvironments, arguments: argparse.Namespace) -> T
     return tally
 
 
-def measured(name: str, path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    config = EnvironmentConfig(function=f"{path}:{name}", workers=arguments.workers, timeout_s=30.0)
+def measured(name: str, path: Path, faults: int, episodes: int, workers: int) -> dict[str, Any]:
+    config = EnvironmentConfig(function=f"{path}:{name}", workers=workers, timeout_s=30.0)
     began, cpu = time.monotonic(), time.process_time()
-    tally = asyncio.run(run(SupervisedEnvironments(config), arguments))
+    tally = asyncio.run(run(SupervisedEnvironments(config), faults, episodes))
     return {
         "faults": dict(tally.faults),
         "episodes": len(tally.finished),
@@ -152,26 +150,27 @@ def measured(name: str, path: Path, arguments: argparse.Namespace) -> dict[str, 
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--faults", type=int, default=200, help="of each kind of environment")
-    parser.add_argument("--episodes", type=int, default=64, help="at a time")
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--no-result", action="store_true", help="write no result file")
-    arguments = parser.parse_args()
-    results = {}
+def main(
+    faults: int = 200, episodes: int = 64, workers: int = 4, quick: bool = False
+) -> dict[str, Any]:
+    """`faults`: of each kind of environment. `episodes`: at a time."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "chaos.py"
         path.write_text(SOURCE)
-        for name in ("Blocking", "Async"):
-            results[name.lower()] = measured(name, path, arguments)
-            print(name, results[name.lower()])
-    if not arguments.no_result:
-        settings = {"at_a_time": arguments.episodes, "workers": arguments.workers}
-        write_result("environment_chaos", {**settings, **results})
+        return {
+            **{"at_a_time": episodes, "workers": workers},
+            **{
+                name.lower(): measured(name, path, 10 if quick else faults, episodes, workers)
+                for name in ("Blocking", "Async")
+            },
+        }
+
+
+def holds(found: dict[str, Any]) -> bool:
+    """No episode is lost or doubled, and nothing is left."""
     bad = ("finished_more_than_once", "answers_that_do_not_follow", "processes_left")
-    return int(any(one[key] for one in results.values() for key in bad))
+    return not any(found[kind][key] for kind in ("blocking", "async") for key in bad)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, holds=holds)

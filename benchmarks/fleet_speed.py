@@ -12,15 +12,14 @@ code 1 if one of them takes more than 1.5 s.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import statistics
-import sys
 import time
 from collections import deque
+from typing import Any
 
-from machine import write_result
+from lab import bench
 
 from rollpacker.bus import Bus, Recorded, Routes
 from rollpacker.core.commands import (
@@ -214,39 +213,29 @@ def measure(
     return ports.seconds
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
+def main(rounds: int = 5) -> dict[str, Any]:
     spread = FleetConfig(num_engines=NUM_ENGINES)
     group = FleetConfig(num_engines=NUM_ENGINES, routing="group")
     turns = FleetConfig(num_engines=NUM_ENGINES, routing="turns")
     moving = FleetConfig(num_engines=NUM_ENGINES, moves=True)
     arms = {
-        "one engine, not known": lambda: measure(args.rounds, None),
-        "one engine": lambda: measure(args.rounds, FleetConfig()),
-        "spread": lambda: measure(args.rounds, spread),
-        "group": lambda: measure(args.rounds, group),
-        "turns": lambda: measure(args.rounds, turns),
-        "spread, one lost": lambda: measure(args.rounds, moving, lose=True),
-        "spread, with the log": lambda: measure(args.rounds, spread, log=True),
+        "one engine, not known": lambda: measure(rounds, None),
+        "one engine": lambda: measure(rounds, FleetConfig()),
+        "spread": lambda: measure(rounds, spread),
+        "group": lambda: measure(rounds, group),
+        "turns": lambda: measure(rounds, turns),
+        "spread, one lost": lambda: measure(rounds, moving, lose=True),
+        "spread, with the log": lambda: measure(rounds, spread, log=True),
     }
-    found = {}
-    for name, arm in arms.items():
-        found[name] = statistics.median(arm())
-        print(f"{name}: {found[name]:.2f} s of processor time a round", flush=True)
-    payload = {
+    return {
         "engines": NUM_ENGINES,
         "samples_a_round": NUM_SAMPLES,
-        "rounds": args.rounds,
-        "median_cpu_s_a_round": {name: round(seconds, 3) for name, seconds in found.items()},
+        "rounds": rounds,
+        "median_cpu_s_a_round": {
+            name: round(statistics.median(arm()), 3) for name, arm in arms.items()
+        },
     }
-    write_result("fleet_speed", payload)
-    slow = [name for name, seconds in found.items() if seconds > BOUND_S]
-    for name in slow:
-        print(f"missed: {name} takes more than {BOUND_S} s")
-    return 1 if slow else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, holds=lambda found: max(found["median_cpu_s_a_round"].values()) <= BOUND_S)

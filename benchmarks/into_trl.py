@@ -13,20 +13,17 @@ by the end: both sides train on as many.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
-import logging
-import os
 import statistics
-import warnings
+from pathlib import Path
 from typing import Any
 
-from machine import write_result
+from lab import bench, write_result
 from step_times import StepTime, describe
 from trl_side import TrlSetting, continuous_batching, trl_run, trl_steps
-from vs_trl import block_config, ratio, seconds_per_longest
-from workload import add_workload_arguments, describe_workload, load_workload
+from vs_trl import block_config, prepared, ratio, seconds_per_longest
+from workload import QUICKSTART, describe_workload
 
 from rollpacker.config.schema import RunConfig
 
@@ -110,7 +107,7 @@ def _lengths(steps: list[StepTime]) -> list[int]:
     return sorted(length for step in steps for length in step.lengths)
 
 
-def learn(config: RunConfig, num_steps: int) -> dict[str, Any]:
+def learned(config: RunConfig, num_steps: int) -> dict[str, Any]:
     """The config's own step size and learning rate, from its start weights."""
     data = dataclasses.replace(config.data, eval=None, eval_fraction=0.0)
     own = dataclasses.replace(config, data=data)
@@ -121,55 +118,26 @@ def learn(config: RunConfig, num_steps: int) -> dict[str, Any]:
     return {"steps": num_steps, "window": WINDOW, "rewards": rewards, "means": means}
 
 
-def print_result(result: dict[str, Any]) -> None:
-    print(f"\n{result['prompts_per_step']} prompts a step; TRL by {result['best_trl']}")
-    print(f"{'':30}{'s/step':>8}{'gener.':>8}{'tokens':>8}{'longest':>9}{'comp/real':>11}")
-    for name, arm in result["arms"].items():
-        print(
-            f"{name:30}{arm['s_per_step']:8.3f}{arm['generation_s']:8.3f}"
-            f"{arm['mean_tokens']:8.1f}{arm['mean_longest']:9.0f}"
-            f"{arm['train_computed_per_real']:11.2f}"
-        )
-    for name in ("engine", "tail_batching", "tail_batching_over_engine"):
-        value, (low, high) = result[name]
-        print(f"steps per second, {name.replace('_', ' ')}: {value:.2f}x ({low:.2f}-{high:.2f})")
-    print(f"trained on the same responses: {result['same_responses']}")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_workload_arguments(parser)
-    parser.add_argument("--blocks", type=int, default=3, help="turns of each arm (default: 3)")
-    parser.add_argument("--periods", type=int, default=3, help="measured periods per turn")
-    parser.add_argument("--learn", type=int, metavar="STEPS", help="train instead of comparing")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; no result is written")
-    args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # also for threads that torch starts later
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    warnings.filterwarnings("ignore")
-    import torch
-
-    torch.set_num_threads(args.threads)
-    logging.disable(logging.WARNING)
-    config = load_workload(args)
-    setup = describe_workload(config, args)
-    if args.learn:
-        write_result("into_trl_learning", {"setup": setup, **learn(config, args.learn)})
-        return 0
-    sizes, blocks, periods = SIZES, args.blocks, args.periods
-    if args.quick:
-        sizes, blocks, periods = (8,), 1, 1
-    results = []
-    for prompts in sizes:
-        results.append(run_size(config, prompts, blocks, periods))
-        print_result(results[-1])
-    if args.quick:
-        return 0
-    payload = {"setup": setup, "results": results}
-    print(f"written: {write_result('into_trl', payload).name}")
-    return 0
+def main(
+    config: Path = QUICKSTART,
+    model: Path | None = None,
+    threads: int = 1,
+    blocks: int = 3,
+    periods: int = 3,
+    learn: int = 0,
+    quick: bool = False,
+) -> dict[str, Any] | None:
+    """`blocks`: turns of each arm, of so many measured `periods`. `learn`: train so many steps
+    instead."""
+    workload = prepared(config, model, threads)
+    setup = {"setup": describe_workload(workload, config)}
+    if learn:
+        write_result("into_trl_learning", {**setup, **learned(workload, learn)})
+        return None
+    counts = (1, 1) if quick else (blocks, periods)
+    results = [run_size(workload, prompts, *counts) for prompts in ((8,) if quick else SIZES)]
+    return {**setup, "results": results}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    bench(main)

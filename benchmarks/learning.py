@@ -14,7 +14,6 @@ longer responses than the policy would have written, with tail batching as it is
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -27,9 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from machine import ROOT, write_result
+from lab import ROOT, bench
 from shadow import facts
 
 STUDENT_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
@@ -165,34 +162,34 @@ def paired_interval(differences: list[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5])
-    parser.add_argument("--jobs", type=int, default=2, help="seeds at the same time")
-    parser.add_argument("--folder", type=Path, help="keeps warmed-up models and runs")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
-        folder = args.folder or Path(temporary)
-        seeds = list(pool.map(lambda seed: one_seed(seed, folder), args.seeds))
-    speed_ups = [s["off"]["seconds_to_goal"] / s["on"]["seconds_to_goal"] for s in seeds]
-    result = {
-        "seeds": seeds,
-        "on_minus_off": _interval([s["on"]["after"] - s["off"]["after"] for s in seeds]),
-        "shift": _interval([s["shadow on"]["shift"] for s in seeds]),
-        "shift_published": _interval([s["shadow published"]["shift"] for s in seeds]),
-        "off_over_on_seconds_to_goal": _interval(speed_ups),
-        "off_over_on_rollout_s": _interval(
-            [s["off"]["rollout_s"] / s["on"]["rollout_s"] for s in seeds]
-        ),
-    }
-    print(json.dumps({k: v for k, v in result.items() if k != "seeds"}, indent=1))
-    write_result("learning", result)
-
-
 def _interval(values: list[float]) -> dict[str, float]:
     mean, low, high = paired_interval(values)
     return {"mean": mean, "low": low, "high": high, "confidence": 0.95}
 
 
+def main(
+    seeds: Sequence[int] = (0, 1, 2, 3, 4, 5), jobs: int = 2, folder: Path | None = None
+) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
+        place = folder or Path(temporary)
+        found = list(pool.map(lambda seed: one_seed(seed, place), seeds))
+
+    def of(*pairs: tuple[str, str]) -> list[list[float]]:
+        return [[one[arm][what] for one in found] for arm, what in pairs]
+
+    def ratio(what: str) -> list[float]:
+        return [off / on for off, on in zip(*of(("off", what), ("on", what)), strict=True)]
+
+    after = of(("on", "after"), ("off", "after"))
+    return {
+        "seeds": found,
+        "on_minus_off": _interval([on - off for on, off in zip(*after, strict=True)]),
+        "shift": _interval(*of(("shadow on", "shift"))),
+        "shift_published": _interval(*of(("shadow published", "shift"))),
+        "off_over_on_seconds_to_goal": _interval(ratio("seconds_to_goal")),
+        "off_over_on_rollout_s": _interval(ratio("rollout_s")),
+    }
+
+
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -11,7 +11,6 @@ start of a command to its end; processor seconds stand beside them, since machin
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -19,15 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from machine import ROOT, write_result
+from lab import ROOT, bench
 
 sys.path.insert(0, str(ROOT / "examples" / "guess"))
+
 from game import best_return
 
 EVAL_SAMPLES = {"calculator": 4, "guess": 32}
@@ -105,26 +104,21 @@ def verdict(task: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"best_return": best, "shares_of_best": shares, "met": met, "in_time": in_time}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", default=list(EVAL_SAMPLES), choices=EVAL_SAMPLES)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=1, help="seeds at the same time")
-    parser.add_argument("--folder", type=Path, help="keeps warmed-up models and runs")
-    args = parser.parse_args()
-    result: dict[str, Any] = {"jobs": args.jobs}
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
-        folder = args.folder or Path(temporary)
-        waiting = {
-            task: [pool.submit(one_run, task, seed, folder) for seed in args.seeds]
-            for task in args.tasks
-        }
-        for task, futures in waiting.items():
-            runs = [future.result() for future in futures]
+def main(
+    tasks: Sequence[str] = tuple(EVAL_SAMPLES),
+    seeds: Sequence[int] = (0, 1, 2),
+    jobs: int = 1,
+    folder: Path | None = None,
+) -> dict[str, Any]:
+    result: dict[str, Any] = {"jobs": jobs}
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
+        place = folder or Path(temporary)
+        for task in tasks:
+            runs = list(pool.map(lambda seed, task=task: one_run(task, seed, place), seeds))
             result[task] = {"runs": runs, **verdict(task, runs)}
             print(task, json.dumps(verdict(task, runs)), flush=True)
-    write_result("learns_turns", result)
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, tasks=EVAL_SAMPLES)

@@ -1,9 +1,7 @@
 """What a number was measured on, and where it is kept.
 
-Every benchmark ends with `write_result(name, payload)`, which puts the machine, the versions, the
-commit, the command line and the date beside the numbers in `benchmarks/results/NAME.json`.
-Benchmarks run as scripts (`python benchmarks/NAME.py`), so that they import this file as
-`from machine import write_result`.
+`write_result(name, payload)` puts the machine, the versions, the commit, the command line and the
+date beside the numbers in `benchmarks/results/NAME.json`. `lab.py` calls it for a benchmark.
 """
 
 from __future__ import annotations

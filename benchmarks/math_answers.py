@@ -15,16 +15,12 @@ with the reward's limits, so that an error or a hang is one pair's.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import sys
 from collections import Counter
 from typing import Any, NamedTuple
 
-from machine import ROOT, write_result
-
-sys.path.insert(0, str(ROOT))
+from lab import bench
 
 from rollpacker.rewards.math.math_reward import PROFILE, MathConfig, MathReward
 from rollpacker.rewards.reward import RewardConfig, RewardInput
@@ -197,22 +193,16 @@ def kind_of(verdict: str, is_right: bool | None) -> str:
     return f"{truth} {'accepted' if verdict == 'right' else 'refused'}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="every 20th pair; writes nothing")
-    parser.add_argument("--show", action="store_true", help="print what an arm gets wrong")
-    args = parser.parse_args()
-    found = cases(NUM_FUZZED)[:: 20 if args.quick else 1]
-    by_arm = asyncio.run(measure(found, show=args.show))
+def main(show: bool = False, quick: bool = False) -> dict[str, Any]:
+    found = cases(NUM_FUZZED)[:: 20 if quick else 1]
+    by_arm = asyncio.run(measure(found, show=show))
     sizes = Counter((case.set_name, case.is_right) for case in found)
     pairs_of = {
         name: {"right": sizes[name, True], "wrong": sizes[name, False], "other": sizes[name, None]}
         for name in ("formats", "later formats", "own corpus", "fuzzed")
     }
-    if not args.quick:
-        print(write_result("math_answers", {"pairs": pairs_of, "arms": by_arm}))
-    return 0
+    return {"pairs": pairs_of, "arms": by_arm}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main)

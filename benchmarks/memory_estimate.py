@@ -14,17 +14,14 @@ other run has malloc as it is: what that takes on top is told beside.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import os
-import subprocess
-import sys
+import json
 import tempfile
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from machine import write_result
+from lab import bench, in_process
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollpacker.config.schema import RolloutConfig, RunConfig
@@ -87,44 +84,15 @@ MAX_ERROR = 0.10
 """A long sample is longer than a micro-batch, and has one of its own."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=SETTINGS, help="one setting, and no result is written")
-    parser.add_argument("--measure", choices=SETTINGS, help="run it here (what the benchmark does)")
-    parser.add_argument("--model", help="the folder of --measure's model")
-    arguments = parser.parse_args()
-    if arguments.measure is not None:
-        print(_measure(SETTINGS[arguments.measure], arguments.model))
-        return
-    names = [arguments.only] if arguments.only else list(SETTINGS)
-    results = {name: _in_process(name) for name in names}
-    for name, result in results.items():
-        print(
-            f"{name:16} predicted {result['predicted_bytes'] / 2**20:6.0f} MiB, measured "
-            f"{result['measured_bytes'] / 2**20:6.0f} MiB, error {result['relative_error']:+.1%}; "
-            f"malloc as it is: {result['kept_by_malloc']:+.0%} on top"
-        )
-    errors = [abs(result["relative_error"]) for result in results.values()]
-    if not arguments.only:
-        payload = {
-            "max_error": max(errors),
-            "aim": MAX_ERROR,
-            "kept_by_malloc": [
-                round(pick(r["kept_by_malloc"] for r in results.values()), 3) for pick in (min, max)
-            ],
-            "settings": results,
-        }
-        print(write_result("memory_estimate", payload))
-    if max(errors) > MAX_ERROR:
-        sys.exit(f"an estimate is off by more than {MAX_ERROR:.0%}")
-
-
 def _in_process(name: str) -> dict[str, Any]:
     setting = SETTINGS[name]
     with tempfile.TemporaryDirectory() as folder:
         _save_model(setting, folder)
         predicted = estimate(_run_config(setting, folder), has_cuda=False)
-        measured = {malloc: _measured(name, folder, env) for malloc, env in MALLOCS.items()}
+        measured = {
+            malloc: in_process(__file__, "--measure", name, "--model", folder, environ=env)
+            for malloc, env in MALLOCS.items()
+        }
     parts = {p.name: p.size_bytes for p in predicted.memory.parts if p.name != "kv cache"}
     total = sum(parts.values())
     return {
@@ -137,14 +105,6 @@ def _in_process(name: str) -> dict[str, Any]:
         "measured_bytes_with_malloc_as_it_is": measured["as it is"],
         "kept_by_malloc": measured["as it is"] / measured["returned"] - 1,
     }
-
-
-def _measured(name: str, folder: str, malloc: dict[str, str]) -> int:
-    command = [sys.executable, __file__, "--measure", name, "--model", folder]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | malloc)
-    if done.returncode:
-        sys.exit(f"{name}: ended with {done.returncode}")
-    return int(done.stdout)
 
 
 def _save_model(setting: Setting, folder: str) -> None:
@@ -219,5 +179,27 @@ def samples(count: int, row_tokens: int) -> list[TrainSample]:
     ]
 
 
+def main(
+    only: str | None = None, measure: str | None = None, model: str = ""
+) -> dict[str, Any] | None:
+    """`measure`: run that setting here, with the model in this folder."""
+    if measure is not None:
+        print(json.dumps(_measure(SETTINGS[measure], model)))
+        return None
+    results = {name: _in_process(name) for name in ([only] if only else SETTINGS)}
+    kept = [one["kept_by_malloc"] for one in results.values()]
+    return {
+        "max_error": max(abs(result["relative_error"]) for result in results.values()),
+        "aim": MAX_ERROR,
+        "kept_by_malloc": [round(min(kept), 3), round(max(kept), 3)],
+        "settings": results,
+    }
+
+
 if __name__ == "__main__":
-    main()
+    bench(
+        main,
+        holds=lambda found: found["max_error"] <= MAX_ERROR,
+        only=SETTINGS,
+        measure=SETTINGS,
+    )

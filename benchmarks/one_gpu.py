@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import re
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import ROOT, write_result
-
-sys.path.insert(0, str(ROOT))
+from lab import ROOT, bench
 
 from rollpacker.algo import AlgorithmConfig
 from rollpacker.config.load import load_config
@@ -178,15 +175,14 @@ def write_table(name: str, lines: list[str]) -> None:
     PAGE.write_text(new, encoding="utf-8")
 
 
-def main() -> None:
+def main() -> dict[str, Any]:
     torch.set_num_threads(1)
     memory, memory_numbers = memory_table()
     distance, distance_numbers = distance_table()
-    print("\n".join([*memory, "", *distance]))
     write_table("memory", memory)
     write_table("distance", distance)
-    write_result("one_gpu", {"memory_bytes": memory_numbers, "negative_log_prob": distance_numbers})
+    return {"memory_bytes": memory_numbers, "negative_log_prob": distance_numbers}
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

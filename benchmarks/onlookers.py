@@ -13,7 +13,6 @@ Needs the warmed-up model (`make quickstart`) and the packages of the four track
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -23,10 +22,11 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench, turns
 
 CONFIG = "configs/quickstart.yaml"
 OVERRIDES = [
@@ -107,40 +107,33 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--blocks", type=int, default=3)
-    blocks = parser.parse_args().blocks
-    results: dict[str, dict[str, list[dict[str, float]]]] = {
+def main(blocks: int = 3) -> dict[str, Any]:
+    found: dict[str, dict[str, list[dict[str, float]]]] = {
         size: {arm: [] for arm in arms} for size, arms in ARMS.items()
     }
-    for block in range(blocks):
-        for size, arms in ARMS.items():
-            for arm in arms if block % 2 == 0 else arms[::-1]:
-                found = run(size, arm)
-                results[size][arm].append(found)
-                told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-                print(f"block {block + 1}/{blocks}: {size}, {arm}: {told}", flush=True)
-    summary: dict[str, dict[str, Any]] = {}
-    for size, arms_ in results.items():
-        alone = [one["step_s"] for one in arms_["nobody"]]
-        for arm, found_ in arms_.items():
-            ratios = [one["step_s"] / base for one, base in zip(found_, alone, strict=True)]
-            row: dict[str, Any] = {
-                "step_s": statistics.median(one["step_s"] for one in found_),
-                "ratios": ratios,
-            }
-            if arm == "dash":
-                row["dash_cpu_share"] = statistics.median(one["dash_cpu_share"] for one in found_)
-            summary.setdefault(size, {})[arm] = row
-            print(
-                f"{size:10} {arm:8} {row['step_s']:.3f} s a step, ratios",
-                *[f"{r:.3f}" for r in ratios],
-            )
-    write_result("onlookers", {"blocks": blocks, "results": summary})
+    for size, arms in ARMS.items():
+        for block, arm in turns(arms, blocks):
+            found[size][arm].append(run(size, arm))
+            print(block, size, arm, found[size][arm][-1], flush=True)
+    return {
+        "blocks": blocks,
+        "results": {
+            size: {arm: summed(runs, of["nobody"]) for arm, runs in of.items()}
+            for size, of in found.items()
+        },
+    }
+
+
+def summed(runs: Sequence[dict[str, float]], alone: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Of the runs of one arm: seconds of a step, and those over a run's with no onlooker."""
+    pairs = zip(runs, alone, strict=True)
+    told: dict[str, Any] = {
+        "step_s": statistics.median(one["step_s"] for one in runs),
+        "ratios": [one["step_s"] / base["step_s"] for one, base in pairs],
+    }
+    shares = [one["dash_cpu_share"] for one in runs if "dash_cpu_share" in one]
+    return told | ({"dash_cpu_share": statistics.median(shares)} if shares else {})
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -10,14 +10,13 @@ for all; so are the numbers of responses.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import itertools
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench
 from tail_batching import SYNC, Arm
 from workload import load_workload
 
@@ -67,23 +66,12 @@ def _run(arm: Arm) -> Arm:
     return arm
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=40, help="rounds of a run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    args = parser.parse_args()
+def main(rounds: int = 40, seeds: Sequence[int] = (0, 1, 2)) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for name in CONFIGS:
-        workload = argparse.Namespace(
-            config=ROOT / "configs" / f"{name}.yaml", model=None, threads=1
-        )
-        rows += compare(load_workload(workload), args.seeds, args.rounds)
-    num, num_equal = (sum(row[key] for row in rows) for key in ("responses", "equal"))
-    print(f"{num_equal:,} of {num:,} responses are equal, token for token")
-    result = write_result("order_only", {"rounds": args.rounds, "rows": rows})
-    print(f"written: {Path(result).name}")
-    return 0 if num_equal == num else 1
+        rows += compare(load_workload(ROOT / "configs" / f"{name}.yaml"), seeds, rounds)
+    return {"rounds": rounds, "rows": rows}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    bench(main, holds=lambda found: all(r["equal"] == r["responses"] for r in found["rows"]))

@@ -6,22 +6,20 @@ token and update that a carried token comes out differently, with the complement
 Beside each the length shift, against what the very prompts that were trained on would give if
 nobody selected. `planned` is the fastest of a few settings whose shift is within 2 % at that rate.
 
-    python benchmarks/order_only_sim.py [--only 14b-16k] [--steps 50] [--seeds 3] [--jobs 2]
+    python benchmarks/order_only_sim.py [--steps 50] [--seeds 3] [--jobs 2]
 
 Exits with 1 and says which if a speed-up at mismatch 0 is missed, or the lengths shift there.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench
 
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.simulate import simulate
@@ -158,42 +156,20 @@ def missed(set_up: str, found: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def show(set_up: str, found: dict[str, Any]) -> None:
-    for name, one in found.items():
-        print(
-            f"{set_up:8} {name:32} step {one['step_s']:7.1f} s {one['step_speedup']:5.2f}x  "
-            f"rollout {one['rollout_speedup']:5.2f}x  shift {one['shift']:+7.1%}  "
-            f"generated/trained {one['generated_per_trained']:.2f}",
-            flush=True,
-        )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=LEAST_SPEEDUP, help="one set-up")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--no-plan", action="store_true", help="without the planned settings")
-    args = parser.parse_args()
-    set_ups = [args.only] if args.only else list(LEAST_SPEEDUP)
-    seeds = range(FIRST_SEED, FIRST_SEED + args.seeds)
-    found, plans, wrong = {}, {}, []
-    with ProcessPoolExecutor(args.jobs) as pool:
-        for set_up in set_ups:
-            found[set_up] = study(pool, set_up, args.steps, seeds)
-            show(set_up, found[set_up])
-            wrong += missed(set_up, found[set_up])
-        for set_up in [] if args.no_plan else set_ups:
-            plans[set_up] = plan_rates(pool, set_up, args.steps, seeds)
-            show(set_up, plans[set_up])
-    if not args.only:
-        payload = {"steps": args.steps, "seeds": list(seeds), "warm_steps": WARM_STEPS}
-        bounds = {"least_speedup": LEAST_SPEEDUP, "missed": wrong}
-        write_result("order_only_sim", {**payload, **bounds, "arms": found, "planned": plans})
-    print(*wrong or ["every bound is kept"], sep="\n")
-    return bool(wrong)
+def main(steps: int = 50, seeds: int = 3, jobs: int = 2, quick: bool = False) -> dict[str, Any]:
+    setups = [*LEAST_SPEEDUP][: 1 if quick else None]
+    numbers = range(FIRST_SEED, FIRST_SEED + seeds)
+    with ProcessPoolExecutor(jobs) as pool:
+        found = {one: study(pool, one, steps, numbers) for one in setups}
+        plans = {one: plan_rates(pool, one, steps, numbers) for one in setups if not quick}
+    return {
+        **{"steps": steps, "seeds": list(numbers), "warm_steps": WARM_STEPS},
+        "least_speedup": LEAST_SPEEDUP,
+        "missed": [text for one, arms in found.items() for text in missed(one, arms)],
+        "arms": found,
+        "planned": plans,
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, holds=lambda found: not found["missed"])

@@ -10,7 +10,6 @@ or display. Arms are interleaved in blocks. Also: memory beyond torch itself, an
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import resource
@@ -22,9 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from machine import ROOT, write_result
+from lab import bench, in_process, turns
 
 OVERRIDES = [
     "tail_batching.enabled=false",
@@ -109,12 +106,7 @@ async def _bare_loop(config: Any, policy: Any, steps: int) -> dict[str, float]:
     return {"step_s": sum(times[:-1]) / len(times[:-1])}
 
 
-def in_process(arm: str, config: str, steps: int) -> dict[str, float]:
-    """One arm in a process of its own, with its peak memory."""
-    command = [sys.executable, __file__, "--arm", arm, "--config", config, "--steps", str(steps)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
-    result: dict[str, float] = json.loads(output.splitlines()[-1])
-    return result
+ARMS = {"full": full, "bare": bare}
 
 
 def torch_alone_mib() -> float:
@@ -138,43 +130,38 @@ def help_seconds(repeats: int = 7) -> float:
     return statistics.median(times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default="configs/quickstart.yaml")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument(
-        "--arm", choices=("full", "bare"), help="run one arm here (used internally)"
-    )
-    args = parser.parse_args()
-    if args.arm:
-        result = (full if args.arm == "full" else bare)(args.config, args.steps)
+def main(
+    config: str = "configs/quickstart.yaml",
+    steps: int = 30,
+    blocks: int = 6,
+    arm: str | None = None,
+) -> dict[str, Any] | None:
+    """`arm`: one, in this process."""
+    if arm:
+        result = ARMS[arm](config, steps)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps({**result, "peak_mib": peak}))
-        return
-    blocks = []
-    for block in range(args.blocks):
-        order = ("full", "bare") if block % 2 == 0 else ("bare", "full")
-        blocks.append({arm: in_process(arm, args.config, args.steps) for arm in order})
-        ratio = blocks[-1]["full"]["step_s"] / blocks[-1]["bare"]["step_s"]
-        print(f"block {block + 1}: full / bare step time {ratio:.3f}", flush=True)
-    ratios = [b["full"]["step_s"] / b["bare"]["step_s"] for b in blocks]
+        return None
+    found: list[dict[str, dict[str, float]]] = [{} for _ in range(blocks)]
+    for block, name in turns(ARMS, blocks):
+        given = ("--arm", name, "--config", config, "--steps", str(steps))
+        found[block][name] = in_process(__file__, *given)
+        print(block, name, found[block][name], flush=True)
+    ratios = [block["full"]["step_s"] / block["bare"]["step_s"] for block in found]
     torch_mib = torch_alone_mib()
-    result = {
-        "steps_per_block": args.steps,
-        "blocks": blocks,
+    return {
+        "steps_per_block": steps,
+        "blocks": found,
         "overhead_median": statistics.median(ratios) - 1,
         "overhead_range": [min(ratios) - 1, max(ratios) - 1],
         "controller_share_of_step_median": statistics.median(
-            b["full"]["controller_share"] for b in blocks
+            block["full"]["controller_share"] for block in found
         ),
         "torch_alone_mib": torch_mib,
-        "beyond_torch_mib": max(b["full"]["peak_mib"] for b in blocks) - torch_mib,
+        "beyond_torch_mib": max(block["full"]["peak_mib"] for block in found) - torch_mib,
         "help_s": help_seconds(),
     }
-    print(json.dumps({k: v for k, v in result.items() if k != "blocks"}, indent=1))
-    write_result("overhead", result)
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -19,20 +19,17 @@ Needs the quickstart's warmed-up model in runs/ (`make quickstart` leaves it the
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import pyarrow.parquet
 from algorithms import SETTINGS, TARGET
+from lab import bench, earlier
 from learning import rollpacker
-from machine import RESULTS, write_result
 from trainer_resume import tensors
 
 LAYOUTS = {
@@ -47,6 +44,7 @@ OTHERS: dict[str, list[str]] = {
         "train.learning_rate=4.0e-3",
     ],
 }
+NAMES = ("grpo", *OTHERS)
 SEEDS = (0, 1, 2)
 COMPARED_STEP = 10
 WEIGHT_TOLERANCE = 1e-5
@@ -153,34 +151,22 @@ def _near(found: dict[str, Any]) -> bool:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = ("grpo", *OTHERS)
-    parser.add_argument("--only", nargs="+", choices=names, help="keeps the others' results")
-    parser.add_argument("--steps", type=int, default=120, help="of the others in stages")
-    parser.add_argument("--folder", type=Path, help="keep the runs here")
-    args = parser.parse_args()
-    earlier = RESULTS / "pipeline_learning.json"
-    found: dict[str, Any] = {}
-    if args.only and earlier.is_file():
-        found = json.loads(earlier.read_text())["arms"]
+def main(
+    only: Sequence[str] = NAMES, steps: int = 120, folder: Path | None = None
+) -> dict[str, Any]:
+    """`steps`: of the others in stages. Without all of `only` the kept result has the rest."""
+    found = {} if len(only) == len(NAMES) else earlier(main, "arms")
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.folder or Path(temporary)
-        taught = folder / f"grpo-{SEEDS[0]}-two-stages" / "model"
-        chosen = args.only or names
-        if "distillation" in chosen and "grpo" not in chosen and not taught.exists():
-            parser.error("distillation's teacher comes of grpo: name both")
-        for name in chosen:
-            if name == "grpo":
-                found[name] = grpo(folder)
-            else:
-                found[name] = other(folder, name, args.steps, taught)
+        place = folder or Path(temporary)
+        taught = place / f"grpo-{SEEDS[0]}-two-stages" / "model"
+        if "distillation" in only and "grpo" not in only and not taught.exists():
+            raise SystemExit("distillation's teacher comes of grpo: name both")
+        for name in only:
+            found[name] = grpo(place) if name == "grpo" else other(place, name, steps, taught)
             if name == "distillation":
                 found[name]["settings"][-1] = "model.teacher=GRPO's in stages, seed 0"
-            good = all(arm["good"] for arm in found.values())
-            write_result("pipeline_learning", {"arms": found, "all_good": good})
-    return 0 if good else 1
+    return {"arms": found, "all_good": all(arm["good"] for arm in found.values())}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, holds=lambda found: found["all_good"], only=NAMES)

@@ -21,7 +21,6 @@ cap.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import json
@@ -34,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from machine import write_result
+from lab import bench
 from memory_estimate import PROMPT_TOKENS, VOCABULARY, samples
 from torch.distributed import TCPStore
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -112,33 +111,6 @@ SETTINGS = {
         num_micro_batches=4,
     ),
 }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=SETTINGS, help="one setting, and no result is written")
-    parser.add_argument("--rank", choices=SETTINGS, help="be one (what the benchmark does)")
-    parser.add_argument("--model", help="the folder of --rank's model")
-    arguments = parser.parse_args()
-    if arguments.rank is not None:
-        print(json.dumps(_as_rank(SETTINGS[arguments.rank], arguments.model)))
-        return
-    names = [arguments.only] if arguments.only else list(SETTINGS)
-    results = {name: _compared(name) for name in names}
-    found = [one for result in results.values() for one in result["stages"]]
-    worst = max(abs(one["relative_error"]) for one in found)
-    above = any(one["peak_live_tokens"] > one["live_tokens_cap"] for one in found)
-    if not arguments.only:
-        payload = {
-            "max_error": worst,
-            "aim": MAX_ERROR,
-            "cap_exceeded": above,
-            "output_layer": _output_layer(),
-            "settings": results,
-        }
-        print(write_result("pipeline_memory", payload))
-    if worst > MAX_ERROR or above:
-        sys.exit(f"an estimate is off by more than {MAX_ERROR:.0%}, or a cap was exceeded")
 
 
 def _compared(name: str) -> dict[str, Any]:
@@ -334,5 +306,28 @@ def _num_samples(setting: Setting) -> int:
     return setting.num_micro_batches * (setting.micro_batch_tokens // (ROW_TOKENS - 1))
 
 
+def main(
+    only: str | None = None, rank: str | None = None, model: str = ""
+) -> dict[str, Any] | None:
+    """`rank`: be one of that setting's, with the model in this folder."""
+    if rank is not None:
+        print(json.dumps(_as_rank(SETTINGS[rank], model)))
+        return None
+    results = {name: _compared(name) for name in ([only] if only else SETTINGS)}
+    found = [one for result in results.values() for one in result["stages"]]
+    return {
+        "max_error": max(abs(one["relative_error"]) for one in found),
+        "aim": MAX_ERROR,
+        "cap_exceeded": any(one["peak_live_tokens"] > one["live_tokens_cap"] for one in found),
+        "output_layer": _output_layer(),
+        "settings": results,
+    }
+
+
+def holds(found: dict[str, Any]) -> bool:
+    """No estimate is too far off, and no stage holds more tokens than its cap."""
+    return found["max_error"] <= MAX_ERROR and not found["cap_exceeded"]
+
+
 if __name__ == "__main__":
-    main()
+    bench(main, holds=holds, only=SETTINGS, rank=SETTINGS)

@@ -12,11 +12,10 @@ what nobody here has compared with anything: 30B and 60B, several slow links, de
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from machine import write_result
+from lab import bench
 
 from rollpacker.pipeline.plan.choosers import Op, StageState
 from rollpacker.pipeline.plan.plan import plan_zero_bubble, ready_choosers
@@ -278,9 +277,9 @@ def predicted(fixed: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     return {"larger": larger, "several_links": several, "changing": changing}
 
 
-def main() -> int:
+def main() -> dict[str, Any]:
     fixed = {model: fixed_costs_ms(model) for model in OP_MS}
-    payload = {
+    return {
         "op_ms": {model: list(map(list, rows)) for model, rows in OP_MS.items()},
         "no_delay_ms": NO_DELAY_MS,
         "fixed_ms": fixed,
@@ -291,11 +290,7 @@ def main() -> int:
         "compared": compared(fixed),
         "predicted": predicted(fixed),
     }
-    for name, error in payload["compared"]["largest_error_of_sweep"].items():
-        print(f"14B sweep, {name}: off by at most {error:.1%}")
-    print(write_result("pipeline_published", payload))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main)

@@ -17,14 +17,13 @@ seconds, of stages the sweep in virtual time, whose ops take their processor sec
 stage spends besides. Exit code 1 if a ratio misses its mark, or the link is not as slow as it
 should be.
 
-    python benchmarks/pipeline_real.py [--arms compute,slow,packed] [--pairs 7]     # 5 minutes
+    python benchmarks/pipeline_real.py [--arms compute slow packed] [--pairs 7]     # 5 minutes
 
 `slow` needs Linux, root, and `tc` with tbf. `--quick`: a smoke test; writes nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -41,12 +40,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-
 import torch
 import torch.distributed as dist
-from machine import write_result
+from lab import bench
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -603,63 +599,41 @@ def slowed(stages: Stages, part: str, size: Size, network: Network) -> float:
     return mbit
 
 
-def show(part: str, found: Mapping[str, Any]) -> bool:
-    """Prints it. Whether it is as claimed."""
-    for name, arm in found["arms"].items():
-        print(f"{part}: {name}:", *(_told(*item) for item in arm.items()), sep="  ")
-    rest = {key: value for key, value in found.items() if key not in ("arms", "ratio")}
-    print(f"{part}:", *(_told(*item) for item in rest.items()), sep="  ")
-    holds = bool(found["ratio"] >= MARKS[part])
-    print(f"{part}: ratio {found['ratio']:.3f} (>= {MARKS[part]}{'' if holds else ': missed'})")
-    share = found.get("message_over_work", LINK_SHARE)
-    if not LINK_SHARES[0] <= share <= LINK_SHARES[1]:
-        print(f"{part}: the link was no link of {LINK_SHARE} of F + I + W; run it again")
-        return False
-    return holds
-
-
-def _told(name: str, value: Any) -> str:
-    if name == "steps_s":
-        return f"from {min(value):.3f} to {max(value):.3f}"
-    if name == "micro_batches":
-        return f"{len(value)} micro-batches of {min(value)} to {max(value)}"
-    return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--arms", default=",".join(MARKS))
-    parser.add_argument("--pairs", type=int, default=7, help="steps of each arm")
-    parser.add_argument("--micro-batches", type=int, default=16, help="of a step, about")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--as-stage", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.as_stage:
-        rank, size, host = json.loads(args.as_stage)
-        stage_main(rank, Size(**size), host, args.folder)
-        return 0
-    size = dataclasses.replace(QUICK if args.quick else Size(), micro_batches=args.micro_batches)
-    asked = args.arms.split(",")
-    if unknown := set(asked) - MARKS.keys():
-        parser.error(f"--arms {','.join(unknown)}: they are {', '.join(MARKS)}")
-    if SLOW in asked and (why := why_impossible()) is not None:
-        parser.error(f"--arms {SLOW} is not possible here: {why}")
+def main(
+    arms: Sequence[str] = tuple(MARKS),
+    pairs: int = 7,
+    micro_batches: int = 16,
+    quick: bool = False,
+    as_stage: str | None = None,
+    folder: Path = Path(),
+) -> dict[str, Any] | None:
+    """`pairs`: steps of each arm, of about so many `micro_batches`. `as_stage`: be one."""
+    if as_stage:
+        rank, size, host = json.loads(as_stage)
+        stage_main(rank, Size(**size), host, folder)
+        return None
+    own = dataclasses.replace(QUICK if quick else Size(), micro_batches=micro_batches)
+    if SLOW in arms and (why := why_impossible()) is not None:
+        raise SystemExit(f"--arms {SLOW} is not possible here: {why}")
     parts: dict[str, Any] = {}
-    on_loopback = [part for part in asked if part != SLOW]
-    if on_loopback:
-        with stages_of(size) as stages:
+    if on_loopback := [part for part in arms if part != SLOW]:
+        with stages_of(own) as stages:
             for part in on_loopback:
-                parts[part] = measured(stages, part, size, args.pairs, None)
-    if SLOW in asked:
-        with Network(NUM_STAGES) as network, stages_of(size, network) as stages:
-            parts[SLOW] = measured(stages, SLOW, size, args.pairs, network)
-    holds = [show(part, found) for part, found in parts.items()]
-    if args.quick:
-        return 0
-    write_result("pipeline_real", {"size": dataclasses.asdict(size), "parts": parts})
-    return int(not all(holds))
+                parts[part] = measured(stages, part, own, pairs, None)
+    if SLOW in arms:
+        with Network(NUM_STAGES) as network, stages_of(own, network) as stages:
+            parts[SLOW] = measured(stages, SLOW, own, pairs, network)
+    return {"size": dataclasses.asdict(own), "parts": parts}
+
+
+def holds(found: Mapping[str, Any]) -> bool:
+    """Each ratio reaches its mark, and the slow link was as slow as it should be."""
+    low, high = LINK_SHARES
+    return all(
+        part["ratio"] >= MARKS[name] and low <= part.get("message_over_work", LINK_SHARE) <= high
+        for name, part in found["parts"].items()
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, holds=holds, arms=MARKS)

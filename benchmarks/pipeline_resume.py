@@ -23,19 +23,14 @@ Needs Linux (/proc).
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import signal
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from machine import write_result
+from lab import bench
 from pipeline_learning import parting_step
 from resume import write_config, write_model
 from trainer_resume import Runs, different, killed_at_random, tensors, weight_difference
@@ -138,18 +133,11 @@ def measure(steps: int, kills: int) -> dict[str, Any]:
         }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--kills", type=int, default=4)
-    args = parser.parse_args()
-    began = time.perf_counter()
-    result = measure(args.steps, args.kills)
+def main(steps: int = 4, kills: int = 4) -> dict[str, Any]:
+    result = measure(steps, kills)
     good = result["direct"]["good"] and all(one["good"] for one in result["resumed"])
-    result |= {"all_good": good, "seconds": round(time.perf_counter() - began, 1)}
-    write_result("pipeline_resume", result)
-    return 0 if good else 1
+    return result | {"all_good": good}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, holds=lambda found: found["all_good"])

@@ -15,7 +15,7 @@ from machine import ROOT
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 
-NAME = "noise-policies"
+NAME = "carry-policies"
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 STEPS = 60
 

@@ -7,12 +7,11 @@ The logs are checked by `exactly_once.py`, which shares no code with RollPacker.
 own runs: deferred prompts in a pool or in the long queue, with their tokens carried, or as
 published; and the trainer in two pipeline stages.
 
-    python benchmarks/resume.py [--steps 12] [--kills 20] [--arm NAME] [--quick]
+    python benchmarks/resume.py [--steps 12] [--kills 20] [--arms NAME ...] [--quick]
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import json
@@ -20,18 +19,15 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exactly_once import check
-from machine import write_result
+from lab import bench
 from safetensors.numpy import load_file
 
 ARMS = {
@@ -297,26 +293,15 @@ def is_good(result: dict[str, Any]) -> bool:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--arm", choices=ARMS, help="this one alone; nothing is written")
-    parser.add_argument("--quick", action="store_true", help="3 steps, 3 kills, nothing is written")
-    args = parser.parse_args()
-    began = time.perf_counter()
-    steps, kills = (3, 3) if args.quick else (args.steps, args.kills)
-    names = ARMS if args.arm is None else (args.arm,)
-    result: dict[str, Any] = {"arms": {name: measure(name, steps, kills) for name in names}}
-    for name, arm in result["arms"].items():
+def main(
+    steps: int = 12, kills: int = 20, arms: Sequence[str] = tuple(ARMS), quick: bool = False
+) -> dict[str, Any]:
+    counts = (3, 3) if quick else (steps, kills)
+    found = {name: measure(name, *counts) for name in arms}
+    for name, arm in found.items():
         assert (arm["carried_tokens"] > 0) == (name != "published"), name
-    result["all_equal"] = all(map(is_good, result["arms"].values()))
-    result["seconds"] = round(time.perf_counter() - began, 1)
-    print(json.dumps(result, indent=1))
-    if not args.quick and args.arm is None:
-        write_result("resume", result)
-    return 0 if result["all_equal"] else 1
+    return {"arms": found, "all_equal": all(map(is_good, found.values()))}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, holds=lambda found: found["all_equal"], arms=ARMS)

@@ -13,18 +13,16 @@ JSON, without the code that wrote it:
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
 import tempfile
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from machine import write_result
+from lab import bench
 from reward_runs import entries, prepare, sandbox_workers, train
 
 
@@ -98,33 +96,22 @@ def check_log(log: Path) -> dict[str, Any]:
     return {"counts": dict(sorted(counts.items())), "problems": problems}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--every-s", type=float, default=0.7, help="mean time between kills")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+def main(steps: int = 40, every_s: float = 0.7, seed: int = 0) -> dict[str, Any]:
+    """`every_s`: mean seconds between kills."""
     prepare()
-    killer = Killer(args.every_s, args.seed)
+    killer = Killer(every_s, seed)
+    settings = [f"train.steps={steps}", "eval.every_steps=null", "train.learning_rate=1.0e-5"]
     with tempfile.TemporaryDirectory() as folder:
         killer.start()
-        began = time.perf_counter()
-        log = train(
-            "faults",
-            [f"train.steps={args.steps}", "eval.every_steps=null", "train.learning_rate=1.0e-5"],
-            Path(folder),
-        )
-        seconds = time.perf_counter() - began
+        log = train("faults", settings, Path(folder))
         killer.end()
-        result = check_log(log)
-    print(f"{args.steps} steps in {seconds:.0f} s; signals sent: {dict(killer.counts)}")
-    for name, count in result["counts"].items():
-        print(f"  {name}: {count}")
-    print(f"  problems: {len(result['problems'])}", *result["problems"][:5], sep="\n    ")
-    write_result("reward_faults", {"steps": args.steps, "signals": dict(killer.counts), **result})
-    if result["problems"] or not result["counts"].get("infrastructure failures"):
-        raise SystemExit(1)
+        return {"steps": steps, "signals": dict(killer.counts), **check_log(log)}
+
+
+def holds(found: dict[str, Any]) -> bool:
+    """Failures were seen, and none became a verdict."""
+    return not found["problems"] and found["counts"].get("infrastructure failures", 0) > 0
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, holds=holds)

@@ -13,7 +13,6 @@ least adaptive limit from 2 s to 0.2 s.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
@@ -21,11 +20,10 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from machine import write_result
+from lab import bench
 from reward_runs import Warnings, entries, prepare, sandbox_workers, step_ends, train
 
 FIXED = "rewards.0.deadline={min_s: 0.2, factor: 1.5, max_s: 3.0, adaptive: false}"
@@ -152,25 +150,14 @@ def _check_time(log: Path) -> float:
     return statistics.fmean(took)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args(argv)
+def main(steps: int = 30, rounds: int = 3) -> dict[str, Any]:
     prepare()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        print("adaptive against fixed limit")
-        limits = deadlines(folder, args.steps, args.rounds)
-        print(
-            f"  {limits['ratio']:.2f}x the steps per second (goal 1.4x);"
-            f" {100 * limits['endless_share']:.1f} % of the programs never end"
-        )
-        print("a stopped worker")
-        stops = stopped_worker(folder, args.steps, args.rounds)
-        print(f"  others: {stops['others_time_ratio']:.3f} (goal at most 1.05); {stops}")
-    write_result("reward_stalls", {"deadlines": limits, "stopped_worker": stops})
+        return {
+            "deadlines": deadlines(Path(name), steps, rounds),
+            "stopped_worker": stopped_worker(Path(name), steps, rounds),
+        }
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -16,7 +16,6 @@ target is held against the second, or without it against the first.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import resource
@@ -27,7 +26,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from machine import write_result
+from lab import bench
 
 from rollpacker.rewards.math.math_reward import PROFILE as MATH
 from rollpacker.sandbox import Limits, Profile, Sandbox, Status, open_sandbox
@@ -227,18 +226,18 @@ async def growth(num_runs: int) -> dict[str, Any]:
     }
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    rounds = 10 if arguments.quick else 200
+async def measure(runs: int, *, quick: bool) -> dict[str, Any]:
+    rounds = 10 if quick else 200
     async with open_sandbox("bwrap", workers=2) as box:
         capabilities = box.capabilities
         found: dict[str, Any] = {
             "memory": capabilities.memory,
             "can_fork": capabilities.can_fork,
             "latency_ms": await latencies(box, rounds),
-            "kill_delay_ms": await kill_delays(box, 3 if arguments.quick else 25),
+            "kill_delay_ms": await kill_delays(box, 3 if quick else 25),
         }
-    found["runs_per_s_on_one_core"] = await throughput(2 if arguments.quick else 8, 50)
-    found["after_many_runs"] = await growth(150 if arguments.quick else arguments.runs)
+    found["runs_per_s_on_one_core"] = await throughput(2 if quick else 8, 50)
+    found["after_many_runs"] = await growth(150 if quick else runs)
     return found
 
 
@@ -268,26 +267,13 @@ def against_targets(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=2000, help="for the growth of memory")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
-    arguments = parser.parse_args()
-    found = asyncio.run(measure(arguments))
+def main(runs: int = 2000, quick: bool = False) -> dict[str, Any]:
+    """`runs`: for the growth of memory."""
+    found = asyncio.run(measure(runs, quick=quick))
     found["nice"] = os.nice(0)  # below 0: before other work on a machine that is not idle
     found["own_cpu_s"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_utime, 2)
-    found["targets"] = against_targets(found)
-    for name, values in {**found["latency_ms"], **found["kill_delay_ms"]}.items():
-        print(f"{name:26} median {values['median']:8.2f} ms   p95 {values['p95']:8.2f} ms")
-    for name, values in found["runs_per_s_on_one_core"].items():
-        print(f"{name:26} median {values['median']:8.1f} runs/s")
-    print("after many runs:", found["after_many_runs"])
-    for name, row in found["targets"].items():
-        met = "met" if row["met"] else "MISSED"
-        print(f"{name:28} {row['measured']:8.2f}  target {row['target']:6.1f}  {met}")
-    if not arguments.quick:
-        print(write_result("sandbox_speed", found))
+    return found | {"targets": against_targets(found)}
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -12,12 +12,11 @@ Without `--fit` nothing is searched: the loss of the shipped constants is writte
 by group, beside those of worlds A and B, in which the blind predictions were made.
 
     python benchmarks/sim_calibration.py
-    python benchmarks/sim_calibration.py --fit 1500 --jobs 2     # search, 1500 seconds
+    python benchmarks/sim_calibration.py --search 1500 --jobs 2     # search, 1500 seconds
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
-from machine import write_result
+from lab import bench
 from numpy.typing import NDArray
 from sim_published import (
     Constants,
@@ -204,23 +203,17 @@ def by_group(errors: Vector) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--fit", type=float, metavar="SECONDS", help="search for so long")
-    parser.add_argument("--jobs", type=int, default=1, help="simulations at the same time")
-    parser.add_argument("--start", nargs="*", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--keep", nargs="*", default=[], metavar="NAME", help="not fitted")
-    args = parser.parse_args()
-    start = shipped() | {n: float(v) for n, _, v in (one.partition("=") for one in args.start)}
-    with ProcessPoolExecutor(args.jobs) as pool:
+def main(search: float = 0.0, jobs: int = 1, keep: Sequence[str] = ()) -> dict[str, Any] | None:
+    """`search`: look for better constants for so many seconds instead, but for those to `keep`."""
+    start = shipped()
+    with ProcessPoolExecutor(jobs) as pool:
         residuals = Residuals(pool)
-        if args.fit:
-            names = [name for name in start if name not in args.keep]
-            found = fit(residuals, start, names, args.fit)
+        if search:
+            found = fit(residuals, start, [name for name in start if name not in keep], search)
             for name, value in found.items():
                 print(f"{name:<30} {value:<10.4g} {SOURCES[name][0]}")
             print(by_group(residuals(found)))
-            return
+            return None
         worlds = {"A": BEFORE, "B": BEFORE | {"hard_prompts": 0.08}, "shipped": start}
         errors = {world: residuals(constants) for world, constants in worlds.items()}
         read = {
@@ -228,25 +221,19 @@ def main() -> None:
             for world, constants in worlds.items()
             if world != "shipped"
         }
-    for world, log_errors in errors.items():
-        print(f"{world}: loss {loss(log_errors):.5f}, error factors {by_group(log_errors)}")
-    write_result(
-        "sim_calibration",
-        {
-            **{"constants": start, "before": BEFORE, "weights": dict(WEIGHTS)},
-            "loss": {world: round(loss(found), 6) for world, found in errors.items()},
-            "error_factors": {world: by_group(found) for world, found in errors.items()},
-            # With the constants of the blind predictions, the columns read as the three set-ups.
-            "sensitivity": {
-                world: {row["fact"]: row["simulated"] for row in rows}
-                for world, rows in read.items()
-            },
-            "sensitivity_error_factors": {
-                world: error_factors(rows)["all"] for world, rows in read.items()
-            },
+    return {
+        **{"constants": start, "before": BEFORE, "weights": dict(WEIGHTS)},
+        "loss": {world: round(loss(found), 6) for world, found in errors.items()},
+        "error_factors": {world: by_group(found) for world, found in errors.items()},
+        # With the constants of the blind predictions, the columns read as the three set-ups.
+        "sensitivity": {
+            world: {row["fact"]: row["simulated"] for row in rows} for world, rows in read.items()
         },
-    )
+        "sensitivity_error_factors": {
+            world: error_factors(rows)["all"] for world, rows in read.items()
+        },
+    }
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

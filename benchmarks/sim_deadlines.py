@@ -11,8 +11,9 @@ run: they have no end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench
 
 from rollpacker.sim.result import StepResult
 from rollpacker.sim.scenario import load_scenario
@@ -49,27 +50,21 @@ def mean_s(steps: Sequence[StepResult], kind: str) -> float:
     return sum(values) / len(values)
 
 
-def main() -> None:
+def main() -> dict[str, Any]:
     result: dict[str, dict[str, float]] = {}
     for race, settings in RACES.items():
-        print(race)
-        arms = {
-            adaptive: rounds((*settings, f"reward_scheduler.adaptive_timeout={adaptive}".lower()))
-            for adaptive in (False, True)
-        }
-        row: dict[str, float] = {}
-        for kind in ("short", "long"):
-            fixed, adaptive = (mean_s(arms[which], kind) for which in (False, True))
-            row |= {f"{kind}_fixed_s": round(fixed, 1), f"{kind}_adaptive_s": round(adaptive, 1)}
-            print(
-                f"  {kind:5} fixed {fixed:6.1f} s (published {PUBLISHED[kind, False]:.1f}),"
-                f" adaptive {adaptive:6.1f} s (published {PUBLISHED[kind, True]:.1f}):"
-                f" {fixed / adaptive:.2f}x (published"
-                f" {PUBLISHED[kind, False] / PUBLISHED[kind, True]:.2f}x)"
-            )
-        result[race] = row
-    write_result("sim_deadlines", {"steps": STEPS, "seeds": list(SEEDS), "races": result})
+        result[race] = {}
+        for adaptive in (False, True):
+            arm = rounds((*settings, f"reward_scheduler.adaptive_timeout={adaptive}".lower()))
+            for kind in ("short", "long"):
+                name = f"{kind}_{'adaptive' if adaptive else 'fixed'}_s"
+                result[race][name] = round(mean_s(arm, kind), 1)
+    published = {
+        f"{kind}_{'adaptive' if adaptive else 'fixed'}_s": seconds
+        for (kind, adaptive), seconds in PUBLISHED.items()
+    }
+    return {"steps": STEPS, "seeds": list(SEEDS), "races": result, "published": published}
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -7,14 +7,13 @@ step and the wait for rewards that is not hidden behind the rollout, of all the 
 --change a fifth run, the first one without tail batching, is held against what the simulation of
 the first one says of that change.
 
-    python benchmarks/sim_from_rewards.py [--steps 40] [--folder FOLDER] [--change]
+    python benchmarks/sim_from_rewards.py [--steps 40] [--folder FOLDER]
 
 The quickstart's warmed-up model must be in runs/ and that of configs/code-tiny.yaml.
 """
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench
 
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.whatif import load_run
@@ -128,37 +127,27 @@ def without_tail_batching(folder: Path, steps: int) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--code-steps", type=int, default=30)
-    parser.add_argument("--folder", type=Path, help="keep the runs here; those there are taken")
-    parser.add_argument("--change", action="store_true", help="a run without tail batching, too")
-    arguments = parser.parse_args()
+def main(
+    steps: int = 40, code_steps: int = 30, folder: Path | None = None, quick: bool = False
+) -> dict[str, Any]:
+    """`folder`: the runs are kept there, and those that are there are taken."""
+    results = {}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = (arguments.folder or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        results = {}
-        for case in CASES:
-            steps = arguments.code_steps if case.config == "code-tiny.yaml" else arguments.steps
-            model = load_run(record(case, folder, steps))
+        place = (folder or Path(temporary)).resolve()
+        place.mkdir(parents=True, exist_ok=True)
+        for case in CASES[: 1 if quick else None]:
+            count = code_steps if case.config == "code-tiny.yaml" else steps
+            model = load_run(record(case, place, 12 if quick else count))
             found = compare(model.measured(), model.simulate())
             results[case.name] = {**found, "drafted": model.fitted.drafted}
-            print(
-                f"{case.name:<24} step {found['step_s']:7.3f} s, simulated "
-                f"{found['simulated_step_s']:7.3f} s ({found['step_error']:+.1%}); wait "
-                f"{found['wait_s']:7.4f} s, simulated {found['simulated_wait_s']:7.4f} s"
-                f"{'' if found['holds'] else '   MISSED'}",
-                flush=True,
-            )
-        payload: dict[str, Any] = {"cases": results}
-        if arguments.change:
-            payload["without_tail_batching"] = without_tail_batching(folder, arguments.steps)
-    holds = all(found["holds"] for found in results.values())
-    print(f"Wrote {write_result('sim_from_rewards', {**payload, 'holds': holds})}")
-    if not holds:
-        raise SystemExit("the simulation is further off than it should be")
+            print(case.name, found, flush=True)
+        changed = without_tail_batching(place, 12 if quick else steps)
+    return {
+        "cases": results,
+        "without_tail_batching": changed,
+        "holds": all(found["holds"] for found in results.values()),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, holds=lambda found: found["holds"])

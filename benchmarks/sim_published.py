@@ -11,18 +11,16 @@ stands beside the speed-ups. Numbers were read off figures where the paper print
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench
 
 from rollpacker.core.commands import TrainOn
 from rollpacker.core.events import SampleGenerated
@@ -613,30 +611,18 @@ def scaling(outcomes: Outcomes) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--jobs", type=int, default=1, help="simulations at the same time")
-    args = parser.parse_args()
-    began = time.monotonic()
+def main(jobs: int = 1) -> dict[str, Any]:
     fitted, others = facts(), unfitted_facts()
-    with ProcessPoolExecutor(args.jobs) as pool:
+    with ProcessPoolExecutor(jobs) as pool:
         outcomes = run_all(pool, [*sims_of([*fitted, *others]), *beside_sims()], shipped())
-    rows, unfitted = table(fitted, outcomes), table(others, outcomes)
-    for row in [*rows, *unfitted]:
-        ratio = row["simulated"] / row["published"]
-        print(f"{row['fact']:<64} {row['published']:9g} {row['simulated']:9g} {ratio:6.2f}")
-    for group, factor in by_group(rows).items():
-        print(f"{group:<20} off by a factor of {factor:.3f}")
-    write_result(
-        "sim_published",
-        {
-            **{"seeds": list(SEEDS), "seconds": round(time.monotonic() - began, 1)},
-            **{"constants": shipped(), "facts": rows, "unfitted": unfitted},
-            **{"error_factors": by_group(rows), "systems": systems_told(outcomes)},
-            **{"splits": splits(outcomes), "scaling": scaling(outcomes)},
-        },
-    )
+    rows = table(fitted, outcomes)
+    return {
+        "seeds": list(SEEDS),
+        **{"constants": shipped(), "facts": rows, "unfitted": table(others, outcomes)},
+        **{"error_factors": by_group(rows), "systems": systems_told(outcomes)},
+        **{"splits": splits(outcomes), "scaling": scaling(outcomes)},
+    }
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

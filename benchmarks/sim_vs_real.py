@@ -15,7 +15,6 @@ waits for its turn, a run's clock goes on inside its training step, which is not
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import multiprocessing
@@ -28,7 +27,7 @@ from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench
 
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.fit import fit_run, predict_rounds
@@ -202,46 +201,30 @@ def _standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
-def print_row(row: Mapping[str, Any]) -> None:
-    for name in ("mean", *KINDS):
-        one = row[name]
-        print(
-            f"{row['workload']:18}{name:7}{one['rounds']:5} rounds  real {one['real_s']:.4f} s "
-            f"+- {one['real_s_standard_error']:.4f}  predicted {one['predicted_s']:.4f} s  "
-            f"ratio {one['ratio']:.3f}  within {one['bound']:.0%}: "
-            f"{'yes' if one['met'] else 'NO'}",
-            flush=True,
-        )
+NAMES = tuple(workload.name for workload in WORKLOADS)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
-    parser.add_argument("--steps", type=int, help="steps of each run (default: 120)")
-    names = [workload.name for workload in WORKLOADS]
-    parser.add_argument("--workloads", nargs="+", choices=names, default=names)
-    parser.add_argument("--keep", type=Path, help="a folder for the runs (default: thrown away)")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; no result is written")
-    args = parser.parse_args()
-    num_steps = args.steps or (20 if args.quick else 120)
+def main(
+    config: Path = ROOT / "configs" / "quickstart.yaml",
+    steps: int = 120,
+    workloads: Sequence[str] = NAMES,
+    keep: Path | None = None,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """`steps`: of each run. `keep`: a folder for the runs, which else are thrown away."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    num_steps = 20 if quick else steps
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.keep or Path(temporary)
+        folder = keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         for workload in WORKLOADS:
-            if workload.name not in args.workloads:
-                continue
-            plain, race = run_pair(workload, args.config, folder, num_steps)
-            rows.append(compare(workload, plain, race, num_steps))
-            print_row(rows[-1])
+            if workload.name in workloads:
+                plain, race = run_pair(workload, config, folder, num_steps)
+                rows.append(compare(workload, plain, race, num_steps))
     met = all(row[name]["met"] for row in rows for name in ("mean", *KINDS))
-    if args.quick:
-        return 0
-    payload = {"config": args.config.name, "steps": num_steps, "met": met, "rows": rows}
-    print(f"written: {write_result('sim_vs_real', payload).name}")
-    return 0 if met else 1
+    return {"config": config.name, "steps": num_steps, "met": met, "rows": rows}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    bench(main, holds=lambda found: found["met"], workloads=NAMES)

@@ -11,18 +11,16 @@ factors, `plain_64` has 64 prompts a step instead of 16.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from machine import RESULTS, ROOT, write_result
+from lab import ROOT, bench, earlier
 from safetensors.torch import load_file
 
 CHECKED_STEPS = 10
@@ -114,27 +112,13 @@ def measure(kind: str, settings: list[str], turns: int, steps: int, folder: Path
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--only", nargs="+", choices=list(KINDS), help="keeps the others' results")
-    args = parser.parse_args()
-    found: dict[str, Any] = {}
-    earlier = RESULTS / "streaming.json"
-    if args.only and earlier.is_file():
-        found = json.loads(earlier.read_text())["kinds"]
+def main(turns: int = 3, steps: int = 40, only: Sequence[str] | None = None) -> dict[str, Any]:
+    found = earlier(main, "kinds") if only else {}
     with tempfile.TemporaryDirectory() as folder:
-        for kind in args.only or KINDS:
-            found[kind] = measure(kind, KINDS[kind], args.turns, args.steps, Path(folder))
-    write_result("streaming", {"checked_after": CHECKED_STEPS, "kinds": found})
-    for kind, row in found.items():
-        print(
-            f"{kind:8} {row['speed_up_mean']:.3f}x; weights after {CHECKED_STEPS} steps differ by "
-            f"{row['weights_with_eps_1e-6']['largest']:.2g} with an epsilon of 1e-6, by "
-            f"{max(w['largest'] for w in row['weights']):.2g} with 1e-8"
-        )
+        for kind in only or KINDS:
+            found[kind] = measure(kind, KINDS[kind], turns, steps, Path(folder))
+    return {"checked_after": CHECKED_STEPS, "kinds": found}
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, only=KINDS)

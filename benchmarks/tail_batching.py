@@ -14,7 +14,6 @@ reorder, every response is compared, token for token, with that of the arm that 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import statistics
@@ -22,11 +21,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import write_result
-from workload import add_workload_arguments, describe_workload, load_workload
+from lab import bench
+from workload import QUICKSTART, describe_workload, load_workload
 
 from rollpacker.bus import Bus, Recorded, Routes
 from rollpacker.config.schema import RolloutConfig, RunConfig
@@ -364,27 +364,6 @@ def _speedup_interval(sync: Arm, arm: Arm) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    print(
-        f"{'P0xR0':7}{'arm':>18}{'mean s':>9}{'speed-up':>10}{'95 %':>14}{'awaited':>9}"
-        f"{'gen/kept':>10}{'length':>8}{'equal responses':>20}"
-    )
-    for row in rows:
-        low, high = row["speedup_95"]
-        equal = f"{row['num_equal']:,} of {row['num_responses']:,}"
-        print(
-            f"{row['size']:7}{row['arm']:>18}{row['mean_s']:9.3f}{row['speedup']:10.2f}"
-            f"{f'{low:.2f}-{high:.2f}':>14}{row['awaited_share']:9.0%}"
-            f"{row['generated_per_kept']:10.2f}{row['length_over_sync']:8.3f}{equal:>20}"
-        )
-        if row["arm"] == "off":
-            print(
-                f"{'':18}tokens: mean {row['mean_tokens']:.1f}, median {row['median_tokens']:g}, "
-                f"longest {row['max_tokens']} = {row['max_over_median']:.1f} x median "
-                f"(in a single round {row['max_over_median_per_round']:.1f} x on average)"
-            )
-
-
 def check(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each promise beside what was measured."""
     checks = []
@@ -417,34 +396,26 @@ def _at_least(what: str, needed: float, measured: float) -> dict[str, Any]:
     return {"what": what, "needed": needed, "measured": measured, "met": measured >= needed}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_workload_arguments(parser)
-    parser.add_argument("--sizes", type=int, nargs="+", default=None, help="prompts per step")
-    parser.add_argument("--rounds", type=int, help="rounds per arm")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; no result is written")
-    args = parser.parse_args()
-    plan = QUICK_ROUNDS if args.quick else ROUNDS
-    sizes = args.sizes or list(plan)
-    config = load_workload(args)
-    policies = [load_policy(_drafting(config, tokens), threads=args.threads) for tokens in (0, 15)]
+def main(
+    config: Path = QUICKSTART,
+    model: Path | None = None,
+    threads: int = 1,
+    sizes: Sequence[int] = (),
+    rounds: int | None = None,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """`sizes`: prompts per step. `rounds`: per arm."""
+    plan = QUICK_ROUNDS if quick else ROUNDS
+    own = load_workload(config, model, threads)
+    policies = [load_policy(_drafting(own, tokens), threads=threads) for tokens in (0, 15)]
     rows: list[dict[str, Any]] = []
-    for size in sizes:
-        num_rounds = args.rounds or plan.get(size, 30)
-        rows += (new := run_size(policies, config, size, num_rounds))
-        print_rows(new)
+    for size in sizes or plan:
+        rows += run_size(policies, own, size, rounds or plan.get(size, 30))
     for policy in policies:
         asyncio.run(policy.engine.close())
-    checks = check(rows)
-    for item in checks:
-        verdict = "met" if item["met"] else "NOT MET"
-        print(f"{item['what']}: {item['measured']:.2f}, needed {item['needed']:g}: {verdict}")
-    if args.quick:
-        return 0
-    payload = {"workload": describe_workload(config, args), "checks": checks, "rows": rows}
-    print(f"written: {write_result('tail_batching', payload).name}")
-    return 0 if all(item["met"] for item in checks) else 1
+    told = {"workload": describe_workload(own, config), "checks": check(rows)}
+    return {**told, "rows": rows}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    bench(main, holds=lambda found: all(item["met"] for item in found["checks"]))

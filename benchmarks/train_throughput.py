@@ -13,18 +13,18 @@ unfused FlexAttention.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from machine import write_result
+from lab import bench
 from torch.nn.attention import flex_attention as torch_flex
 
 from rollpacker.algo.config import AlgorithmConfig
@@ -225,20 +225,14 @@ def compare_packed_attention(samples: Sequence[TrainSample]) -> dict[str, float]
     return differences
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+def main(
+    repeats: int = 11, prompts: int = 64, group_size: int = 8, seed: int = 0
+) -> dict[str, Any]:
     torch.set_num_threads(1)
-    samples = make_samples(args.prompts, args.group_size, args.seed)
+    samples = make_samples(prompts, group_size, seed)
     lengths = [len(s.response_tokens) for s in samples]
     tail = max(lengths) / statistics.median(lengths)
     assert tail >= 10, f"the workload has no tail: longest / median = {tail:.1f}"
-    float64 = compare_packed_attention(samples[:CHECKED_SAMPLES])
-    arms = measure(samples, args.repeats)
     workload = {
         "samples": len(samples),
         "response_tokens": sum(lengths),
@@ -246,24 +240,17 @@ def main() -> None:
         "mean_length": statistics.fmean(lengths),
         "max_length": max(lengths),
         "longest_over_median": tail,
-        "seed": args.seed,
-        "repeats": args.repeats,
+        "seed": seed,
+        "repeats": repeats,
         "torch_threads": torch.get_num_threads(),
         "architecture": ARCHITECTURE,
     }
-    write_result(
-        "train_throughput",
-        {"workload": workload, "arms": arms, "relative_float64_gradient_difference": float64},
-    )
-    for name, row in arms.items():
-        print(
-            f"{name:28} {row['median_s']:7.3f} s  {row['real_tokens_per_s']:9,.0f} tokens/s  "
-            f"x{row['speed_up']:.2f} (x{row['speed_up_processor_time']:.2f} in processor time)  "
-            f"padded/real {row['padded_to_real_tokens']:.2f}"
-        )
-    for kind, difference in float64.items():
-        print(f"packed, {kind}: gradient within {difference:.1e} of padded rows' in float64")
+    return {
+        "workload": workload,
+        "arms": measure(samples, repeats),
+        "relative_float64_gradient_difference": compare_packed_attention(samples[:CHECKED_SAMPLES]),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -19,12 +19,10 @@ and by the replay.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -33,10 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exactly_once import check
-from machine import write_result
+from lab import bench, write_result
 from resume import write_config, write_model
 from safetensors.numpy import load_file
 
@@ -256,25 +252,22 @@ def run_arm(arm: str, folder: Path, plan: Sequence[str], steps: int) -> dict[str
     return result
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="3 kills an arm; writes nothing")
-    parser.add_argument("--arm", choices=ARMS, action="append", help="all")
-    args = parser.parse_args()
-    plan, steps = (QUICK, 4) if args.quick else (PLAN, STEPS)
+def main(arms: Sequence[str] = tuple(ARMS), quick: bool = False) -> int:
+    """Each arm has a result of its own."""
+    plan, steps = (QUICK, 4) if quick else (PLAN, STEPS)
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_model(folder / "model")
-        for arm in args.arm or ARMS:
+        for arm in arms:
             began = time.perf_counter()
             result = results[arm] = run_arm(arm, folder, plan, steps)
             result["seconds"] = round(time.perf_counter() - began, 1)
-            if not args.quick:
+            if not quick:
                 write_result(f"trainer_faults_{arm}", result)
     print(json.dumps(results, indent=1))
     return 0 if all(result["good"] for result in results.values()) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, arms=ARMS)

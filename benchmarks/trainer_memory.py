@@ -9,16 +9,14 @@ with the model and its gradients in place. Full logits are 5 GB there and exist 
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from machine import write_result
+from lab import bench, in_process
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
@@ -34,45 +32,6 @@ ARMS = ("plain", "policy")
 MAX_SHARE = 1 / 3
 MAX_GRADIENT_ERROR = 1e-4
 """Relative, of the gradient of each parameter, in float32."""
-
-
-def main() -> None:
-    arguments = _parse()
-    if arguments.arm is not None:
-        _run_arm(arguments.arm, arguments.tokens, arguments.output)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = {arm: Path(folder) / arm for arm in ARMS}
-        results = {arm: _in_process(arm, arguments.tokens, outputs[arm]) for arm in ARMS}
-        error = _gradient_error(*(load_file(path) for path in outputs.values()))
-    share = results["policy"]["peak_bytes"] / results["plain"]["peak_bytes"]
-    for arm, result in results.items():
-        print(f"{arm:7} peak {result['peak_bytes'] / 2**30:6.2f} GiB, {result['seconds']:.1f} s")
-    print(f"share {share:.3f} (at most {MAX_SHARE:.3f}), gradients differ by {error:.1e}")
-    path = write_result(
-        "trainer_memory",
-        {
-            "vocabulary": VOCABULARY,
-            "tokens": arguments.tokens,
-            "hidden": HIDDEN,
-            "full_logits_bytes": 4 * VOCABULARY * arguments.tokens,
-            "arms": results,
-            "peak_share": share,
-            "max_peak_share": MAX_SHARE,
-            "gradient_error": error,
-        },
-    )
-    print(path)
-    if share > MAX_SHARE or error > MAX_GRADIENT_ERROR:
-        sys.exit("too much memory, or other gradients")
-
-
-def _in_process(arm: str, tokens: int, output: Path) -> dict[str, float]:
-    command = [sys.executable, __file__, "--arm", arm, "--tokens", str(tokens)]
-    done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"the {arm} way ended with {done.returncode} (out of memory?): {done.stderr}")
-    return json.loads(done.stdout)
 
 
 def _run_arm(arm: str, tokens: int, output: Path) -> None:
@@ -129,13 +88,38 @@ def _batch(tokens: int) -> MicroBatch:
     return collate([Row(row[:1], row[1:]) for row in ids], 0, torch.device("cpu"))
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--arm", choices=ARMS, help="run this alone (what the benchmark does)")
-    parser.add_argument("--output", type=Path, help="where --arm writes its gradients")
-    return parser.parse_args()
+def main(
+    tokens: int = 8192, arm: str | None = None, output: Path | None = None
+) -> dict[str, Any] | None:
+    """`arm`: one, in this process, which writes its gradients to `output`."""
+    if arm is not None and output is not None:
+        _run_arm(arm, tokens, output)
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = {arm: Path(folder) / arm for arm in ARMS}
+        results = {
+            arm: in_process(
+                __file__, "--arm", arm, "--tokens", str(tokens), "--output", str(outputs[arm])
+            )
+            for arm in ARMS
+        }
+        error = _gradient_error(*(load_file(path) for path in outputs.values()))
+    return {
+        "vocabulary": VOCABULARY,
+        "tokens": tokens,
+        "hidden": HIDDEN,
+        "full_logits_bytes": 4 * VOCABULARY * tokens,
+        "arms": results,
+        "peak_share": results["policy"]["peak_bytes"] / results["plain"]["peak_bytes"],
+        "max_peak_share": MAX_SHARE,
+        "gradient_error": error,
+    }
+
+
+def holds(found: dict[str, Any]) -> bool:
+    """As little memory as is claimed, and the same gradients."""
+    return found["peak_share"] <= MAX_SHARE and found["gradient_error"] <= MAX_GRADIENT_ERROR
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, holds=holds, arm=ARMS)

@@ -23,23 +23,19 @@ Needs the quickstart's warmed-up model in runs/ (`make quickstart` leaves it the
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exactly_once import check
-from machine import ROOT, write_result
+from lab import ROOT, bench
 from resume import committed
 
 CONFIG = ROOT / "configs" / "quickstart.yaml"
@@ -311,18 +307,10 @@ def measure(steps: int, kills: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--kills", type=int, default=6)
-    args = parser.parse_args()
+def main(steps: int = 5, kills: int = 6) -> dict[str, Any]:
     os.chdir(ROOT)  # the quickstart's paths are relative
-    began = time.perf_counter()
-    result = measure(args.steps, args.kills)
-    result["seconds"] = round(time.perf_counter() - began, 1)
-    write_result("trainer_resume", result)
-    return 0 if result["all_good"] else 1
+    return measure(steps, kills)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, holds=lambda found: found["all_good"])

@@ -10,9 +10,7 @@ the clock are beside them.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import threading
 import time
@@ -22,7 +20,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from machine import RESULTS, machine_info, write_result
+from lab import bench, earlier
+from machine import machine_info
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rollpacker.core.events import SampleGenerated
@@ -204,25 +203,15 @@ async def _renew(arms: dict[str, Talk]) -> None:
         await talk.engine.update_weights(0)
 
 
-def earlier() -> dict[str, Any]:
-    """Points that other calls have measured."""
-    path = RESULTS / "turn_slots.json"
-    found: dict[str, Any] = json.loads(path.read_text())["points"] if path.exists() else {}
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--points", nargs="*", default=list(POINTS), choices=list(POINTS))
-    args = parser.parse_args()
+def main(repeats: int = 2, points: Sequence[str] = tuple(POINTS)) -> dict[str, Any]:
     torch.set_num_threads(1)
+    found = {} if len(points) == len(POINTS) else earlier(main, "points")
+    for name in points:
+        found[name] = measure(name, repeats)
+        print(name, found[name], flush=True)
     settings = {"trajectories": TRAJECTORIES, "turns": TURNS, "drawn": DRAWN, "threads": 1}
-    for name in args.points:
-        found = measure(name, args.repeats)
-        print(name, found, flush=True)
-        write_result("turn_slots", {**settings, "points": {**earlier(), name: found}})
+    return {**settings, "points": found}
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, points=POINTS)

@@ -1,6 +1,6 @@
 """Environments that hang and environments that are slow: what a run of several turns waits for.
 
-    python benchmarks/turns_nobody_waits.py [--blocks 3] [--part waits|chaos]
+    python benchmarks/turns_nobody_waits.py [--blocks 3]
 
 Real runs: engine, trainer, controller, and environments in processes of their own. A model of two
 small layers plays 3 to 8 turns with an environment whose answers take a second on average; one of
@@ -17,33 +17,19 @@ trainer are not. Arms:
 In each block `neither` runs beside the others, which come one after another. Seconds of steps are
 the runs' own. An episode says a number of its own by its reward; one that hangs writes its number
 to a file, in which what was trained on is looked up.
-
-`chaos`: processes of deterministic environments are ended by SIGKILL or held by SIGSTOP, 200 times,
-while a run goes on; `exactly_once.py` reads its log.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import random
-import signal
 import statistics
-import sys
 import tempfile
 import threading
-import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import turns_runs
-from exactly_once import check
-from machine import write_result
+from lab import bench
 
 SCALE = 10.0
 HANG_S, FIXED_S = 600.0, 60.0
@@ -75,24 +61,6 @@ class Waits:
         time.sleep(self.times * self.random.expovariate(1) / SCALE)
         reward = self.number if self.turn == 1 else 0.0
         return [{{"role": "user", "content": "Go on."}}], reward, self.turn == self.last
-
-class Follows:
-    deterministic = True
-
-    def reset(self, row):
-        self.row, self.turn, self.total = row, 0, 0.0
-        self.said = hashlib.sha256(str(row["seed"]).encode())
-        self.last = 3 + row["seed"] % 6
-        return [{{"role": "user", "content": f"Begin {{row['number']}}."}}]
-
-    def step(self, message):
-        self.turn += 1
-        self.said.update(message["content"].encode())
-        reward = 1 + int(self.said.hexdigest()[:12], 16) / 2**48
-        self.total += reward
-        time.sleep(0.05)
-        write("followed.txt", f"{{self.row['number']}} {{self.total!r}}")
-        return [{{"role": "user", "content": "Go on."}}], reward, self.turn == self.last
 """
 ADAPTIVE = f"import rollpacker.run.parts.environments as e; e.SLOW_S = {30.0 / SCALE}"
 FIXED = "import rollpacker.run.parts.environments as e; e.SLOW_S = 1e9"
@@ -104,7 +72,6 @@ ARMS: dict[str, tuple[str, float, tuple[str, ...], int]] = {
 }
 """What is executed before, seconds that an answer may take, overrides, and steps."""
 LONGEST_S = 1800.0
-FAULT_EVERY_S = 0.7
 
 
 def source() -> str:
@@ -186,104 +153,10 @@ def waits(blocks: int, folder: Path) -> dict[str, Any]:
     }
 
 
-# -- kills and stops -------------------------------------------------------------------------------
-
-
-def at_work_in(folder: Path) -> dict[int, str]:
-    """Processes that work in this folder, as all of a run do, and their commands."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (path / "cwd").readlink() == folder:
-                command = (path / "cmdline").read_bytes().replace(b"\0", b" ")
-                found[int(path.name)] = command.decode(errors="replace")
-    return found
-
-
-def struck(run: Any, folder: Path, num_faults: int, chance: random.Random) -> Counter[str]:
-    """Strike at processes of environments until that is done, or the run is over."""
-    faults: Counter[str] = Counter()
-    while sum(faults.values()) < num_faults and run.poll() is None:
-        time.sleep(chance.uniform(0.5, 1.5) * FAULT_EVERY_S)
-        workers = [
-            pid
-            for pid, text in at_work_in(folder).items()
-            if "environments.worker" in text and "guardian" not in text
-        ]
-        if workers:
-            how = chance.choice((signal.SIGKILL, signal.SIGSTOP))
-            with suppress(ProcessLookupError):
-                os.kill(chance.choice(workers), how)
-                faults[how.name] += 1
-    return faults
-
-
-def chaos(num_faults: int, folder: Path) -> dict[str, Any]:
-    folder.mkdir()
-    turns_runs.write_model(folder / "model")
-    turns_runs.write_run(folder, "Follows", source(), model=folder / "model")
-    said, began = folder / "said.txt", time.monotonic()
-    more = ("environment.workers=4", "train.steps=100000", "train.epochs=1000")
-    run = turns_runs.start(folder, *more, said=said)
-    while not (folder / "runs/run/events.jsonl").exists() and run.poll() is None:
-        time.sleep(0.2)
-    faults = struck(run, folder, num_faults, random.Random(0))
-    assert run.poll() is None, said.read_text()[-3000:]
-    run.send_signal(signal.SIGTERM)  # it ends after the step at hand
-    run.wait(LONGEST_S)
-    seconds = time.monotonic() - began
-    time.sleep(1.0)
-    path = folder / "runs/run"
-    found, rows = turns_runs.entries(path), turns_runs.rows_of(path)
-    samples = turns_runs.trained(found)
-    followed = lines(folder / "followed.txt")
-    acted = [one for one in found if one.get("event") == "Acted"]
-    read = check(path / "events.jsonl")
-    problems = [one for one in read["problems"] if not one.endswith("was settled 0 times")]
-    waiting = len(read["problems"]) - len(problems)
-    committed = [one for one in found if one.get("event") == "Committed"]
-    return {
-        "faults": dict(faults),
-        "steps": len(committed),
-        "trajectories_trained_on": len(samples),
-        "trained_twice": len(samples) - len(set(samples)),
-        "answers": len(acted),
-        "lost_answers": dict(Counter(one["cause"] for one in acted if one.get("cause"))),
-        "dropped_prompts": read["dropped"],
-        "prompts_not_settled_when_it_ended": waiting,
-        "log_says": problems[:20],
-        "rewards_that_do_not_follow": sum(
-            bool(row["reward"])
-            and f"{json.loads(row['row'])['number']} {row['reward']!r}" not in followed
-            for row in rows
-        ),
-        "rows": len(rows),
-        "processes_left": len(at_work_in(folder)),
-        "exit_code": run.returncode,
-        "seconds": round(seconds, 1),
-    }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=3)
-    parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--part", choices=("waits", "chaos"))
-    parser.add_argument("--no-result", action="store_true", help="write no result file")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        for part in ("waits", "chaos") if args.part is None else (args.part,):
-            folder = Path(name) / part
-            if part == "waits":
-                folder.mkdir()
-                result = waits(args.blocks, folder)
-            else:
-                result = chaos(args.faults, folder)
-            print(json.dumps({k: v for k, v in result.items() if k != "runs"}, indent=1))
-            if not args.no_result:
-                write_result(f"turns_{'nobody_waits' if part == 'waits' else part}", result)
-    return 0
+def main(blocks: int = 3) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return waits(blocks, Path(folder))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main)

@@ -18,7 +18,6 @@ counts for those who call them. Exit code 1 above 5 % of a step.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import cProfile
 import dataclasses
@@ -35,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench
 
 sys.path.insert(0, str(ROOT))  # for the tests' fakes and tokenizers
 
@@ -336,24 +335,14 @@ def largest(stats: pstats.Stats) -> list[str]:
     return [f"{own_s / total:.3f} {where} ({calls} calls)" for own_s, where, calls in rows[:15]]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--tokens-per-s", type=float, default=20_000.0)
-    parser.add_argument("--no-result", action="store_true", help="write no result file")
-    args = parser.parse_args()
+def main(steps: int = 2, tokens_per_s: float = 20_000.0, quick: bool = False) -> dict[str, Any]:
     measure(1, 1e7, profiled=False)  # caches and imports
-    found = measure(args.steps, args.tokens_per_s, profiled=False)
+    found = measure(1 if quick else steps, tokens_per_s, profiled=False)
     print(found, flush=True)
-    profiled = measure(1, args.tokens_per_s, profiled=True)
-    found |= {"tokens_per_s": args.tokens_per_s, "parts": profiled["parts"]}
-    print(profiled["parts"], *profiled["largest"], sep="\n")
-    if not args.no_result:
-        write_result("turns_overhead", found)
-    if found["share_of_a_step"] > BOUND:
-        print(f"missed: {found['share_of_a_step']:.1%} of a step is more than {BOUND:.0%}")
-    return int(found["share_of_a_step"] > BOUND)
+    profiled = measure(1, tokens_per_s, profiled=True)
+    print(*profiled["largest"], sep="\n")
+    return found | {"tokens_per_s": tokens_per_s, "parts": profiled["parts"]}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main, holds=lambda found: found["share_of_a_step"] <= BOUND)

@@ -19,11 +19,9 @@ multiple of three steps sees as many long rounds as come in the long run.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench
 
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.simulate import simulate
@@ -59,26 +57,18 @@ def measured(overrides: tuple[str, ...], steps: int, seeds: int) -> dict[str, An
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=18)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--no-result", action="store_true", help="write no result file")
-    args = parser.parse_args()
+def main(steps: int = 18, seeds: int = 1, quick: bool = False) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
     for variant, of_variant in VARIANTS.items():
         found[variant] = {}
         for arm, of_arm in ARMS.items():
-            one = measured((*of_variant, *of_arm), args.steps, args.seeds)
+            one = measured((*of_variant, *of_arm), 2 if quick else steps, seeds)
             first = found[variant].get("none", one)
             one["over_none"] = round(first["step_s"] / one["step_s"], 2)
             found[variant][arm] = one
             print(variant, arm, one, flush=True)
-    if not args.no_result:
-        settings = {"steps": args.steps, "seeds": args.seeds, "overrides": list(SMALL)}
-        write_result("turns_sim", {**settings, "variants": found})
-    return 0
+    return {"steps": steps, "seeds": seeds, "overrides": list(SMALL), "variants": found}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    bench(main)

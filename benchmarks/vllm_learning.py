@@ -12,19 +12,14 @@ difference is Student's.
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
-import statistics
-import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from learning import STUDENT_95, rollpacker, warm_up
-from machine import write_result
+from lab import bench
+from learning import paired_interval, rollpacker, warm_up
 
 ENGINES = {"vllm": "vllm", "embedded": "torch"}
 GAIN = 0.30
@@ -51,34 +46,22 @@ def train(seed: int, model: Path, folder: Path, arm: str) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    options = parser.parse_args()
-    seeds: list[dict[str, Any]] = []
+def main(seeds: Sequence[int] = (0, 1, 2)) -> dict[str, Any]:
+    found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for seed in options.seeds:
+        for seed in seeds:
             model = warm_up(seed, folder, "configs/quickstart-vllm-warmup.yaml")
             arms = tuple(ENGINES) if seed % 2 else tuple(ENGINES)[::-1]
-            found = {arm: train(seed, model, folder, arm) for arm in arms}
-            seeds.append({"seed": seed, **found})
-            print(json.dumps(seeds[-1]), flush=True)
-    gains = [one["vllm"]["after"] - one["vllm"]["before"] for one in seeds]
-    differences = [one["vllm"]["after"] - one["embedded"]["after"] for one in seeds]
-    result: dict[str, Any] = {
-        "seeds": seeds,
-        "gains": gains,
-        "asked": GAIN,
-        "all_learn": min(gains) >= GAIN,
-        "vllm_minus_embedded": statistics.mean(differences),
-    }
-    if len(seeds) > 1:
-        spread = statistics.stdev(differences) / math.sqrt(len(seeds))
-        result["half_interval_95"] = STUDENT_95[len(seeds) - 1] * spread
-    print(json.dumps(result, indent=1))
-    print(write_result("vllm_learning", result))
+            found.append({"seed": seed, **{arm: train(seed, model, folder, arm) for arm in arms}})
+            print(json.dumps(found[-1]), flush=True)
+    gains = [one["vllm"]["after"] - one["vllm"]["before"] for one in found]
+    differences = [one["vllm"]["after"] - one["embedded"]["after"] for one in found]
+    mean, low, _ = paired_interval(differences)
+    interval = {"half_interval_95": mean - low} if len(found) > 1 else {}
+    learned = {"gains": gains, "asked": GAIN, "all_learn": min(gains) >= GAIN}
+    return {"seeds": found, **learned, "vllm_minus_embedded": mean, **interval}
 
 
 if __name__ == "__main__":
-    main()
+    bench(main, holds=lambda found: found["all_learn"])

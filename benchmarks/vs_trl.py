@@ -5,18 +5,18 @@ the same rows. Several of TRL's settings are tried first; the fastest is what Ro
 with. RollPacker runs as configured, event log and metrics on. A turn's first steps warm up and do
 not count.
 
-    python benchmarks/vs_trl.py [--only 0 2] [--search] [--quick]
+    python benchmarks/vs_trl.py [--only 0 2] [--quick]
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import logging
 import os
 import statistics
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import write_result
+from lab import bench
 from step_times import StepTime, describe, rollpacker_steps
 from trl_side import TrlSetting, continuous_batching, trl_steps
-from workload import add_workload_arguments, describe_workload, load_workload
+from workload import QUICKSTART, describe_workload, load_workload
 
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
@@ -75,17 +75,12 @@ def paged(samples_per_pass: int | None, batch_tokens: int, num_blocks: int) -> T
     )
 
 
-def workloads(config: RunConfig, *, search: bool) -> list[Workload]:
+def workloads(config: RunConfig) -> list[Workload]:
     own = config.rollout.prompts_per_step
     samples = own * config.rollout.samples_per_prompt
     small = [generate(None), generate(32), paged(32, samples // 2, 256), paged(32, samples, 128)]
     large = [generate(64), paged(64, 512, 1024)]
     equal = [generate(None), generate(32)]
-    if search:
-        static = {"cache_implementation": "static"}
-        small += [generate(8), paged(32, 32, 128), paged(32, samples, 512), generate(32, **static)]
-        large += [generate(128), generate(32), paged(64, 128, 1024), generate(64, **static)]
-        equal += [generate(64), generate(16), paged(32, samples, 1024), generate(32, **static)]
     return [
         Workload(
             name="long tail",
@@ -120,7 +115,7 @@ def workloads(config: RunConfig, *, search: bool) -> list[Workload]:
     ]
 
 
-def quick(workload: Workload) -> Workload:
+def shortened(workload: Workload) -> Workload:
     return dataclasses.replace(
         workload, blocks=1, steps=1, search_steps=1, settings=workload.settings[:2]
     )
@@ -246,53 +241,36 @@ def ratio(slow: Sequence[StepTime], fast: Sequence[StepTime]) -> tuple[float, li
     return slow_s / fast_s, [float(low), float(high)]
 
 
-def print_result(result: dict[str, Any]) -> None:
-    print(f"\n{result['workload']} ({result['prompts_per_step']} prompts a step)")
-    print(f"{'':52}{'s/step':>8}{'gener.':>8}{'tokens':>8}{'longest':>9}{'comp/real':>11}")
-    tried = {f"  TRL tried: {name}": arm for name, arm in result["tried"].items()}
-    for name, arm in (tried | result["arms"]).items():
-        print(
-            f"{name:52}{arm['s_per_step']:8.3f}{arm['generation_s']:8.3f}"
-            f"{arm['mean_tokens']:8.1f}{arm['mean_longest']:9.0f}"
-            f"{arm['train_computed_per_real']:11.2f}"
-        )
-    low, high = result["speedup_95"]
-    print(f"TRL: {result['best_trl']}")
-    print(f"RollPacker / TRL, steps per second: {result['speedup']:.2f} ({low:.2f}-{high:.2f})")
-    if "speedup_tail_batching" in result:
-        low, high = result["speedup_tail_batching_95"]
-        print(f"with tail batching: {result['speedup_tail_batching']:.2f} ({low:.2f}-{high:.2f})")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_workload_arguments(parser)
-    parser.add_argument("--search", action="store_true", help="try more of TRL's settings")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; no result is written")
-    parser.add_argument("--only", type=int, nargs="+", help="numbers of workloads, from 0")
-    args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # also for threads that torch starts later
+def prepared(path: Path, model: Path | None, threads: int) -> RunConfig:
+    """The workload, in a process that has so many threads and in which TRL says little."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # also for threads that torch starts later
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    warnings.filterwarnings("ignore")
     import torch
 
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(threads)
     logging.disable(logging.WARNING)
-    config = load_workload(args)
+    return load_workload(path, model, threads)
+
+
+def main(
+    config: Path = QUICKSTART,
+    model: Path | None = None,
+    threads: int = 1,
+    only: Sequence[int] = (),
+    quick: bool = False,
+) -> dict[str, Any]:
+    """`only`: numbers of workloads, from 0; none: all."""
+    own = prepared(config, model, threads)
     results = []
-    for number, workload in enumerate(workloads(config, search=args.search)):
-        if args.only and number not in args.only:
-            continue
-        results.append(run_workload(quick(workload) if args.quick else workload, config))
-        print_result(results[-1])
+    for number, workload in enumerate(workloads(own)):
+        if not only or number in only:
+            results.append(run_workload(shortened(workload) if quick else workload, own))
+            print(results[-1], flush=True)
     missed = [r["workload"] for r in results if r["target"] and r["speedup"] < r["target"]]
-    print(f"\ntargets missed: {', '.join(missed) or 'none'}")
-    if args.quick or args.only:
-        return 0
-    payload = {"setup": describe_workload(config, args), "missed": missed, "results": results}
-    path = write_result("vs_trl_search" if args.search else "vs_trl", payload)
-    print(f"written: {path.name}")
-    return 1 if missed and not args.search else 0
+    return {"setup": describe_workload(own, config), "missed": missed, "results": results}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    bench(main, holds=lambda found: not found["missed"])

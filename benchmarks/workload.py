@@ -2,49 +2,43 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from pathlib import Path
 
-from machine import ROOT
+from lab import ROOT
 
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 
-
-def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config",
-        type=Path,
-        default=ROOT / "configs" / "quickstart.yaml",
-        help="whose prompts, rewards and limits to use (default: the quickstart's)",
-    )
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder instead of the config's")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 
-def load_workload(args: argparse.Namespace) -> RunConfig:
-    """The config with the model and threads of the command line. Exits if there is no model."""
-    config = load_config(args.config, [], RunConfig)
-    path = str(args.model or config.model.path)
-    if not Path(path).is_dir():
+def load_workload(path: Path, model: Path | None = None, threads: int = 1) -> RunConfig:
+    """The config at `path` with so many threads of torch's.
+
+    `model` is a folder in the place of the config's; None: the config's own. Exits if there is no
+    model.
+    """
+    config = load_config(path, [], RunConfig)
+    folder = str(model or config.model.path)
+    if not Path(folder).is_dir():
         raise SystemExit(
-            f"there is no model folder {path}: make it as the quickstart does (see the README), "
+            f"there is no model folder {folder}: make it as the quickstart does (see the README), "
             "or name another with --model"
         )
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, path=path),
-        train=dataclasses.replace(config.train, threads=args.threads),
+        model=dataclasses.replace(config.model, path=folder),
+        train=dataclasses.replace(config.train, threads=threads),
     )
 
 
-def describe_workload(config: RunConfig, args: argparse.Namespace) -> dict[str, object]:
-    """What a result says about the workload."""
+def describe_workload(config: RunConfig, path: Path) -> dict[str, object]:
+    """What a result says about the workload that was loaded from `path`."""
     return {
-        "config": args.config.name,
+        "config": path.name,
         "model": Path(config.model.path).name,
         "max_response_tokens": config.rollout.max_response_tokens,
         "temperature": config.rollout.temperature,
-        "threads": args.threads,
+        "threads": config.train.threads,
     }

@@ -222,6 +222,8 @@ MOVED: dict[str, tuple[Tier, str]] = {
         "tests/cli/test_operating.py::test_on_a_terminal_the_panel_stays",
         "tests/cli/test_operating.py::test_under_nohup",
         "tests/cli/test_operating.py::test_verbose_shows",
+        "tests/cluster_service/test_chaos.py",
+        "tests/cluster_service/test_chaos_runs.py",
         "tests/cluster_service/test_cold_start.py",
         "tests/cluster_service/test_together.py",
     ),
@@ -260,6 +262,7 @@ MOVED: dict[str, tuple[Tier, str]] = {
     **_rows(
         "nightly",
         "600 attacks; in full those below",
+        "tests/sandbox/test_left_behind.py",
         "tests/sandbox/test_attacks.py::test_contained",
         "tests/sandbox/test_attacks.py::test_without_a_sandbox_the_harness_sees_the_escape",
     ),

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import file_seat
 from benchmarks.cluster_same_bits import JOBS, compared
 from benchmarks.resume import run, start, write_config, write_model
 from rollpacker.cluster.seats import mailbox_seat as seats
@@ -20,6 +19,7 @@ from rollpacker.run.error_messages import classify
 from rollpacker.run.errors import HostsLost
 from rollpacker.run.parts.seats import RunSeat, take_seat
 from tests.cli.test_bad_input import Command, command, model
+from tests.cluster_phase import file_seat
 
 __all__ = ["command", "model"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.cluster_link import FAULTS, Pools
 from tests.cluster.netns import why_impossible
+from tests.cluster.slow_link import FAULTS, Pools
 
 pytestmark = [
     pytest.mark.skipif(

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import rollpacker.cluster as cluster
-from benchmarks.file_seat import turns
 from rollpacker.cluster.seats import phases
 from rollpacker.cluster.seats.seat import Iteration
+from tests.cluster_phase.file_seat import turns
 
 ROOT = Path(__file__).parents[2]
 
@@ -288,7 +288,7 @@ def test_a_lease_lost_inside_a_phase_ends_the_process(tmp_path: Path) -> None:
         "    print('cleaned up', flush=True)\n"
     )
     environ = {**os.environ, "ROLLPACKER_SEAT": f"{tmp_path}#job", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "benchmarks.file_seat", str(script)]
+    command = [sys.executable, "-m", "tests.cluster_phase.file_seat", str(script)]
     done = subprocess.run(
         command, env=environ, capture_output=True, text=True, cwd=ROOT, timeout=50
     )

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.file_seat import jobs_of, turns, two_at_once
 from rollpacker.cluster.seats import phases
 from rollpacker.workers.loopback import INTERFACE
+from tests.cluster_phase.file_seat import jobs_of, turns, two_at_once
 
 ROOT = Path(__file__).parents[2]
 BEGIN = """
@@ -47,7 +47,7 @@ def run(folder: Path, body: str) -> list[tuple[int, str]]:
     as torchrun does."""
     script = folder / "script.py"
     script.write_text(BEGIN + body)
-    command = [sys.executable, "-m", "benchmarks.file_seat", str(script), str(folder)]
+    command = [sys.executable, "-m", "tests.cluster_phase.file_seat", str(script), str(folder)]
     environ = {**os.environ, "ROLLPACKER_SEAT": f"{folder}#job", "WORLD_SIZE": "2"}
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ranks = [

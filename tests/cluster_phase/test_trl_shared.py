@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.file_seat import jobs_of, turns, two_at_once
+from tests.cluster_phase.file_seat import jobs_of, turns, two_at_once
 
 ROOT = Path(__file__).parents[2]
 STOPPED = 130
@@ -24,7 +24,7 @@ def begin(output: Path, seat: Path | None = None, steps: int = 4) -> subprocess.
     command = [sys.executable, SCRIPT, "--output", str(output), "--steps", str(steps)]
     if seat is not None:
         environ["ROLLPACKER_SEAT"] = f"{seat}#{output.name}"
-        command[1:1] = ["-m", "benchmarks.file_seat"]
+        command[1:1] = ["-m", "tests.cluster_phase.file_seat"]
     log = output.with_suffix(".log").open("ab")
     return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.pipeline_planner import kept_optima, planned_ms
 from rollpacker.pipeline.plan.choosers import (
     FixedOrder,
     Op,
@@ -29,6 +28,7 @@ from rollpacker.pipeline.plan.plan import (
 from rollpacker.pipeline.plan.search import _Sweep, improve
 from rollpacker.pipeline.plan.virtual_time import TOGETHER_S, replay, run
 from rollpacker.pipeline.plan.work import Link, Work, constant
+from tests.core.pipelines import kept_optima, planned_ms
 
 seconds = st.one_of(st.just(0.0), st.integers(1, 40).map(float), st.floats(0.001, 40.0))
 
@@ -300,10 +300,9 @@ def test_quotas_yield_to_a_cap_of_one_micro_batch() -> None:
 
 
 def test_plans_are_near_the_proven_optimum() -> None:
-    """Every fifth instance; `benchmarks/pipeline_planner.py` has all."""
-    kept = kept_optima()[::5]
+    kept = kept_optima()
     gaps = sorted(planned_ms(case) / least - 1 for case, least in kept)
-    assert len(gaps) == 40
+    assert len(gaps) == 200
     assert gaps[0] >= -1e-9, "nothing beats an optimum"
     assert sum(gaps) / len(gaps) <= 0.015
-    assert gaps[37] <= 0.05
+    assert gaps[189] <= 0.05

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.pipeline_planner import WatchedPipeline, episode
 from rollpacker.pipeline.plan.link_choice import LinkKind
 from rollpacker.pipeline.plan.watch import PipelineWatch, SweepTimes, link_of
 from rollpacker.pipeline.plan.work import KINDS, Link, Load
+from tests.core.pipelines import WatchedPipeline, episode
+from tests.number import number_of
 
 
 def test_episodes_are_told_apart() -> None:
-    """`benchmarks/pipeline_planner.py` has a thousand."""
-    wrong = [(seed, *found) for seed in range(15) if (found := episode(seed))[0] != found[1]]
+    wrong = [
+        (seed, *found) for seed in range(number_of(15)) if (found := episode(seed))[0] != found[1]
+    ]
     assert wrong == []
 
 
 def test_nothing_is_said_of_healthy_steps() -> None:
-    """The benchmark has 10,000."""
     pipeline = WatchedPipeline(77)
     watch = PipelineWatch(pipeline.stages)
     assert [watch.observe(pipeline.step()) for _ in range(150)] == [[]] * 150

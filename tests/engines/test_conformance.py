@@ -464,7 +464,7 @@ def churn(engine: Engine, num_requests: int, seed: int) -> list[EngineOutput]:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks into /proc")
 def test_requests_and_aborts_leave_nothing(kind: Implementation, engine: Engine) -> None:
-    """A thousand; `benchmarks/engine_process.py` has ten thousand."""
+    """Of a thousand requests."""
     churn(engine, 200, seed=0)
     pid = kind.pid(engine)
     before, descriptors = resident_mib(pid), len(os.listdir(f"/proc/{pid}/fd"))

@@ -49,8 +49,7 @@ from tests.remote.agents import Net
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 KILL_SEEN_S = 20.0
-"""A tenth of the heartbeat there, since machines may be busy.
-`benchmarks/engine_process.py` says how long it takes on a machine that is not overloaded."""
+"""A tenth of the heartbeat there, since machines may be busy."""
 
 
 def setup(make: str = "counting", **arguments: object) -> EngineSetup:

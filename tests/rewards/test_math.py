@@ -633,7 +633,7 @@ def test_answers_of_tasks_are_right_when_worked_out_again(kind: str) -> None:
 
 
 def test_fuzzed_answers(shared: Shared) -> None:
-    """A small share of benchmarks/math_fuzz.py."""
+    """A small share of the answers behind benchmarks/results/math_fuzz.json."""
     made = reward(shared)
     texts = list(fuzzed(300, seed=5))
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 ORPHAN = """
 import subprocess, sys, time
 sys.path.insert(0, sys.argv[1])
-import controller_faults as faults
+from tests.run import controller_faults as faults
 
 faults.adopt()
 before = set(faults.descendants())
@@ -33,7 +33,7 @@ assert became == ["sleep"], left
 
 def test_who_has_lost_its_parent_is_seen() -> None:
     """Otherwise the next test would not show much."""
-    command = [sys.executable, "-c", ORPHAN, ROOT / "benchmarks"]
+    command = [sys.executable, "-c", ORPHAN, ROOT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     for pid in map(int, done.stdout.split()):
         os.kill(pid, signal.SIGKILL)
@@ -41,10 +41,14 @@ def test_who_has_lost_its_parent_is_seen() -> None:
 
 
 def test_three_kills_leave_nothing_and_change_nothing() -> None:
-    """While it trains, generates, and writes a checkpoint; see benchmarks/controller_faults.py."""
-    command = [sys.executable, ROOT / "benchmarks" / "controller_faults.py"]
+    """While it trains, generates, and writes a checkpoint."""
+    command = [sys.executable, "-m", "tests.run.controller_faults"]
     done = subprocess.run(
-        [*command, "--quick", "--arm", "local"], capture_output=True, text=True, timeout=280
+        [*command, "--kills=3", "--arm", "local"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout[done.stdout.index("{\n") :])

@@ -15,7 +15,6 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.file_seat import sit, turns
 from rollpacker.bus import Bus
 from rollpacker.cli.main import main
 from rollpacker.cluster.seats import mailbox_seat as seats
@@ -26,6 +25,7 @@ from rollpacker.report.log import EventLog
 from rollpacker.run.ports.generation import Generation
 from rollpacker.run.ports.reasons import Reasons
 from rollpacker.run.replay import replay
+from tests.cluster_phase.file_seat import sit, turns
 from tests.dialogue.families import tokenizer_of
 
 TALK = '''

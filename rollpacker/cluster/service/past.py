@@ -26,7 +26,7 @@ from rollpacker.cluster.service.store import Entry, Position, Store, checksum, h
 from rollpacker.core import ids
 
 EVERY = 10_000
-"""Events, which take a second or two to replay: benchmarks/cluster_replay.py."""
+"""Events, which take a second or two to replay: benchmarks/results/cluster_replay.json."""
 _NAME = "snapshot"
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A page of a long run holds a part of it, and says which. `benchmarks/report_page.py` measures."""
+"""A page of a long run holds a part of it, and says which."""
 
 from __future__ import annotations
 

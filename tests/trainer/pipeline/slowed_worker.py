@@ -31,9 +31,9 @@ class SlowedHost(ThisHost):
 
 
 def _slow_down() -> None:
-    from benchmarks.injected import Delay, InjectedSender
     from rollpacker.pipeline.links.direct_link import DirectSender
     from rollpacker.pipeline.stages import connect, passes
+    from tests.trainer.pipeline.injected import Delay, InjectedSender
 
     file = Path(os.environ[SLOWED])
 

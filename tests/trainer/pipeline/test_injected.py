@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.injected import Delay, InjectedSender
 from rollpacker.pipeline.links.link import SendTimes
+from tests.trainer.pipeline.injected import Delay, InjectedSender
 from tests.trainer.pipeline.test_host_link import wait_until
 
 

@@ -1,6 +1,6 @@
 """Seats of jobs on one host that share pools without a service: a pool is a lock on a file.
 
-    python -m benchmarks.file_seat SCRIPT ARGUMENTS...
+    python -m tests.cluster_phase.file_seat SCRIPT ARGUMENTS...
 
 runs a script with ROLLPACKER_SEAT=FOLDER#JOB; `sit` is for a run. Whoever gets a pool writes that
 down, and so does whoever lets go of it, so that `two_at_once` can tell afterwards whether a pool

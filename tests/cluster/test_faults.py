@@ -17,22 +17,18 @@ In the end the run is interrupted, and resumed on this machine alone, where it t
 deferred. Its log is read by `exactly_once.py`, which shares no code with RollPacker, and by the
 replay; and how many prompts each step trained on is compared with a run that nobody disturbs.
 
-    make cluster
-    .venv-vllm/bin/python benchmarks/cluster_faults.py [--faults 200] [--minutes M] [--quick]
+`ROLLPACKER_NUMBER=200` in the environment strikes 200 faults, which take 20 minutes.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -41,19 +37,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
+import pytest
 
-from exactly_once import check
-from machine import write_result
-from resume import write_config, write_model
-
+from benchmarks.exactly_once import check
+from benchmarks.resume import write_config, write_model
+from rollpacker.report.log import EventLog
+from rollpacker.run.replay import replay
 from rollpacker.workers.child import state
 from tests.cluster.netns import Network, why_impossible
+from tests.number import number_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PATIENCE_S = 240.0
-"""A wait of the benchmark that lasts longer is a fault of RollPacker."""
+"""A wait of the test that lasts longer is a fault of RollPacker."""
 HEARTBEAT_S = 5.0
 IN_TIME_S = 2 * HEARTBEAT_S
 """Within which a loss is in the log."""
@@ -509,73 +505,6 @@ def _costs(rounds: list[dict[str, Any]], step_s: float) -> dict[str, Any]:
     }
 
 
-def as_table(result: dict[str, Any]) -> str:
-    """The rows of docs/cluster.md."""
-    lines = []
-    for kind, one in result["by_kind"].items():
-        alone = one["alone"]
-        noticed = f"{one['noticed_s_median']} s, {one['noticed_s_max']} s"
-        cells = (kind, one["faults"], noticed, alone.get("back_s_mean"), alone.get("lost_s_mean"))
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    for size, one in result["by_faults_of_volley"].items():
-        lines.append(f"| {size} together | | | {one['back_s_mean']} | {one['lost_s_mean']} |")
-    return "\n".join(lines)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--minutes", type=float, default=60.0, help="no new volley after that")
-    parser.add_argument("--alone", type=int, default=1, help="so many of each kind come alone")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="copy the log and what the run said there")
-    parser.add_argument("--quick", action="store_true", help="6 faults; writes nothing")
-    args = parser.parse_args()
-    if why := why_impossible():
-        sys.exit(why)
-    from rollpacker.report.log import EventLog
-    from rollpacker.run.replay import replay
-
-    plan, moments = random.Random(args.seed), random.Random(args.seed)
-    wanted = 6 if args.quick else args.faults
-    began = time.monotonic()
-    rounds: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name, Network(3, cores=2, retry_s=RETRY_S) as network:
-        network.start_ray()
-        chaos = Chaos(network, Path(name))
-        try:
-            chaos.commits(40)
-            step_s = seconds_per_step(chaos.log.commits[10:])
-            for volley in volleys(plan, 0 if args.quick else args.alone):
-                if len(chaos.faults) >= wanted or time.monotonic() - began > 60 * args.minutes:
-                    break
-                rounds.append(chaos.volley(volley, moments))
-                print(json.dumps(rounds[-1]), flush=True)
-                chaos.commits(2)
-            chaos.finish()
-            result = {
-                "faults": len(chaos.faults),
-                "volleys": len(rounds),
-                "seconds": round(time.monotonic() - began, 1),
-                "undisturbed_step_s": round(step_s, 3),
-                **tables(chaos.faults, rounds, step_s),
-                **judged(chaos),
-                "replay_difference": replay(EventLog(chaos.events)).difference,
-            }
-        finally:
-            network.kill_all(0)
-            if args.keep is not None:
-                args.keep.mkdir(exist_ok=True)
-                shutil.copy(chaos.output, args.keep)
-                shutil.copy(chaos.events, args.keep)
-                (args.keep / "losses.txt").write_text("\n".join(chaos.log.reasons))
-    print(json.dumps(result, indent=1), as_table(result), sep="\n")
-    if not args.quick:
-        write_result("cluster_faults", result)
-    bad = result["problems"] or result["replay_difference"] or result["other_prompts_at_steps"]
-    return 1 if bad else 0
-
-
 def judged(chaos: Chaos) -> dict[str, Any]:
     """What the log says, and what it would have said of a run that nobody struck."""
     checked = check(chaos.events)
@@ -599,5 +528,37 @@ def judged(chaos: Chaos) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.skipif("ROLLPACKER_TEST_CLUSTER" not in os.environ, reason="make test-cluster runs it")
+@pytest.mark.timeout(3600)
+def test_a_run_over_hosts_outlives_what_is_struck(tmp_path: Path) -> None:
+    """Every loss is noticed in time, and each step trains on what it trains on undisturbed."""
+    if why := why_impossible():
+        pytest.fail(why)
+    number = number_of(6)
+    plan, moments = random.Random(0), random.Random(0)
+    rounds: list[dict[str, Any]] = []
+    with Network(3, cores=2, retry_s=RETRY_S) as network:
+        network.start_ray()
+        chaos = Chaos(network, tmp_path)
+        try:
+            chaos.commits(40)
+            step_s = seconds_per_step(chaos.log.commits[10:])
+            for volley in volleys(plan, int(number > len(WEIGHTS))):
+                if len(chaos.faults) >= number:
+                    break
+                rounds.append(chaos.volley(volley, moments))
+                print(json.dumps(rounds[-1]), flush=True)
+                chaos.commits(2)
+            chaos.finish()
+            found = {
+                "faults": len(chaos.faults),
+                "undisturbed_step_s": round(step_s, 3),
+                **tables(chaos.faults, rounds, step_s),
+                **judged(chaos),
+                "replay_difference": replay(EventLog(chaos.events)).difference,
+            }
+        finally:
+            network.kill_all(0)
+    print(json.dumps(found, indent=1))
+    assert not found["problems"] and not found["other_prompts_at_steps"], found
+    assert found["replay_difference"] is None, found

@@ -13,9 +13,7 @@ process adopts what loses its parent, so it sees all.
     ray        runtime=ray with a ray of the run's own: both in processes, and ray's own besides;
                plain rounds, since an abort of an engine in a process takes effect at no fixed step
 
-    python benchmarks/controller_faults.py [--kills 20] [--arm NAME] [--quick]
-
-Besides: what it costs to keep a response on the disk for a resume.
+    python -m tests.run.controller_faults [--kills 20] [--arm NAME]
 """
 
 from __future__ import annotations
@@ -37,11 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from exactly_once import check
-from machine import write_result
-from resume import fingerprints, run, start, write_config, write_model
+from benchmarks.exactly_once import check
+from benchmarks.resume import fingerprints, run, start, write_config, write_model
 
 LEFT_S, SHM = 15.0, "/dev/shm/"
 RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
@@ -273,60 +268,10 @@ def salvaged_by(folder: Path) -> dict[str, int]:
     return dict(counts)
 
 
-def cost(folder: Path, responses: int = 1000, tokens: int = 1000) -> dict[str, float]:
-    """What it takes to keep a response of so many tokens: bytes, the processor seconds of those who
-    report it, and of the thread that writes it."""
-    from rollpacker.core.events import SampleGenerated
-    from rollpacker.core.ids import PromptId, SampleId
-    from rollpacker.engines.engine import GenerationRequest, Response, SamplingParams
-    from rollpacker.run.ports.salvage import FILE, Salvage
-
-    folder.mkdir()
-    (folder / "manifest.json").write_text("{}")
-    prompt, sampling = tuple(range(200)), SamplingParams(max_response_tokens=tokens)
-    ids, log_probs = tuple(range(tokens)), tuple(-0.001 * n for n in range(tokens))
-    samples = [SampleId(PromptId("train", 0, n), 0, 0) for n in range(responses)]
-    requests = [
-        GenerationRequest(sample=s, prompt_tokens=prompt, sampling=sampling) for s in samples
-    ]
-    reports = [
-        (
-            SampleGenerated(
-                time_s=0.0, sample=sample, num_tokens=tokens, finish_reason="stop", version=1
-            ),
-            Response(
-                sample=sample,
-                prompt_tokens=prompt,
-                tokens=ids,
-                log_probs=log_probs,
-                finish_reason="stop",
-                version=1,
-            ),
-        )
-        for sample in samples
-    ]
-    salvage = Salvage(folder, in_order=False)
-    salvage.begin(folder, 1)
-    began_all, began_own = time.process_time(), time.thread_time()
-    salvage.launched(1, requests)
-    for event, response in reports:
-        salvage.ended(event, response)
-    own = time.thread_time() - began_own
-    salvage.close()
-    others = time.process_time() - began_all - own
-    return {
-        "tokens": tokens,
-        "bytes": round((folder / FILE).stat().st_size / responses),
-        "reporting_us": round(1e6 * own / responses, 1),
-        "writing_us": round(1e6 * others / responses, 1),
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, help="20, and of ray 6, if it is not given")
-    parser.add_argument("--arm", choices=ARMS, help="this one alone; nothing is written")
-    parser.add_argument("--quick", action="store_true", help="3 kills; nothing is written")
+    parser.add_argument("--arm", choices=ARMS, help="this one alone")
     args = parser.parse_args()
     import torch
     import transformers  # noqa: F401  (imported once, before the forks)
@@ -342,15 +287,12 @@ def main() -> int:
 
                 os.environ |= {"RAY_ADDRESS": "local", "RAY_AUTH_TOKEN_PATH": f"{name}/token"}
                 make_token()
-            kills = 3 if args.quick else args.kills or (RAY_KILLS if arm == "ray" else 20)
+            kills = args.kills or (RAY_KILLS if arm == "ray" else 20)
             result["arms"][arm] = measure(arm, kills, Path(name) / arm)
-        result["cost_of_a_response"] = cost(Path(name) / "cost")
     arms = result["arms"].values()
     result["all_well"] = not any(one["different"] or one["problems"] or one["left"] for one in arms)
     result["seconds"] = round(time.perf_counter() - began, 1)
     print(json.dumps(result, indent=1))
-    if not args.quick and args.arm is None:
-        write_result("controller_faults", result)
     return 0 if result["all_well"] else 1
 
 

@@ -1,9 +1,9 @@
 """Faults of a cluster's service, of its jobs, and of ray below them: the chaos of
-`cluster_chaos.py` on a ray cluster of several hosts.
+`tests/cluster_service/test_chaos.py` on a ray cluster of several hosts.
 
 Hosts are namespaces of this machine, each with a raylet, processes and folders of its own (Linux,
-as root; the packages of `make cluster`): ray's head with the service, two training nodes, and one
-rollout node (of 3 hosts, the head's), two or four (of 5 or 7). Made-up jobs take turns on made-up
+as root; the packages of `make cluster`): ray's head with the service, two training nodes and two
+rollout nodes. Made-up jobs take turns on made-up
 devices, and a witness is beside every device.
 
 Struck are, one to three at a time: the service, the mailbox's actor, wardens, jobs, engines,
@@ -12,18 +12,15 @@ host's raylet, killed and started again at once, soon, or after its jobs were gi
 off, for a moment, or until ray has given it up; all of ray, head and service included. After each
 of these all jobs have to go on.
 
-    python benchmarks/cluster_chaos_ray.py [--faults 100] [--minutes 60] [--hosts 5] [--quick]
+`ROLLPACKER_NUMBER=200` in the environment strikes 200 faults, which take 40 minutes.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,26 +29,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-
-import cluster_chaos
-from cluster_chaos import BACK_S, ENDED, FREE_S, spread
-from machine import write_result
+import pytest
 
 from rollpacker.cluster.decide.cluster_turns import MAX_LOSSES
 from rollpacker.cluster.seats.mailbox_seat import LEASE_S
 from rollpacker.workers.child import children
 from tests.cluster.lab import RayLab, in_threads
 from tests.cluster.netns import Network, why_impossible
+from tests.cluster_service import test_chaos as chaos
+from tests.cluster_service.test_chaos import BACK_S, ENDED, FREE_S, spread
 from tests.cluster_service.witness import violations
+from tests.number import number_of
 
-POOLS = {
-    3: ("cheap", "fast", "fast"),
-    5: ("none", "fast", "fast", "cheap", "cheap"),
-    7: ("none", "fast", "fast", "cheap", "cheap", "cheap", "cheap"),
-}
-"""By how many hosts: the pool of each. The first is ray's head and the service's."""
+POOLS = ("none", "fast", "fast", "cheap", "cheap")
+"""The pool of each host. The first is ray's head and the service's."""
 TRAIN_HOSTS = (1, 2)
 """Where jobs' processes are."""
 LOST_S = 10.0
@@ -84,7 +75,7 @@ OF_RAY_EVERY = 6
 
 
 @dataclass
-class Lab(cluster_chaos.Lab):
+class Lab(chaos.Lab):
     network: Network = field(kw_only=True)
     pools: tuple[str, ...] = field(kw_only=True)
     gave_up: list[str] = field(default_factory=list)
@@ -267,16 +258,12 @@ def volley(one: Lab, pool: ThreadPoolExecutor, undisturbed: dict[str, list[float
     time.sleep(one.rng.uniform(0.0, 0.5))
 
 
-def run(one: Lab, faults: int, minutes: float) -> dict[str, Any]:
+def run(one: Lab, faults: int) -> dict[str, Any]:
     began_s, undisturbed, number = time.monotonic(), dict[str, list[float]](), 0
     load = []
     one.top_up()
     with ThreadPoolExecutor(MOST_AT_A_TIME) as pool:
-        while (
-            sum(one.struck.values()) < faults
-            and time.monotonic() - began_s < 60 * minutes
-            and not one.problems
-        ):
+        while sum(one.struck.values()) < faults and not one.problems:
             number += 1
             load.append(os.getloadavg()[0])
             if number % OF_RAY_EVERY:
@@ -314,34 +301,18 @@ def run(one: Lab, faults: int, minutes: float) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--faults", type=int, default=100)
-    parser.add_argument("--minutes", type=float, default=60.0, help="no fault after that")
-    parser.add_argument("--hosts", type=int, choices=sorted(POOLS), default=5)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="12 faults, nothing written")
-    args = parser.parse_args()
+@pytest.mark.skipif("ROLLPACKER_TEST_CLUSTER" not in os.environ, reason="make test-cluster runs it")
+@pytest.mark.timeout(3600)
+def test_no_fault_loses_or_doubles_a_commit(tmp_path: Path) -> None:
+    """And no two jobs are ever on one device."""
     if why := why_impossible():
-        parser.error(why)
-    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    pools = POOLS[args.hosts]
-    with Network(len(pools), cores=1, apart=True, lost_s=LOST_S) as network:
-        one = Lab(folder, random.Random(args.seed), network=network, pools=pools)
+        pytest.fail(why)
+    with Network(len(POOLS), cores=1, apart=True, lost_s=LOST_S) as network:
+        one = Lab(tmp_path, random.Random(1), network=network, pools=POOLS)
         try:
-            payload = run(one, 12 if args.quick else args.faults, args.minutes)
+            found = run(one, number_of(12))
         finally:
             with suppress(OSError):
                 one.close()
-    print(payload)
-    is_fine = not (payload["problems"] or payload["two_on_one_device"])
-    print(f"see {folder}" if not is_fine else f"{folder} may be removed")
-    if not args.quick:
-        write_result("cluster_chaos_ray", payload)
-    sys.exit(not is_fine)
-
-
-if __name__ == "__main__":
-    main()
+    print(found)
+    assert not found["problems"] and not found["two_on_one_device"], found

@@ -1,4 +1,4 @@
-"""Faults of real training runs that share a cluster: `cluster_chaos.py` with `rollpacker train`.
+"""Faults of real training runs that share a cluster: `test_chaos.py` with `rollpacker train`.
 
 Four tiny runs (an embedded engine in the run's process, a trainer in one of its own, a checkpoint
 every step, tail batching on) take turns on 2 + 2 nodes of this host and come anew as they end.
@@ -14,21 +14,17 @@ to alone, undisturbed: weights, optimizer, schedule, cursor, ledger and metrics 
 node. Engines in processes of their own are no victims: which of them ends first is not the same
 twice, so nothing could be compared.
 
-    python benchmarks/cluster_chaos_runs.py [--faults 200] [--minutes 60] [--quick]
+`ROLLPACKER_NUMBER=200` in the environment strikes 200 faults, of runs of 40 steps.
 """
 
 from __future__ import annotations
 
-import argparse
-import atexit
 import json
 import os
 import random
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -37,19 +33,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
+import pytest
 
-import cluster_chaos
-from cluster_chaos import ENDED, MOST_AT_A_TIME, end_jobs, spread
-from exactly_once import check
-from machine import write_result
-from resume import fingerprints, write_config, write_model
-
+from benchmarks.exactly_once import check
+from benchmarks.resume import fingerprints, write_config, write_model
 from rollpacker.cluster.seats.seat import SEAT_VARIABLE
 from rollpacker.core.ids import PoolName
-from tests.cluster_service import lab
+from tests.cluster_service import lab, test_chaos
+from tests.cluster_service.test_chaos import ENDED, MOST_AT_A_TIME, end_jobs, spread
 from tests.cluster_service.witness import devices_of, violations
+from tests.number import number_of
 
 NUM_JOBS = 4
 NUM_SEEDS = 2
@@ -113,7 +106,7 @@ def write_run(folder: Path, seed: int, steps: int) -> Path:
 
 
 @dataclass
-class Lab(cluster_chaos.Lab):
+class Lab(test_chaos.Lab):
     alone: list[dict[str, str]] = field(default_factory=list)
     """Fingerprints of the undisturbed runs, by seed."""
     ended: Counter[str] = field(default_factory=Counter)
@@ -147,7 +140,7 @@ class Lab(cluster_chaos.Lab):
         self.desk.ask(
             "submit",
             job=lab.to_plain(lab.job(name, self.steps, 0.3, 0.3, slo=3.0)),
-            command=[sys.executable, __file__, "--job", str(path)],
+            command=[sys.executable, "-m", __name__, str(path)],
             resume=["--resume=auto"],
             environ={
                 "PYTHONPATH": str(lab.ROOT),
@@ -314,19 +307,17 @@ def run_alone(folder: Path, steps: int) -> list[dict[str, str]]:
     return [fingerprints(path.parent / "runs" / "reference") for path in paths]
 
 
-def run(folder: Path, faults: int, seed: int, steps: int, within_s: float) -> dict[str, Any]:
-    alone = run_alone(folder / "alone", steps)
-    rng = random.Random(seed)
+def run(one: Lab, faults: int) -> dict[str, Any]:
+    """Strike so many faults, let all runs end, and say what was seen."""
+    rng = one.rng
     began_s = time.monotonic()
-    one = Lab(folder / "shared", rng, steps, alone=alone)
     one.top_up()
-    atexit.register(lambda: one.service.kill())
     own = {"job killed": Lab.kill_part, "trainer killed": Lab.kill_part}
     own |= {"node drained": Lab.drain, "run preempted": Lab.preempt}
-    strike = {**cluster_chaos.FAULTS, **own}
+    strike = {**test_chaos.FAULTS, **own}
     loads = []
     with ThreadPoolExecutor(MOST_AT_A_TIME) as pool:
-        while sum(one.struck.values()) < faults and time.monotonic() - began_s < within_s:
+        while sum(one.struck.values()) < faults:
             kinds = rng.choices([*SHARES], [*SHARES.values()], k=rng.randint(1, MOST_AT_A_TIME))
             struck = [kind for kind in kinds if kind.startswith("service")]
             kinds = [kind for kind in kinds if kind not in struck] + struck[:1]
@@ -358,31 +349,21 @@ def run(folder: Path, faults: int, seed: int, steps: int, within_s: float) -> di
     }
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--job"]:
-        sys.exit(be_job(sys.argv[2:]))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=60.0, help="no fault after these")
-    parser.add_argument("--quick", action="store_true", help="6 faults, 15 steps, nothing written")
-    args = parser.parse_args()
-    faults, steps = (6, 15) if args.quick else (args.faults, STEPS)
-    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    atexit.register(end_jobs, folder / "shared")  # after the service, which would start them again
-    payload = run(folder, faults, args.seed, steps, args.minutes * 60)
-    print(json.dumps(payload, indent=1))
-    is_fine = not (payload["problems"] or payload["two_on_one_node"])
-    if is_fine:
-        shutil.rmtree(folder)
-    else:
-        print(f"see {folder}")
-    if not args.quick:
-        write_result("cluster_chaos_runs", payload)
-    sys.exit(not is_fine)
+@pytest.mark.timeout(1800)
+def test_every_run_ends_as_it_does_alone(tmp_path: Path) -> None:
+    """Whatever strikes it, the service, its mailbox and its nodes; no two are ever on one node."""
+    faults = number_of(6)
+    steps = min(STEPS, 9 + faults)
+    alone = run_alone(tmp_path / "alone", steps)
+    one = Lab(tmp_path / "shared", random.Random(1), steps, alone=alone)
+    try:
+        found = run(one, faults)
+    finally:
+        one.close()
+        end_jobs(tmp_path / "shared")  # after the service, which would start them again
+    print(json.dumps(found, indent=1))
+    assert not found["problems"] and not found["two_on_one_node"], found
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(be_job(sys.argv[1:]))
