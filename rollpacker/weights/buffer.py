@@ -81,6 +81,10 @@ class BufferLayout:
         """Return the layout of the same buffer in this memory."""
         return replace(self, path=memory.path, inode=memory.inode)
 
+    def source(self, version: int) -> WeightSource:
+        """Return the source from which an engine reads this version."""
+        return WeightSource(version=version, layout=self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSource:
@@ -127,10 +131,6 @@ class WeightBuffer:
         buffer = cls(layout.at(memory))
         buffer._memory = memory
         return buffer
-
-    def source(self, version: int) -> WeightSource:
-        """Return the source from which an engine reads this version."""
-        return WeightSource(version=version, layout=self.layout)
 
     @contextmanager
     def writing(self, version: int) -> Iterator[Mapping[str, Tensor]]:
