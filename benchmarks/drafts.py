@@ -66,7 +66,7 @@ class CountingDrafter(Drafter):
     """Remembers over all rounds how many drafted tokens were right."""
 
     def __init__(self, max_tokens: int) -> None:
-        super().__init__(max_tokens, "cpu")
+        super().__init__(max_tokens)
         self.counts = np.zeros((len(KINDS), len(MATCHES), 2), np.int64)
         """By source and class of match length: right, tried."""
 
