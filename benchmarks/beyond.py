@@ -146,7 +146,6 @@ def study(setup: str, *, budget: str, jobs: int) -> dict[str, Any]:
         "reasons": [
             {
                 "name": reason.idea.name,
-                "added_share": round(reason.added_s / found.current.step_s, 4),
                 "left_out_share": round(reason.left_out_s / found.current.step_s, 4),
             }
             for reason in found.reasons

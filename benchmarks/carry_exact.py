@@ -195,11 +195,11 @@ def campaign(
 
 def _request(sample: Sample, complement: bool, version: int) -> GenerationRequest:
     tokens, log_probs = sample.carried
-    floor = sample.floor if complement else 0
+    floor, asked = sample.floor if complement else 0, sample.request.sample
     return replace(
         sample.request,
-        sample=sample.request.sample._replace(attempt=version),
-        noise=sample.request.sample,
+        sample=SampleId(asked.prompt, asked.index, version),
+        noise=asked,
         carried=Carried(tokens=tokens, log_probs=log_probs, floor=floor) if tokens else None,
     )
 

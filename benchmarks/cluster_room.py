@@ -28,7 +28,7 @@ from lab import ROOT, bench
 from msgspec import structs
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import Command, Start, Stop
+from rollpacker.cluster.decide.events import Command, Start, Stop
 from rollpacker.cluster.sim.jobs import Arrival, arrivals
 from rollpacker.cluster.sim.simulation import Simulation
 from rollpacker.cluster.sim.spec import ClusterSpec, load_cluster

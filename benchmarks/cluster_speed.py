@@ -16,7 +16,8 @@ from cluster_optimum import Columns, cheapest_partition
 from lab import ROOT, bench
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import Cluster, Command, Committed, Ended, Event, Submitted
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.events import Command, Committed, Ended, Event, Submitted
 from rollpacker.cluster.sim.jobs import arrivals
 from rollpacker.cluster.sim.simulation import Simulation
 from rollpacker.cluster.sim.spec import load_cluster

@@ -167,7 +167,7 @@ def run_cell(world: World, factors: tuple[float, float], seed: int) -> dict[str,
     own_mean = float(lengths @ shares)
     own_quantiles = weighted_quantiles(lengths, shares)
     queue = Queue(world, factors, seed)
-    debias = Debias("moments", cap=CAP)
+    debias = Debias(cap=CAP)
     launches: list[Shown] = []
     trained: list[int] = []
     issued: list[float] = []
@@ -264,7 +264,7 @@ def misses(row: dict[str, Any], method: str) -> list[str]:
 def measure_cost(seed: int = 0) -> dict[str, float]:
     """Processor seconds of the fit and of a step, with 160 prompts started per short round."""
     queue = Queue(World(correlation=0.05, hard_share=0.08), (1.25, 1.25), seed)
-    debias = Debias("moments", cap=CAP)
+    debias = Debias(cap=CAP)
     by_prompt: dict[int, PromptLengths] = {}
     step_s: list[float] = []
     for number in range(100):

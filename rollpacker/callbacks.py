@@ -1,4 +1,5 @@
-"""What a program can see and do while a run trains: `rollpacker.train(..., callbacks=[Mine()])`.
+"""The contract of callbacks: what a program can see and do while a run trains
+(`rollpacker.train(..., callbacks=[Mine()])`).
 
 Trackers (`rollpacker/trackers/`) are callbacks too, called after the program's own, so that they
 get the values which those have logged. Light: no torch.
@@ -36,7 +37,7 @@ class RunningRun(Protocol):
 
     @property
     def total_steps(self) -> int | None:
-        """How many steps the run is going to have. None: not known."""
+        """Number of steps that the run is going to have. None if it is not known."""
         ...
 
     @property
@@ -51,9 +52,9 @@ class RunningRun(Protocol):
         ...
 
     def samples(self, *, untrained: bool = False) -> list[dict[str, Any]]:
-        """What was trained on in the step that is being told, or generated in the evaluation:
-        rows as in `samples/*.parquet`. `untrained`: also those of the step that are kept only
-        because their check was slow. Empty with `save_samples: false`."""
+        """Samples that were trained on in the step that is being told, or generated in the
+        evaluation: rows as in `samples/*.parquet`. `untrained`: also those of the step that are
+        kept only because their check was slow. Empty with `save_samples: false`."""
         ...
 
     def stop(self, reason: str = "a callback asked for it") -> None:

@@ -1,4 +1,4 @@
-"""What a tokenizer makes of tokens, and its chat template puts behind an assistant's message."""
+"""Text of a tokenizer's tokens, and what its chat template puts behind an assistant's message."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Detokenizer:
             self._plain = TokenBytes(self._backend, skips_special=True)
 
     def __call__(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Their text."""
+        """Returns the text of these tokens."""
         known = self._plain if skip_special_tokens else self._all
         if known is not None:
             return b"".join(map(known.__getitem__, tokens)).decode(errors="replace")
@@ -120,3 +120,20 @@ def end_of_turn(
     if not ids or ids[0] == tokenizer.unk_token_id:
         return None
     return int(ids[0])
+
+
+class SpecialTokens:
+    """The texts that a tokenizer makes special tokens of. In a text of somebody who is not trusted
+    they would end a turn, or begin one of another role."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = tokenizer.added_tokens_decoder.values()
+        marks = {one.content for one in added if one.special or one.content.startswith("<")}
+        self._texts = [text for text in {*marks, *tokenizer.all_special_tokens} if len(text) > 1]
+
+    def spelt_out(self, text: str) -> str:
+        """The text with a space inside of each of them, which is then letters like all others."""
+        for one in self._texts:
+            if one in text:
+                text = text.replace(one, f"{one[0]} {one[1:]}")
+        return text

@@ -79,7 +79,7 @@ class _Field(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """How the values of a class are written and read."""
+    """The functions that write and read the values of a class."""
 
     writers: tuple[tuple[str, Convert], ...]
     """Fields whose plain form is another value than their own."""
@@ -186,7 +186,8 @@ def _without_extras(hint: Any) -> Any:
 
 
 def _writer(hint: Any) -> Convert | None:
-    """From a value with this hint to its plain form; None: it is plain already."""
+    """A function from a value with this hint to its plain form. None if the value is plain
+    already."""
     origin, arguments = get_origin(hint), get_args(hint)
     if _is_union(origin):
         return _optional(arguments, _writer)
@@ -201,17 +202,17 @@ def _writer(hint: Any) -> Convert | None:
             key = _writer(arguments[0])
             return list if key is None else lambda values: [key(value) for value in values]
         return _mapping_writer(*arguments) if len(arguments) == 2 else dict  # a Counter has one
-    if _is_record(hint):
-        return to_plain
     if hasattr(hint, "parse"):
         return str
+    if _is_record(hint):
+        return to_plain
     if hasattr(hint, "_fields"):
         return _elements(tuple(get_type_hints(hint).values()), _writer, list)
     return _value_of if isinstance(hint, type) and issubclass(hint, Enum) else None
 
 
 def _reader(hint: Any) -> Convert | None:
-    """From the plain form to a value with this hint; None: it is the same."""
+    """A function from the plain form to a value with this hint. None if they are the same."""
     origin, arguments = get_origin(hint), get_args(hint)
     if _is_union(origin):
         return _optional(arguments, _reader)
@@ -227,10 +228,10 @@ def _reader(hint: Any) -> Convert | None:
             key = _reader(arguments[0])
             return dict.fromkeys if key is None else lambda values: dict.fromkeys(map(key, values))
         return _mapping_reader(*arguments) if len(arguments) == 2 else Counter
-    if _is_record(hint):
-        return partial(from_plain, hint)
     if hasattr(hint, "parse"):
         return hint.parse  # type: ignore[no-any-return]  # a class method of ours
+    if _is_record(hint):
+        return partial(from_plain, hint)
     if hasattr(hint, "_fields"):
         read = _elements(tuple(get_type_hints(hint).values()), _reader, tuple)
         return lambda values: hint(*read(values))
@@ -246,7 +247,7 @@ def _is_union(origin: Any) -> bool:
 
 
 def _optional(members: Sequence[Any], converter: Callable[[Any], Convert | None]) -> Convert | None:
-    """Of `X | None`, or of a union whose members are all plain."""
+    """The function for `X | None`, or for a union whose members are all plain."""
     found = {id(c): c for c in map(converter, members) if c is not None}
     if not found:
         return None
@@ -258,7 +259,8 @@ def _optional(members: Sequence[Any], converter: Callable[[Any], Convert | None]
 def _elements(
     arguments: Sequence[Any], converter: Callable[[Any], Convert | None], make: Callable[..., Any]
 ) -> Convert:
-    """Of a sequence: all elements alike, or one hint for each (a tuple of fixed length)."""
+    """The function for a sequence, whose elements are all alike, or have a hint each (a tuple of
+    fixed length)."""
     if len(arguments) == 1 or arguments[-1] is Ellipsis:
         convert = converter(arguments[0])
         if convert is None:
@@ -320,8 +322,8 @@ _MIN_INTEGER, _MAX_INTEGER = -(1 << 63), (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How to write a type as plain values and values of other listed types, where its hints do not
-    say it: it holds what is free to be anything, or its values share much that need go once."""
+    """Writes a type as plain values and values of other listed types, where its hints do not say
+    how: it holds what is free to be anything, or its values share much that need go once."""
 
     type: type
     to_plain: Callable[[Any], Any]
@@ -348,9 +350,9 @@ class Codec:
     def __init__(self, types: Sequence[type | Kind] = ()) -> None:
         self._codes: dict[type, int] = {}
         self._kinds: dict[int, Kind] = {}
-        """By code, of types that are written by themselves."""
+        """Codes of types that are written by a `Kind`."""
         self._decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {}
-        """By code, of types that are written by their hints."""
+        """Codes of types that are written by their hints."""
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._ext)
         self._decoder = msgspec.msgpack.Decoder(ext_hook=self._from_ext)
         for code, one in enumerate(types, _FIRST_TYPE):
@@ -452,7 +454,7 @@ def _is_plain(values: Collection[Any]) -> bool:
 
 
 def _is_number(values: Collection[Any]) -> bool:
-    """As `_is_plain`, but no text is."""
+    """Whether the hint is of a plain value that is no text."""
     return _is_plain(values) and not any(type(one) is str for one in values)
 
 

@@ -16,8 +16,8 @@ def did_you_mean(name: str, known: Iterable[object], *, cutoff: float = 0.5) -> 
 
 
 def did_you_mean_file(path: Path, there: Iterable[Path]) -> str:
-    """The same for a file or folder that does not exist, among those that do. Their endings are
-    alike and say nothing; a file of that very name in another folder is meant."""
+    """A hint for a file or folder that does not exist, from those that do. Their endings are alike
+    and say nothing; a file of that very name in another folder is meant."""
     known = {one.stem: one for one in there}
     if path.stem in known:
         return f' Did you mean "{known[path.stem]}"?'

@@ -1,4 +1,4 @@
-"""What is imported by name: functions of a config, and the packages of the optional parts.
+"""Imports by name: functions of a config, and the packages of the optional parts.
 
 A function is `module:function` or `path/to/file.py:function`; or `<python>:name`, an object that a
 program gave and no file holds. An optional part calls `require` before it imports its package, so
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import logging
 import sys
 import traceback
@@ -31,7 +32,7 @@ class MissingPackageError(ValueError):
 
 
 GIVEN = "<python>:"
-"""What a config names a program's own objects with."""
+"""Begins the name that a config has for an object that a program gave."""
 
 _given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyType({}))
 
@@ -63,8 +64,26 @@ def given(spec: str) -> Any:
     return objects[name]
 
 
+def pickled_given(spec: str, destination: str) -> bytes:
+    """A copy of the object behind `<python>:name`, with all that it refers to and no module holds.
+    Raises `ImportSpecError`; `destination` is what its message calls the processes that get it."""
+    import cloudpickle
+
+    found = given(spec)
+    try:
+        return cloudpickle.dumps(found)  # type: ignore[no-any-return]  # it is untyped
+    except Exception as error:  # whatever the user's objects say of being copied
+        said = " ".join(str(error).split())[:200]
+        raise ImportSpecError(
+            f"{spec.removeprefix(GIVEN)} cannot be sent to {destination}: {type(error).__name__}:"
+            f" {said}. It may only refer to what can be copied: make locks, files, connections and"
+            " models inside of it, at its first call, or name a function in a file."
+        ) from error
+
+
 def missing(package: str, *, extra: str, what: str) -> str | None:
-    """None if `package` can be imported, else the one sentence that names the extra to install.
+    """The sentence that names the extra to install, or None if `package` can be imported. `what`
+    begins the sentence, such as "drawing the timeline" or "the reward math". Nothing is imported.
 
     `what` begins the sentence, such as "drawing the timeline" or "the reward math". Nothing is
     imported.
@@ -84,8 +103,8 @@ _NOISE = {
     "torch.utils._pytree": ("%s is an Enum subclass", "<enum "),
     "bitsandbytes.backends.cpu.ops": ("Failed to load CPU gemm_4bit_forward",),
 }
-"""What packages say of optional kernels of theirs while they are imported: logger -> how the lines
-begin. It comes in the middle of a run, and nobody can do anything about it."""
+"""Lines that packages print of optional kernels of theirs while they are imported: logger -> how
+the lines begin. They come in the middle of a run, and nobody can do anything about them."""
 
 
 def silence_noise() -> None:
@@ -139,6 +158,13 @@ def load_function(spec: str) -> Callable[..., Any]:
     if not callable(found):
         raise ImportSpecError(f'"{spec}" is a {type(found).__name__}, not a function.')
     return found  # type: ignore[no-any-return]
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether it is a coroutine function, or an object whose calls are."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
 
 
 def file_of(spec: str) -> Path | None:

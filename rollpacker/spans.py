@@ -12,7 +12,7 @@ Spans = tuple[tuple[int, int], ...]
 """(first, behind the last) of each stretch, in rising order, apart from each other, none empty."""
 
 Rewritten = tuple[tuple[int, tuple[int, ...]], ...]
-"""Where in a response's tokens, and the tokens that the model saw from there on in place of all
+"""Places in a response's tokens, and the tokens that the model saw from there on in place of all
 that came before: what was drawn behind them is trained on behind them. In rising order."""
 
 
@@ -26,12 +26,12 @@ def check_spans(spans: Spans, count: int) -> None:
 
 
 def num_outside(count: int, spans: Spans) -> int:
-    """How many of so many lie in none of the stretches."""
+    """Number of places, of so many, that lie in none of the stretches."""
     return count - sum(behind - first for first, behind in spans)
 
 
 def outside(values: Sequence[T], spans: Spans) -> Sequence[T]:
-    """Those that lie in none of the stretches."""
+    """The places that lie in none of the stretches."""
     if not spans:
         return values
     kept: list[T] = []
@@ -43,7 +43,7 @@ def outside(values: Sequence[T], spans: Spans) -> Sequence[T]:
 
 
 def within(spans: Spans, first: int, behind: int) -> Spans:
-    """What these stretches cover between two places, counted from the first."""
+    """The parts of these stretches that lie between two places, counted from the first."""
     cut = ((max(start, first), min(end, behind)) for start, end in spans)
     return tuple((start - first, end - first) for start, end in cut if start < end)
 

@@ -141,8 +141,6 @@ with tempfile.TemporaryDirectory() as temporary:
     config = resume.write_config(folder, 2)
     gym = "data.train={kind: reasoning_gym, size: 4, tasks: [{task: chain_sum}]}"
     hub = "data.train={kind: huggingface, path: some/name}"
-    judge = "rewards=[{function: judge, arguments: {url: 'http://127.0.0.1:9/v1', model: m,"
-    judge += " reference_column: null}}]"
     scorer = "rewards=[{function: reasoning_gym}]"
     rows = folder / "gym.jsonl"
     row = {"prompt": "1+2=", "answer": "3", "task": "chain_sum", "question": "?", "metadata": {}}
@@ -156,7 +154,6 @@ with tempfile.TemporaryDirectory() as temporary:
         "lora": run("train", config, "name=lora", "model.lora={rank: 2}"),
         "data": run("train", config, "name=gym", gym),
         "hub": run("train", config, "name=hub", hub),
-        "judge": run("train", config, "name=judge", judge),
         "scorer": run("train", config, "name=scorer", f"data.train.path={rows}", scorer),
         "math": math_check(),
         "dash": run("dash", folder / "runs"),
@@ -172,7 +169,6 @@ EXPECTED = {
     "lora": "model.lora needs peft",
     "data": "data of kind reasoning_gym needs reasoning_gym",
     "hub": "data of kind huggingface needs datasets",
-    "judge": "the reward judge with a url needs openai",
     "scorer": "the reward reasoning_gym needs reasoning_gym",
     "math": "the reward math needs math_verify",
     "dash": "serving over HTTP needs starlette",
@@ -180,7 +176,6 @@ EXPECTED = {
     "program": "serving over HTTP needs starlette",
 }
 NAMED = {"picture": "report", "lora": "lora", "data": "gym", "hub": "datasets"} | {
-    "judge": "judge",
     "scorer": "gym",
     "math": "math",
     "dash": "serve",
@@ -192,7 +187,7 @@ NAMED = {"picture": "report", "lora": "lora", "data": "gym", "hub": "datasets"} 
 @pytest.fixture(scope="module")
 def without() -> dict[str, object]:
     """What is said and written where none of the optional packages is installed."""
-    hidden = "matplotlib tensorboard peft openai math_verify reasoning_gym datasets"
+    hidden = "matplotlib tensorboard peft math_verify reasoning_gym datasets"
     hidden += " starlette uvicorn"
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT_THEM, str(ROOT / "benchmarks"), hidden],

@@ -8,7 +8,7 @@ from torch import Tensor
 from rollpacker.algo.config import AlgorithmConfig
 
 STD_EPSILON = 1e-4
-"""Added to a standard deviation of rewards, as in TRL."""
+"""Number that is added to a standard deviation of rewards, as in TRL."""
 
 
 def advantages(rewards: Tensor, group_ids: Tensor, *, config: AlgorithmConfig) -> Tensor:

@@ -1,4 +1,4 @@
-"""What an algorithm is configured by. Light: no torch.
+"""The config of an algorithm. Light: no torch.
 
 An algorithm is a row of switches (`algo.table`); each switch can be set by itself. A switch left at
 None takes the value of the algorithm's row when the config is made, so that a saved config shows
@@ -58,7 +58,7 @@ class AlgorithmConfig:
     """The algorithm and its switches (`algorithm.*`)."""
 
     name: Name = "grpo"
-    """Which row of switches. Every one below that is null takes the row's value."""
+    """The row of switches. Every switch below that is null takes the row's value."""
     function: str | None = None
     """Your own algorithm instead: `module:function` or `path/to/file.py:function`, without
     arguments, which returns a `rollpacker.algo.Algorithm`. Its row takes the place of `name`'s."""
@@ -71,13 +71,14 @@ class AlgorithmConfig:
 
     # -- from rewards to advantages ----------------------------------------------------
     advantage: Advantage | None = None
-    """What an advantage is made of: a sample's reward, a critic's estimates (gae), or a teacher's
+    """The source of an advantage: a sample's reward, a critic's estimates (gae), or a teacher's
     log-probs against the policy's."""
     normalize_mean: NormalizeMean | None = None
-    """What is subtracted from a reward: the mean of its group, of the others of its group, of the
-    step, or nothing."""
+    """The number that is subtracted from a reward: the mean of its group, of the others of its
+    group, of the step, or nothing."""
     normalize_std: NormalizeStd | None = None
-    """What it is divided by: the standard deviation of its group, of the step, or nothing."""
+    """The number that a reward is divided by: the standard deviation of its group, of the step, or
+    nothing."""
     whiten: bool | None = None
     """Bring the finished advantages of all tokens of the step to mean 0 and standard deviation
     1."""
@@ -86,8 +87,8 @@ class AlgorithmConfig:
     gae_lambda: float = 0.95
     """How far advantages look ahead with a critic: 0 to the next token, 1 to the end."""
     credit: Credit = "trajectory"
-    """Of several turns: whether a trajectory's tokens all have one advantage, or each turn that of
-    what came from there on, tokens of one turn alike. See docs/algorithms.md."""
+    """For trajectories of several turns: whether all tokens of one have the same advantage, or each
+    turn that of what came from there on, with tokens of one turn alike. See docs/algorithms.md."""
     turn_discount: float = 1.0
     """With credit=turn: discount per turn of the rewards that come after it."""
     overlong_buffer_tokens: int = 0
@@ -105,9 +106,9 @@ class AlgorithmConfig:
     """token: each token's own probability ratio. sequence: the geometric mean over its response
     (GSPO). sequence-product: their product over its response (RLOO)."""
     clip_low: float | None = None
-    """The probability ratio is clipped below at 1 - clip_low ..."""
+    """The probability ratio is clipped below at 1 - clip_low."""
     clip_high: float | None = None
-    """... and above at 1 + clip_high."""
+    """The probability ratio is clipped above at 1 + clip_high."""
     clip_dual: float | None = None
     """With a negative advantage the ratio counts at most this much (more than 1). None: off."""
     loss_aggregation: LossAggregation | None = None
@@ -115,9 +116,10 @@ class AlgorithmConfig:
     sequence-mean-token-mean, the mean of each response's mean; sequence-mean-token-sum, the mean of
     each response's sum; fixed-length, that divided by a constant."""
     fixed_length: int | None = None
-    """What "fixed-length" divides each response's sum by. None: rollout.max_response_tokens."""
+    """The number that "fixed-length" divides each response's sum by. None:
+    rollout.max_response_tokens."""
     old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
-    """What the ratio's denominator is. "recomputed": the trainer's own, under the weights that
+    """The denominator of the ratio. "recomputed": the trainer's own, under the weights that
     sampled; the ratio is then exactly 1 in a step's first update (train.updates_per_round).
     "rollout": the engine's, so that the ratio also corrects the difference between the two
     implementations."""
@@ -167,8 +169,8 @@ class AlgorithmConfig:
 
     @property
     def told(self) -> str:
-        """What the algorithm comes to, for people: its name, every switch that is not as in its
-        row, and functions in the place of its own."""
+        """A line that describes the algorithm for people: its name, every switch that is not as in
+        its row, and functions in the place of its own."""
         line = f"algorithm {self.name if self.function is None else self.function}"
         functions = ("advantage_function", "loss_function")
         changed = [f"{name}={getattr(self, name)}" for name in functions if getattr(self, name)]
@@ -181,7 +183,7 @@ class AlgorithmConfig:
 
     @property
     def is_as_named(self) -> bool:
-        """Its name says all of it."""
+        """Whether the algorithm is exactly the one of its name."""
         own = (self.function, self.advantage_function, self.loss_function)
         return not self.not_its_row and own == (None, None, None)
 
@@ -197,7 +199,8 @@ class AlgorithmConfig:
 
     @property
     def own(self) -> Algorithm | None:
-        """What `function` returned. Raises `ValueError` if it cannot be had."""
+        """The `Algorithm` that `function` returned. None: `function` is not set. Raises
+        `ValueError` if it cannot be had."""
         return None if self.function is None else own_algorithm(self.function)
 
     @property
@@ -267,12 +270,13 @@ class AlgorithmConfig:
 
     @property
     def needs_scores(self) -> bool:
-        """Advantages depend on more than rewards: `Trainer.score` comes first."""
+        """Whether advantages depend on more than rewards, so that `Trainer.score` comes first."""
         return self.needs_critic or self.policy_in_scores
 
     @property
     def needs_whole_batch(self) -> bool:
-        """Some statistic spans the step, so no advantage is known before every reward is."""
+        """Whether a statistic spans the step, so that no advantage is known before every reward
+        is."""
         return bool(self.whiten) or "batch" in (self.normalize_mean, self.normalize_std)
 
     @property
@@ -407,7 +411,7 @@ class AlgorithmConfig:
 
 
 def _as_written(value: object) -> str:
-    """As in a config file."""
+    """A value as a config file has it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -19,7 +19,8 @@ from rollpacker.algo.own import OwnFunction
 from rollpacker.algo.weights import token_weights
 
 MAX_LOG_RATIO = 20.0
-"""Far outside of any clip. Beyond it exp() overflows and 0 times infinity enters the gradient."""
+"""Largest logarithm of a ratio, far outside of any clip. Beyond it exp() overflows and 0 times
+infinity enters the gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class TokenLoss:
     """The losses of some tokens."""
 
     per_token: Tensor
-    """[K], differentiable."""
+    """The loss of each token [K], differentiable."""
     sums: Mapping[str, Tensor]
     """Detached sums over the tokens. Of the policy, `clip_ratio_low` and `clip_ratio_high`: tokens
     whose ratio was clipped with an effect on the loss; or instead of these whatever a loss from

@@ -23,19 +23,20 @@ ADVANTAGE_ARGUMENTS = (
     *("token_rewards", "log_probs", "rollout_log_probs", "ref_log_probs"),
     *("teacher_log_probs", "values", "config"),
 )
-"""What an advantage function may ask for; docs/algorithms.md says what each is."""
+"""Arguments that an advantage function may ask for; docs/algorithms.md says what each is."""
 LOSS_ARGUMENTS = (
     *("log_probs", "old_log_probs", "advantages", "sample_ids", "num_samples"),
     *("ref_log_probs", "rollout_log_probs", "entropy", "config"),
 )
-"""What a loss function may ask for."""
+"""Arguments that a loss function may ask for."""
 
 _KINDS = {"advantages": ADVANTAGE_ARGUMENTS, "loss": LOSS_ARGUMENTS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """What `algorithm.function` returns. Everything that is left out is as in the package."""
+    """The algorithm that `algorithm.function` returns. Everything that is left out is as in the
+    package."""
 
     row: Row = field(default_factory=Row)
     """The values of the switches that the config leaves at null. They also say what a run must
@@ -51,7 +52,7 @@ class Algorithm:
 
 @dataclass(frozen=True, slots=True)
 class OwnFunction:
-    """Somebody's function and what it wants to know."""
+    """A user's function and the arguments that it takes."""
 
     said_by: str
     """The key and value that name it, for messages: algorithm.loss_function=my.py:g."""
@@ -65,7 +66,8 @@ class OwnFunction:
 
 @cache
 def own_algorithm(function: str) -> Algorithm:
-    """What the function of this name returns. Raises `ValueError` if it returns no `Algorithm`."""
+    """The `Algorithm` that the function of this name returns. Raises `ValueError` if it returns
+    anything else."""
     make: Callable[[], object] = load_function(function)
     made = make()
     if not isinstance(made, Algorithm):

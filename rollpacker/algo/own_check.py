@@ -21,12 +21,13 @@ from rollpacker.algo.own import OwnFunction
 from rollpacker.algo.step import step_advantages
 
 _TOLERANCE = 1e-5
-"""Of the largest number. The tensors are float64, of which a function may make float32."""
+"""Largest difference, as a share of the largest number. The tensors are float64, of which a
+function may make float32."""
 _TRIED = "tried on made-up tensors before the run"
 
 
 class _AnyReward(dict[str, Tensor]):
-    """Rewards by name before it is known which names there are: whatever is asked for is there."""
+    """Rewards by name for trying a function, before the names are known: every name is there."""
 
     def __init__(self, rewards: Tensor) -> None:
         super().__init__({"reward": rewards})
@@ -75,8 +76,8 @@ def _check_advantages(config: AlgorithmConfig, own: OwnFunction, samples_per_pro
 
 
 def _advantages(config: AlgorithmConfig, samples_per_prompt: int, group: int | None) -> Tensor:
-    """Of three made-up groups together, or of one of them alone. The last has a sample less, as
-    where a verdict is missing, and the second has equal rewards."""
+    """Advantages of three made-up groups together, or of one of them alone. The last group has a
+    sample less, as where a verdict is missing, and the second has equal rewards."""
     least = 2 if config.needs_groups else 1
     sizes = [samples_per_prompt, samples_per_prompt, max(samples_per_prompt - 1, least)]
     group_ids = torch.arange(3).repeat_interleave(torch.tensor(sizes))
@@ -153,7 +154,7 @@ def _check_loss(config: AlgorithmConfig, own: OwnFunction) -> None:
 
 
 def _tried(own: OwnFunction, call: Callable[[], Any]) -> Any:
-    """What it gives. A `ValueError` of ours says what is wrong already."""
+    """The function's result. Raises `ValueError` that says what is wrong."""
     try:
         return call()
     except Exception as error:

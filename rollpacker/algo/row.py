@@ -1,4 +1,4 @@
-"""What an algorithm is: a row of switches. Light: no torch."""
+"""The switches of an algorithm as a row. Light: no torch."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from rollpacker.algo.kl import kl_estimate
 from rollpacker.algo.turns import Turns, generalized_turn_advantages, relative_returns
 
 WHITEN_EPSILON = 1e-8
-"""Added to the standard deviation of the step's advantages."""
+"""Number that is added to the standard deviation of the step's advantages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +25,13 @@ class StepAdvantages:
     """The advantages of some samples; float64 on the CPU."""
 
     advantages: Tensor
-    """[N], or [K] if they are `per_token`, or [T] of `turns`. NaN where there was no verdict."""
+    """One number for each sample [N], for each token [K] if they are `per_token`, or for each turn
+    [T] of `turns`. NaN where there was no verdict."""
     per_token: bool
     turns: Turns | None = None
-    """What the advantages are of. None: of samples or tokens."""
+    """The turns that the advantages are of. None: they are of samples or tokens."""
     returns: Tensor | None = None
-    """[K], with a critic."""
+    """The critic's targets [K]. None without a critic."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -175,7 +176,8 @@ def _from_rewards(
 
 
 def _is_per_token(advantages: Tensor, lengths: Sequence[int]) -> bool:
-    """Where each sample has one token, both are the same."""
+    """Whether there is one advantage per token. Where each sample has one token, both are the
+    same."""
     return len(advantages) != len(lengths)
 
 
@@ -193,7 +195,8 @@ def _checked_own(found: Any, lengths: Sequence[int], config: AlgorithmConfig) ->
 
 
 def _token_rewards(rewards: Tensor, penalty: Tensor | None, lengths: Sequence[int]) -> Tensor:
-    """[K]: each token's penalty, and the sample's reward at its last token."""
+    """The rewards of tokens [K]: each token's penalty, and the sample's reward at its last
+    token."""
     of_token = rewards.new_zeros(sum(lengths)) if penalty is None else penalty.clone()
     of_token[last_tokens(lengths)] += rewards
     return of_token
@@ -202,7 +205,7 @@ def _token_rewards(rewards: Tensor, penalty: Tensor | None, lengths: Sequence[in
 def _penalty(
     log_probs: Tensor | None, ref_log_probs: Tensor | None, config: AlgorithmConfig
 ) -> tuple[Tensor | None, dict[str, float]]:
-    """What the KL penalty adds to each token's reward [K], and its metric; None if it is not in the
+    """The KL penalty of each token's reward [K], and its metric. None if the penalty is not in the
     reward."""
     if not config.kl_in_reward:
         return None, {}

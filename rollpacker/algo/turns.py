@@ -25,11 +25,11 @@ class Turns:
     """The T turns of N samples."""
 
     counts: Sequence[int]
-    """Of each sample, at least one."""
+    """Number of turns of each sample, at least one."""
     lengths: Sequence[int]
     """Tokens that the model drew in each turn [T]."""
     rewards: Tensor
-    """What each turn is worth by itself [T], float64. NaN in a sample without a verdict."""
+    """Reward of each turn by itself [T], float64. NaN in a sample without a verdict."""
 
     @property
     def first_tokens(self) -> Tensor:
@@ -38,11 +38,11 @@ class Turns:
         return lengths.cumsum(0) - lengths
 
     def over_tokens(self, values: Tensor) -> Tensor:
-        """Of each turn [T]: the same for all of its tokens [K]."""
+        """The value of each turn [T], repeated for all of its tokens [K]."""
         return values.repeat_interleave(self._lengths)
 
     def sums(self, values: Tensor) -> Tensor:
-        """Rewards with those of its tokens [K] added to each turn's [T]."""
+        """The rewards of turns [T] with the values of each turn's tokens [K] added."""
         turn = torch.arange(len(self.lengths)).repeat_interleave(self._lengths)
         return self.rewards.index_add(0, turn, values)
 
@@ -66,7 +66,8 @@ def relative_returns(
 
 
 def places_in_groups(returns: Tensor, group_ids: Tensor, turns: Turns) -> Tensor:
-    """Which turns are compared [T], integers: those of one group and one place in their dialogues.
+    """The groups of turns that are compared with each other, as integers [T]: turns of one group at
+    one place in their dialogues.
 
     Nothing stands beside the turns that only one sample of a group came to. They are compared with
     each other and with the last place that another sample has too: a late success is worth

@@ -1,1 +1,2 @@
-"""One small file per command. `main.py` imports none of the heavy parts before a command runs."""
+"""Commands: a small file for each verb, and the texts of the larger ones. `main.py` imports none of
+the heavy parts before a command runs."""

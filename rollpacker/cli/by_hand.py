@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class StoppedByHand(Exception):
-    """Nobody types any more."""
+    """Raised where the input ends: nobody types any more."""
 
 
 class ByHand:
-    """In place of an engine. Belongs to one event loop."""
+    """Stands in place of an engine, and has the turns typed. Belongs to one event loop."""
 
     def __init__(self, template: DialogueTemplate, console: Console) -> None:
         self._template = template
@@ -126,7 +126,7 @@ class _Lines:
         self.are_typed = sys.stdin.isatty()
 
     async def next(self) -> str | None:
-        """None: there are no more."""
+        """The next line. None if there are no more."""
         while b"\n" not in self._buffer:
             read = await self._read()
             if not read:

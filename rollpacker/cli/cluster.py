@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.cli.arguments import add_overrides, compared
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -83,13 +85,7 @@ def _add_serving(actions: Any) -> None:
 
 def _add_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="YAML file, as in configs/clusters")
-    _add_overrides(parser)
-
-
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
-    )
+    add_overrides(parser)
 
 
 def _add_submit(actions: Any) -> argparse.ArgumentParser:
@@ -100,7 +96,7 @@ def _add_submit(actions: Any) -> argparse.ArgumentParser:
         "program that takes its turns by rollpacker.cluster.phase.",
     )
     submit.add_argument("config", metavar="RUN.yaml", help="as for rollpacker train; or PROGRAM.py")
-    _add_overrides(submit)
+    add_overrides(submit)
     submit.add_argument(
         "--slo", type=float, default=1.5, help="how many times as long it may take (default: 1.5)"
     )
@@ -143,9 +139,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _simulate(args: argparse.Namespace) -> int:
     from rollpacker.cluster.sim.jobs import arrivals
+    from rollpacker.cluster.sim.policies import POLICIES, SHIPPED
     from rollpacker.cluster.sim.spec import load_cluster
 
-    names = _names(args.compare)
+    names = [SHIPPED] if args.compare is None else compared(args.compare, POLICIES, "policy")
     spec = load_cluster(args.file, args.overrides)
     jobs = arrivals(spec)
     _check(spec, jobs)
@@ -160,25 +157,8 @@ def _simulate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _names(text: str | None) -> list[str]:
-    """The policies of --compare, each once."""
-    from rollpacker.cluster.sim.policies import POLICIES, SHIPPED
-    from rollpacker.config.document import nearest
-
-    if text is None:
-        return [SHIPPED]
-    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        if name not in POLICIES:
-            raise ValueError(
-                f'--compare: there is no policy "{name}". Known: {", ".join(POLICIES)}.'
-                f"{nearest(name, POLICIES)}"
-            )
-    return names
-
-
 def _check(spec: ClusterSpec, jobs: Sequence[Arrival]) -> None:
-    """Before anything runs: whether each job fits somewhere."""
+    """Check, before anything runs, that each job fits somewhere."""
     from rollpacker.cluster.decide.nodes import check_job
 
     pools = spec.core_pools()
@@ -189,7 +169,8 @@ def _check(spec: ClusterSpec, jobs: Sequence[Arrival]) -> None:
 def _simulate_all(
     spec: ClusterSpec, jobs: Sequence[Arrival], names: Sequence[str], *, told: bool
 ) -> dict[str, PolicyResult]:
-    """By policy, in the order given."""
+    """Simulate the jobs under each of these policies. Returns results by policy, in the order
+    given."""
     from rollpacker.cluster.sim.simulation import Simulation
 
     results: dict[str, PolicyResult] = {}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollpacker.cli import findings, trials
+from rollpacker.cli.arguments import add_overrides
 from rollpacker.cli.findings import Finding
 from rollpacker.imports import MissingPackageError
 from rollpacker.run import output
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
 
 PATIENCE_S = 30.0
-"""A check that takes longer is given up."""
+"""Seconds after which a check is given up."""
 INPUTS_PATIENCE_S = 600.0
-"""For data, rewards and the hosts of a cluster, which may have much to look at."""
+"""Seconds for data, rewards and the hosts of a cluster, where there may be much to look at."""
 NAME_WIDTH = 12
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("fail", "bold red")}
 _BLAMED = {"DataError": "data", "EnvironmentSetupError": "environment"}
@@ -49,9 +50,9 @@ class _Check(NamedTuple):
     name: str
     look: Callable[[], Finding | list[Finding]]
     must: bool = True
-    """Training cannot start if the check itself breaks."""
+    """Whether training cannot start if the check itself breaks."""
     patience_s: float | None = None
-    """None: `PATIENCE_S`."""
+    """Seconds that the check may take. None: `PATIENCE_S`."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -62,9 +63,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs="?", help="YAML file of a run")
-    parser.add_argument(
-        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
-    )
+    add_overrides(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
 
 
@@ -157,7 +156,8 @@ class _TooSlow(Exception):
 
 
 def _looked(check: _Check) -> list[Finding]:
-    """What a check finds. Raises what it raises, and `_TooSlow` where it takes too long."""
+    """The findings of a check. Raises what the check raises, and `_TooSlow` where it takes too
+    long."""
     outcome: list[Finding | list[Finding] | Exception] = []
 
     def look() -> None:
@@ -179,7 +179,7 @@ def _looked(check: _Check) -> list[Finding]:
 
 
 def _outcome(check: _Check) -> list[Finding]:
-    """What a check finds; one that breaks is itself a finding."""
+    """The findings of a check; a check that breaks is itself a finding."""
     try:
         return _looked(check)
     except _TooSlow as error:
@@ -202,7 +202,8 @@ def _outcome(check: _Check) -> list[Finding]:
 
 
 def _print(console: Any, finding: Finding) -> None:
-    """One line on a terminal if it fits; elsewhere always one line, and one for the cure."""
+    """Print a finding: one line on a terminal if it fits; elsewhere always one line, and one for
+    the cure."""
     from rich.table import Table
     from rich.text import Text
 

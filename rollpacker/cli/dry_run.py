@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from rollpacker.run.parts.environments import Turns
 
 _MOST_ROWS = 64
-"""Of the data, in which each reward function finds one that is its own to be tried on."""
+"""Number of rows of the data, in which each reward function finds one that is its own to be tried
+on."""
 
 
 def print_dry_run(config: RunConfig, *, num_rows: int | None) -> None:
@@ -56,7 +57,7 @@ def check_parts(config: RunConfig) -> None:
 
 
 def _print_devices(config: RunConfig) -> RunConfig:
-    """Who is on which device, as a table. Returns the config as it is there. Raises
+    """Print who is on which device, as a table. Returns the config as it is there. Raises
     `PlacementError` if devices or their memory are short."""
     from rollpacker.run.parts import placement
 
@@ -75,9 +76,9 @@ def _print_devices(config: RunConfig) -> RunConfig:
 
 
 def _first_rows(config: RunConfig) -> tuple[Sequence[str], Sequence[PromptRow]]:
-    """How prompts are made, and the first of `data.train`, without anything else loaded but the
-    environments, whose tools stand in the prompt. What keeps it from being shown is said in its
-    place. Raises what their mistakes raise."""
+    """The first rows of `data.train`, and lines that tell how prompts are made, without anything
+    else loaded but the environments, whose tools stand in the prompt. A line says what keeps a
+    prompt from being shown. Raises what mistakes in environments raise."""
     from rollpacker.run.parts.environments import load_turns
     from rollpacker.run.parts.hub import look_for_hub
     from rollpacker.run.parts.policy import of_tokenizer

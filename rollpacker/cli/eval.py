@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.cli.arguments import add_overrides
+
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.run.ports.evaluation import EvalResult
@@ -23,13 +25,7 @@ def add_parser(subparsers: Any) -> None:
         description="Evaluate a run's newest checkpoint, or a model folder, on held-out prompts.",
     )
     parser.add_argument("target", metavar="RUN_OR_MODEL", help="a run's folder or a model's folder")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=(),
-        metavar="key=value",
-        help="replace single settings of the config",
-    )
+    add_overrides(parser, "replace single settings of the config")
     parser.add_argument(
         "--task",
         metavar="TASK_OR_CONFIG",
@@ -70,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(metrics: Mapping[str, float]) -> Iterator[str]:
-    """One for each metric, its standard error beside it."""
+    """A line for each metric, with its standard error."""
     for name, value in metrics.items():
         name = name.removeprefix("eval/")
         if not name.startswith("stderr/"):

@@ -1,4 +1,4 @@
-"""What `rollpacker doctor` finds out about a machine: one `Finding` per fact, with its cure.
+"""Finds out about a machine for `rollpacker doctor`: one `Finding` per fact, with its cure.
 
 Nothing here changes anything. Torch is imported inside functions.
 """
@@ -32,7 +32,7 @@ class Finding:
     name: str
     text: str
     cure: str = ""
-    """One sentence, for all that is not ok."""
+    """One sentence. Empty for what is ok."""
     details: dict[str, Any] = field(default_factory=dict)
 
 
@@ -59,8 +59,8 @@ def packages() -> Finding:
 
 
 def _wrong(extra: str) -> list[str]:
-    """What is missing, or has another version, of the packages that we need; of an extra those that
-    it adds to these."""
+    """Packages that are missing or have another version than we need, in words. `extra`: those that
+    this extra adds; "" for those that are always needed."""
     from importlib.metadata import PackageNotFoundError, requires, version
 
     from packaging.requirements import Requirement

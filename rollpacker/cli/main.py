@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_information() -> None:
-    """Nothing sets up the logging of a command: what Python does then is to print warnings."""
+    """Have Python print information as it prints warnings: nothing sets up the logging of a
+    command."""
     import logging
 
     logging.getLogger("rollpacker").setLevel(logging.INFO)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.cli.arguments import add_overrides, check_file, check_jobs
 from rollpacker.cli.schedule import add_csv, write_schedule
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from rollpacker.sim.whatif import RunModel
 
 LINE_EVERY_S = 10.0
-"""Without a terminal, a line of progress at most this often."""
+"""Seconds between two lines of progress, at least, where there is no terminal."""
 LONG_S = 300.0
-"""Who waits longer is told what else there is."""
+"""Seconds of waiting that are left from which on a hint says what else there is."""
 _EXAMPLES = """\
 examples:
   rollpacker plan configs/scenarios/14b-16k.yaml
@@ -42,13 +43,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", metavar="TARGET", help="a scenario's YAML file or a run's folder")
-    parser.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        default=(),
-        help="changes to the current settings",
-    )
+    add_overrides(parser, "changes to the current settings")
     parser.add_argument(
         "--max-shift",
         metavar="SHARE",
@@ -169,7 +164,7 @@ def _run_config(args: argparse.Namespace, model: RunModel, shared: ClusterSpec |
 
 
 def _priced(base: Base, config: Scenario | RunConfig, shared: ClusterSpec | None) -> Base:
-    """With what the pools cost, if they are shared."""
+    """The base with the prices of the pools, if they are shared."""
     from rollpacker.cluster.decide.job import Phase
     from rollpacker.cluster.profile.job_profile import devices_of
     from rollpacker.config.schema import RunConfig
@@ -244,7 +239,7 @@ def _search(
 
 
 def _comment(target: str, plan: Plan) -> str:
-    """For the head of the file."""
+    """The comment at the head of the written config."""
     import textwrap
 
     lines = [f"The best setting that rollpacker plan found for {target}."]
@@ -260,7 +255,8 @@ def _outside(
     found: Plan,
     best: Any,
 ) -> str:
-    """What of the best setting lies outside of what was fitted or measured."""
+    """A sentence about what of the best setting lies outside of what was fitted or measured. Empty
+    for nothing."""
     from rollpacker.sim.fitted_range import (
         OUTSIDE_STEPS,
         assumed,
@@ -282,15 +278,14 @@ def _outside(
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """What can be refused before anything is read."""
-    if args.jobs is not None and args.jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, not {args.jobs}")
+    """Refuse numbers that cannot be, before anything is read."""
+    check_jobs(args.jobs)
     if args.max_shift is not None and not 0 <= args.max_shift < 1:
         raise ValueError(f"--max-shift must be at least 0 and less than 1, not {args.max_shift}")
 
 
 def _checked_out(name: str | None) -> Path | None:
-    """Where to write. Raises `ValueError` before anything is simulated for it."""
+    """The file to write, None for none. Raises `ValueError` before anything is simulated for it."""
     if name is None:
         return None
     out = Path(name)
@@ -298,13 +293,12 @@ def _checked_out(name: str | None) -> Path | None:
         raise ValueError(f"--write {name}: a config's name ends in .yaml")
     if out.exists():
         raise ValueError(f"--write {name}: there is such a file already; choose another name")
-    if not out.parent.is_dir():
-        raise ValueError(f"--write {name}: there is no folder {out.parent}")
+    check_file("--write", name)
     return out
 
 
 def _to_plain(target: str, plan: Plan, real: AsMeasured | None) -> dict[str, Any]:
-    """As --json prints it; of a run with what it measured."""
+    """The plan as --json prints it, with what was measured if it is a run's."""
     plain = {"target": str(target), **plan.to_plain()}
     if real is not None:
         plain["measured"] = {"step_s": real.measured.mean["total_s"], "offset": real.offset}

@@ -1,4 +1,4 @@
-"""What `rollpacker plan` found, for people."""
+"""Tells people what `rollpacker plan` found."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ MIN_FEWER, MIN_FASTER = 0.08, 0.02
 COLUMNS = ("step s", "saved s", "tokens/s", "short/cascade/long s", "shift", "oracle")
 SHARED_COLUMNS = ("price/1k", "busy s", "saved s", "step s", "shift", "oracle")
 NO_TAIL_SHARE = 0.3
-"""With more responses than this at the cap, the cap is what ends a round."""
+"""Share of responses at the cap above which the cap is what ends a round."""
 
 
 def left(seconds: float) -> str:
-    """So long, roughly, in words; nothing of nothing known."""
+    """Roughly how long these seconds are, in words. Empty for 0, which means that nothing is
+    known."""
     minutes = round(seconds / 60)
     if minutes < 2:
         return "about a minute" if seconds > 0 else ""
@@ -28,7 +29,7 @@ def left(seconds: float) -> str:
 
 
 def trust(plan: Plan, real: AsMeasured) -> list[str]:
-    """How far off the simulation is on the run as it was, which a gain should exceed."""
+    """A line on how far off the simulation is on the run as it was, which a gain should exceed."""
     off = real.offset
     direction = "longer" if off > 0 else "shorter"
     told = (
@@ -44,7 +45,7 @@ def trust(plan: Plan, real: AsMeasured) -> list[str]:
 def ranking(plan: Plan, real: AsMeasured | None = None) -> Table:
     from rollpacker.report.table import table
 
-    columns = COLUMNS if plan.prices is None else SHARED_COLUMNS
+    columns = COLUMNS if plan.base.prices is None else SHARED_COLUMNS
     made = table("setting", *columns, expand=False, dense=True)
     if real is not None:
         made.add_row("measured", *_measured_cells(real.measured, plan))
@@ -61,7 +62,7 @@ def ranking(plan: Plan, real: AsMeasured | None = None) -> Table:
 def _measured_cells(measured: SystemResult, plan: Plan) -> list[str]:
     from rollpacker.sim.plan_result import total_s
 
-    cost_s = total_s if plan.prices is None else plan.prices.busy_s
+    cost_s = total_s if plan.base.prices is None else plan.base.prices.busy_s
     costs_s = [cost_s(step) for step in measured.steps]
     rounds = ""
     kinds_s = {
@@ -79,16 +80,16 @@ def _measured_cells(measured: SystemResult, plan: Plan) -> list[str]:
 def _costs(
     plan: Plan, cost_s: float, saved: str, step_s: float, tokens: float, rounds: str
 ) -> list[str]:
-    """The first columns."""
+    """The cells of the first columns."""
     told = [_seconds(cost_s, plan), saved]
-    if plan.prices is None:
+    if plan.base.prices is None:
         return [*told, f"{tokens:,.0f}", rounds]
-    price = f"{plan.prices.price_of_1k_prompts(cost_s):,.2f}"
+    price = f"{plan.base.prices.price_of_1k_prompts(cost_s):,.2f}"
     return [price, *told, _seconds(step_s, plan)]
 
 
 def _label(finding: Finding) -> str:
-    """The factors; the switches of all finalists are the same."""
+    """The factors of a finding; the switches of all finalists are the same."""
     names = [idea.name for idea in finding.candidate.ideas if idea.slot == "factors"]
     return names[0].removeprefix("factors ") if names else "current factors"
 
@@ -114,7 +115,7 @@ def _seconds(value: float, plan: Plan) -> str:
 
 
 def explain(plan: Plan, *, corrected: bool) -> list[str]:
-    """What to do and why, one line each. `corrected`: tail_batching.debias is on."""
+    """Lines on what to do, and why. `corrected`: tail_batching.debias is on."""
     return [
         "",
         *_verdict(plan),
@@ -130,15 +131,15 @@ def _verdict(plan: Plan) -> list[str]:
 
 
 def _pays(plan: Plan) -> list[str]:
-    """One sentence, where tail batching does not pay."""
+    """A sentence for settings under which tail batching does not pay. Empty if it does."""
     if plan.pays:
         return []
     gain, without = "", plan.untailed
     if plan.has_tail_batching and without is not None:
         best_s, without_s = _seconds(plan.best.cost_s, plan), _seconds(without.cost_s, plan)
-        what, of = ("a step", "of") if plan.prices is None else ("pools that are busy", "for")
+        what, of = ("a step", "of") if plan.base.prices is None else ("pools that are busy", "for")
         gain = f" ({what} {of} {best_s} s with it, {of} {without_s} s without)"
-    why, capped = "", plan.capped_share
+    why, capped = "", plan.base.capped_share
     if capped is not None and capped > NO_TAIL_SHARE:
         why = f", as {capped:.0%} of the responses run to the cap and there is no tail to cut off"
     return ["", f"Tail batching does not pay here{gain}{why}: tail_batching.enabled=false will do."]
@@ -162,7 +163,7 @@ def _what_to_do(plan: Plan) -> list[str]:
     error = f" ± {best.saved_error_s / now.cost_s:.1%}" if best.saved_error_s >= 0 else ""
     lines = [f"Best: {best.candidate.name}"]
     what, more = "The step takes", "longer"
-    if plan.prices is not None:
+    if plan.base.prices is not None:
         what, more = "The pools that the job holds cost", "more"
     if best.saved_s < 0:
         lines.append(
@@ -190,14 +191,15 @@ def _what_to_do(plan: Plan) -> list[str]:
 
 
 def _why_refused(plan: Plan, refused: Finding) -> str:
-    assert plan.trust is not None
+    assert plan.base.trust is not None
     now = plan.current
     gain = refused.tokens_per_s / now.tokens_per_s - 1
-    what = "the step takes" if plan.prices is None else "the pools cost"
+    what = "the step takes" if plan.base.prices is None else "the pools cost"
     return (
         f"Stay with the current settings: with {refused.candidate.name} {what} "
         f"{refused.saved_s / now.cost_s:.1%} less, but trained tokens per second change by "
-        f"{gain:+.1%}, which is not more than the {plan.trust:.1%} by which the simulation is off."
+        f"{gain:+.1%}, which is not more than the {plan.base.trust:.1%} by which "
+        "the simulation is off."
     )
 
 
@@ -210,13 +212,10 @@ def _shown(value: object) -> str:
 def _reasons(plan: Plan) -> list[str]:
     if not plan.reasons:
         return []
-    lines = ["", "Why, one after the other (and what is lost if only this one is left out):"]
+    lines = ["", "Why (what is lost if only this one is left out):"]
     for reason in plan.reasons:
-        added, lost = _seconds(reason.added_s, plan), _seconds(reason.left_out_s, plan)
-        lines.append(
-            f"  saves {added:>6} s  ({lost} ± {_seconds(reason.left_out_error_s, plan)} s)  "
-            f"{reason.idea.name}"
-        )
+        lost, error = (_seconds(s, plan) for s in (reason.left_out_s, reason.left_out_error_s))
+        lines.append(f"  saves {lost:>6} ± {error} s  {reason.idea.name}")
     return lines
 
 
@@ -236,17 +235,18 @@ def _small_print(plan: Plan, corrected: bool) -> list[str]:
     else:
         bound = (
             f"Bound: trained responses on average at most {plan.max_shift or 0:.1%} shorter "
-            f"{'or longer ' if plan.order_only else ''}than the policy's own"
+            f"{'or longer ' if plan.base.order_only else ''}than the policy's own"
             + (
-                f", at {plan.mismatch:.1e} mismatches per carried token and update."
-                if plan.order_only
+                f", at {plan.base.mismatch:.1e} mismatches per carried token and update."
+                if plan.base.order_only
                 else "."
             )
         )
-    if plan.measured_shift is not None and not corrected:
+    measured = plan.base.measured_shift
+    if measured is not None and not corrected:
         bound += (
             f" The current settings are held to it by the shift that the run measured "
-            f"({plan.measured_shift:+.1%}), not by the simulated one ({plan.current.shift:+.1%})."
+            f"({measured:+.1%}), not by the simulated one ({plan.current.shift:+.1%})."
         )
     return [
         bound,
@@ -258,8 +258,8 @@ def _small_print(plan: Plan, corrected: bool) -> list[str]:
 
 
 def _prices(plan: Plan) -> list[str]:
-    """What is compared on shared pools."""
-    prices = plan.prices
+    """A sentence on what is compared on shared pools. Empty without shared pools."""
+    prices = plan.base.prices
     if prices is None:
         return []
     return [

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.cli.arguments import add_overrides
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -30,13 +32,7 @@ def add_parser(subparsers: Any) -> None:
         "Ctrl-D ends the episode.",
     )
     parser.add_argument("config", metavar="CONFIG", help="a YAML file with an `environment`")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=(),
-        metavar="key=value",
-        help="replace single settings of the config",
-    )
+    add_overrides(parser, "replace single settings of the config")
     parser.add_argument(
         "--model",
         metavar="RUN_OR_MODEL",

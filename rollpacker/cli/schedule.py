@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from rollpacker.cli.arguments import check_file
+
 
 def add_csv(parser: argparse.ArgumentParser) -> None:
     """The option of `rollpacker plan`."""
@@ -54,16 +56,13 @@ def write_schedule(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What can be refused before anything is read."""
+    """Refuse options that cannot be, before anything is read."""
     for option, given in (("--write", args.write), ("--max-shift", args.max_shift)):
         if given is not None:
             raise ValueError(f"--csv and {option} exclude each other: --csv searches nothing")
     path = Path(args.csv)
     if path.suffix != ".csv":
         raise ValueError(f"--csv {args.csv}: the name must end in .csv")
-    if path.is_dir():
-        raise ValueError(f"--csv {args.csv} is a folder: give the name of a file in it")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--csv {args.csv}: there is no folder {path.parent}")
+    check_file("--csv", args.csv)
     if Path(args.target).suffix not in (".yaml", ".yml"):
         raise ValueError(f"--csv needs a scenario with train.pipeline, and {args.target} is none")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.cli.arguments import add_overrides
+
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.engines.engine import SamplingParams
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 PORT = 8000
 LOOPBACK = "127.0.0.1"
 MAX_RESPONSE_TOKENS = 1024
-"""Where neither a request nor a config says."""
+"""Most tokens of a response where neither the request nor a config says."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -31,13 +33,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "target", metavar="RUN_OR_MODEL", help="a run's folder, a model's folder, or a config"
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=(),
-        metavar="key=value",
-        help="replace single settings of the config",
-    )
+    add_overrides(parser, "replace single settings of the config")
     parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; 0: a free one")
     parser.add_argument("--host", default=LOOPBACK, help=f"default {LOOPBACK}: this machine alone")
     parser.add_argument("--token", help="what clients must send; one is made if left out")
@@ -57,7 +53,7 @@ class _Target:
 
     @property
     def sampling(self) -> SamplingParams:
-        """What a request does not say."""
+        """The settings for what a request does not say."""
         from rollpacker.engines.engine import SamplingParams
 
         if self.config is None:
@@ -89,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _target(args: argparse.Namespace) -> _Target:
-    """Which model, and what else is known of it."""
+    """The model that is to be served, and its config if it has one."""
     from rollpacker.config.earlier import as_it_was
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
@@ -179,7 +175,8 @@ async def _serve(args: argparse.Namespace, target: _Target) -> None:
 
 
 def _dialogue(target: _Target) -> Any:
-    """Before the model loads, which takes longer. Raises `TemplateError`."""
+    """The dialogue of the model's chat template, made before the model loads, which takes longer.
+    Raises `TemplateError`."""
     from rollpacker.dialogue.parsing import TemplateDialogue
     from rollpacker.dialogue.template import DialogueTemplate
     from rollpacker.trainer.model import end_tokens, load_tokenizer

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.cli.arguments import add_overrides, check_file, check_jobs, compared
 from rollpacker.cli.simulations import simulate_all
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from rollpacker.sim.scenario import Scenario
 
 SIMULATED = "simulated"
-"""What a what-if calls the run at its own settings."""
+"""Name of the run at its own settings, in a what-if."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -31,9 +32,7 @@ def add_parser(subparsers: Any) -> None:
         "well.",
     )
     parser.add_argument("scenario", nargs="?", metavar="SCENARIO", help="YAML file")
-    parser.add_argument(
-        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--from",
         dest="from_run",
@@ -112,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What can be refused before anything is read."""
+    """Refuse options that cannot be, before anything is read."""
     if args.scenario is not None and "=" in args.scenario and not Path(args.scenario).exists():
         raise ValueError(f"{args.scenario} is a setting: the scenario file comes before it")
     if args.scenario is None and args.from_run is None:
@@ -128,30 +127,18 @@ def _check(args: argparse.Namespace) -> None:
         for option, given in (("--compare", args.compare), ("--log", args.log)):
             if given is not None:
                 raise ValueError(f"{option} and --from exclude each other: it needs a scenario")
-    if args.jobs is not None and args.jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, not {args.jobs}")
+    check_jobs(args.jobs)
     for option, file in (("--picture", args.picture), ("--log", args.log)):
         if file is not None:
-            _check_file(option, file)
+            check_file(option, file)
     if args.log is not None and os.path.lexists(args.log):  # it may be a real run's
         raise ValueError(f"--log {args.log}: there is such a file already; choose another name")
     if args.log is not None and args.log == args.picture:
         raise ValueError(f"--log and --picture are both {args.log}: choose two names")
 
 
-def _check_file(option: str, file: str) -> None:
-    """Raises `ValueError` if no file of this name can be written."""
-    if not file:
-        raise ValueError(f"{option} is empty: give the name of a file")
-    path = Path(file)
-    if path.is_dir():
-        raise ValueError(f"{option} {file} is a folder: give the name of a file in it")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} {file}: there is no folder {path.parent}")
-
-
 def _picture(args: argparse.Namespace) -> Path | None:
-    """Where the timeline goes."""
+    """The file of the timeline. None if none is drawn."""
     from rollpacker.imports import MissingPackageError, missing
     from rollpacker.sim.timeline import FORMATS
 
@@ -201,24 +188,18 @@ def _scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
 
 def _names(text: str, own: Scenario) -> list[str]:
     """The systems, or the orders of stages, that --compare lists, each once."""
-    from rollpacker.config.document import nearest
     from rollpacker.pipeline.sim.spec import PIPELINES
     from rollpacker.sim.presets import SYSTEMS
 
-    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    asked = [name.strip() for name in text.split(",")]
+    orders = [name for name in asked if name in PIPELINES]
+    if orders and own.train.pipeline is None:
+        raise ValueError(
+            f"--compare: {orders[0]} is an order of a trainer's stages, and the scenario has none: "
+            "set train.pipeline.stages"
+        )
     known = [*SYSTEMS, *([] if own.train.pipeline is None else PIPELINES)]
-    for name in names:
-        if name in PIPELINES and name not in known:
-            raise ValueError(
-                f"--compare: {name} is an order of a trainer's stages, and the scenario has none: "
-                "set train.pipeline.stages"
-            )
-        if name not in known:
-            raise ValueError(
-                f'--compare: there is no system "{name}". Known: {", ".join(known)}.'
-                f"{nearest(name, known)}"
-            )
-    return names
+    return compared(text, known, "system")
 
 
 def _named(own: Scenario, name: str) -> Scenario:
@@ -271,8 +252,8 @@ def _assumed(own: Scenario, results: Mapping[str, SystemResult]) -> str:
 
 
 def _outside(args: argparse.Namespace, own: Scenario, results: Mapping[str, SystemResult]) -> str:
-    """What lies outside of what was fitted, for the step of the scenario's own system in the table,
-    or of the first one there."""
+    """A sentence about what lies outside of what was fitted, for the step of the scenario's own
+    system, or of the first system in the table."""
     from rollpacker.sim.fitted_range import outside_of_scenario
     from rollpacker.sim.given_constants import given_constants
 

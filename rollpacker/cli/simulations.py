@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from rollpacker.sim.scenario import Scenario
 
 BAR_AFTER_S = 2.0
-"""What takes no longer shows no progress bar."""
+"""Seconds after which a progress bar appears."""
 _POLL_S = 0.2
 VIRTUAL_EPOCH = "1970-01-01T00:00:00+00:00"
-"""When a simulated run begins. Not the time of day: the same run has the same log."""
+"""When a simulated run begins: not the time of day, so that the same run has the same log."""
 
 
 def simulate_all(

@@ -1,5 +1,5 @@
-"""What `rollpacker play` shows: tokens with their mask, what was understood of each message, and
-what the environment made of it. All of it is text that others wrote."""
+"""Shows an episode for `rollpacker play`: tokens with their mask, what was understood of each
+message, and what the environment made of it. All of it is text that others wrote."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class Stage:
         self.is_deterministic = environments.is_deterministic
         self.scores_at_end = environments.scores_at_end
         self.lost: Lost | None = None
-        """Why there is no trajectory."""
+        """Why there is no trajectory. None if there is one."""
         self._environments = environments
         self._template = template
         self._by_hand = by_hand
         self._each_token = each_token
         self._shown: tuple[int, ...] = ()
-        """What the next prompt begins with, unless the template rewrites it."""
+        """The tokens with which the next prompt begins, unless the template rewrites it."""
         self._turn = 0
 
     # -- Environments ------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Stage:
     # -- the dialogue ------------------------------------------------------------------------------
 
     def starts(self, sample: SampleId, row: PromptRow, turns: Turns) -> None:
-        """What is about to be played."""
+        """Show what is about to be played."""
         self._told(f"prompt {sample.prompt}, {row.where}; > is drawn and would be trained on")
         for tool in self.tools:
             function = tool["function"]
@@ -131,7 +131,7 @@ class Stage:
         self._told(f"at most {most}; an answer within {turns.timeout_s:g} s")
 
     def shown(self, generate: Generate) -> Generate:
-        """The same, and the turn's tokens are shown with what stands before it."""
+        """`generate`, which also shows the turn's tokens and what stands before them."""
         import time
 
         async def show(requests: Sequence[GenerationRequest]) -> Sequence[Response]:
@@ -158,7 +158,8 @@ class Stage:
     def _stretch(
         self, tokens: Sequence[int], log_probs: Sequence[float] | None, start: int
     ) -> None:
-        """`log_probs`: of drawn tokens. None: they were given. `start`: the first one's place."""
+        """Show tokens, the first of which has the place `start`. `log_probs` are None for tokens
+        that were given."""
         mark, style = (" ", _GIVEN) if log_probs is None else (">", _DRAWN)
         if self._each_token:
             for place, token in enumerate(tokens):
@@ -177,7 +178,7 @@ class Stage:
         )
 
     def _understood(self, message: Mapping[str, Any]) -> None:
-        """Calls, and what was meant to be some."""
+        """Show the calls of a message, and what was meant to be some."""
         for call in message.get("tool_calls") or ():
             function = call["function"]
             arguments = json.dumps(function["arguments"], ensure_ascii=False, default=str)
@@ -188,12 +189,12 @@ class Stage:
     # -- the end -----------------------------------------------------------------------------------
 
     def stopped(self) -> None:
-        """Nobody typed on."""
+        """Show that nobody typed on."""
         self.console.print()
         self._told("stopped before its end: there is nothing to judge", "bold")
 
     def ended(self, response: Response, episode: Episode, config: RunConfig) -> None:
-        """Why, and what it came to."""
+        """Show why the episode ended, and what it cost."""
         assert config.environment is not None
         why = _WHY.get(response.finish_reason, "").format(
             length=config.sampling.max_response_tokens,
@@ -208,7 +209,7 @@ class Stage:
         self._told(f"{policy}environment {_seconds(episode.environment_s)}")
 
     def judged(self, verdict: Scored | Failed) -> None:
-        """The rewards."""
+        """Show the rewards."""
         for name, value in verdict.parts.items():
             told = "does not judge it" if value is None else f"{value:g}"
             self._told(f"reward {_text(name)}: {told}")
@@ -227,14 +228,14 @@ class Stage:
 
 
 def _visible(text: str) -> str:
-    """On one line, without anything that steers a terminal."""
+    """The text on one line, without anything that steers a terminal."""
     from rollpacker.data.chat import visible
 
     return visible(text)
 
 
 def _text(value: Any) -> str:
-    """Of others, on one line."""
+    """A value that others made, as text on one line."""
     return _visible(value if isinstance(value, str) else json.dumps(value, default=str))
 
 

@@ -1,5 +1,5 @@
-"""What a command that reads logs is busy with, on standard error: only for a terminal, gone at the
-end. A log of 10,000 steps takes minutes."""
+"""Shows on standard error what a command that reads logs is busy with: only for a terminal, gone at
+the end. A log of 10,000 steps takes minutes."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Template:
     about: str
     """The text at the config's head, without the commands."""
     commands: tuple[str, ...]
-    """What to type after `init`, in order; as in a checkout."""
+    """The commands to type after `init`, in order; as in a checkout."""
     sources: tuple[str, ...]
     """Files below `root()`, the config first."""
 
@@ -50,7 +50,7 @@ class Template:
         return tuple(self._moved(one) for one in self.commands)
 
     def _moved(self, text: str) -> str:
-        """With the places of the user's folder, where all files lie side by side.
+        """The text with the places of the user's folder, where all files lie side by side.
 
         Scripts that import each other by `examples.` keep that folder.
         """
@@ -89,8 +89,8 @@ def root() -> Path:
 
 
 def templates() -> dict[str, Template]:
-    """All templates by name: runs, then the simulator's scenarios. A warm-up belongs to a run. A
-    cluster is none: it is where jobs go, not a job."""
+    """All templates by name: runs, then the simulator's scenarios. A warm-up belongs to a run. The
+    file of a cluster is no template, since jobs go there."""
     configs = (path for path in (root() / "configs").rglob("*.yaml") if not _is_cluster(path))
     paths = sorted(configs, key=lambda path: (_is_scenario(path), path))
     found = (_template(path) for path in paths if "\nstages:" not in path.read_text("utf-8"))
@@ -141,7 +141,7 @@ def _is_scenario(path: Path) -> bool:
 
 
 def _head(name: str, text: str) -> str:
-    """The comment that a config begins with, without its commands; a module's docstring."""
+    """The comment that a config begins with, without its commands; or a module's docstring."""
     if name.endswith(".py"):
         return ast.get_docstring(ast.parse(text)) or ""
     lines = []

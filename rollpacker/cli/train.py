@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rollpacker.cli.arguments import add_overrides
 from rollpacker.run.driving import INTERRUPTED, ending_as_interrupt, not_begun
 from rollpacker.run.output import print_line
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 DRY_RUN_INTERRUPTED = "interrupted; nothing was written"
 MAX_COUNTED_BYTES = 64 << 20
-"""Rows of a larger file are not counted for the first line: that takes a tenth of a second."""
+"""Bytes of a file above which its rows are not counted for the first line: that takes a tenth of a
+second."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,9 +30,7 @@ def add_parser(subparsers: Any) -> None:
         description="Train a model by reinforcement learning, as a config file says.",
     )
     parser.add_argument("config", help="YAML file")
-    parser.add_argument(
-        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
-    )
+    add_overrides(parser)
     parser.add_argument("--resume", action="store_true", help="go on exactly where the run stopped")
     parser.add_argument(
         "--resume=auto",
@@ -94,7 +94,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _first_line(config: RunConfig) -> str:
-    """What is about to run, before anything is loaded."""
+    """A line on what is about to run, before anything is loaded."""
     data = config.data.train
     source = data.path or data.kind
     num_rows = _num_rows(data)
@@ -108,8 +108,8 @@ def _first_line(config: RunConfig) -> str:
 
 
 def _num_rows(data: DatasetConfig) -> int | None:
-    """How many rows a data set has; None where counting them would take long or cannot be done.
-    Lines of a JSONL file that are not empty; a parquet file says it itself."""
+    """Number of rows of a data set. None where counting them would take long or cannot be done.
+    Lines of a JSONL file count if they are not empty; a parquet file says its number itself."""
     if data.kind == "reasoning_gym":
         return data.size
     if data.path is None or data.kind not in ("jsonl", "parquet"):

@@ -1,4 +1,4 @@
-"""What `rollpacker doctor` tries out: the sandbox, the engine, and a config's model and data.
+"""Tries things out for `rollpacker doctor`: the sandbox, the engine, and a config's model and data.
 
 Heavy imports stand inside functions.
 """
@@ -50,8 +50,8 @@ def sandbox(config: SandboxConfig, *, needed: bool) -> Finding:
 
 
 async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
-    """What the sandbox is seen to enforce now. Opening the embedded one may go by what is
-    remembered of an earlier test."""
+    """The capabilities that the sandbox shows in a self-test now. Opening the embedded one may go
+    by what is remembered of an earlier test."""
     from rollpacker.sandbox import open_sandbox
     from rollpacker.sandbox.selftest import self_test
 
@@ -190,8 +190,9 @@ def run_folder(config: RunConfig) -> list[Finding]:
 
 
 def training(config: RunConfig) -> Finding:
-    """What the algorithm comes to, after what `train --dry-run` checks, the schedule, the further
-    models that the algorithm asks, and adapters. Raises what a run's start would raise."""
+    """A finding that says what the algorithm comes to, after the checks of `train --dry-run`, of
+    the schedule, of the further models that the algorithm asks, and of adapters. Raises what a
+    run's start would raise."""
     from rollpacker.cli.dry_run import check_parts
     from rollpacker.trainer.model import load_tokenizer
     from rollpacker.trainer.schedule import check_schedule

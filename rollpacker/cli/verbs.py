@@ -114,7 +114,7 @@ def _hint_for_flags(words: list[str]) -> str:
 
 
 def unknown_verb(verb: str) -> str:
-    """What is said of a word that is no verb."""
+    """The message for a word that is no verb."""
     near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
     if near:
         return f"rollpacker: there is no verb {verb!r}. Did you mean '{near[0]}'?"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from rollpacker.cli.arguments import add_overrides
+
 
 def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
@@ -14,9 +16,7 @@ def add_parser(subparsers: Any) -> None:
         "write a model folder.",
     )
     parser.add_argument("config", help="YAML file")
-    parser.add_argument(
-        "overrides", nargs="*", default=(), metavar="key=value", help="replace single settings"
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the model that is in the output folder"
     )

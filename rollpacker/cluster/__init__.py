@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["LeaseLost", "Stopped", "Turn", "committed", "parking", "phase"]
 
 _PLACES = {"LeaseLost": "seat", "parking": "parked"}
-"""Of those that are not in `phases.py`."""
+"""Modules of `cluster/seats/` that have the names which are not in `phases.py`."""
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded at first use: most who import a part of this package want none of it."""
+    """Load a name at its first use: most who import a part of this package want none of them."""
     if name in __all__:
         import importlib
 

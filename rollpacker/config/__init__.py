@@ -1,1 +1,1 @@
-"""One config for a run: loaded, merged with overrides, checked once, frozen."""
+"""The config of a run: loaded, merged with overrides, checked once, frozen."""

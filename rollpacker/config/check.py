@@ -89,7 +89,7 @@ class Checker:
         self.names_trl = False
         """Keys of TRL's are among what is wrong."""
         self._raw = raw
-        """What the user typed for an override, for the keys that want a text."""
+        """Texts that the user typed for overrides, for the keys that want a text."""
 
     def build(self, schema: type, value: Any, path: Path_) -> Any:
         """An instance, or a sentinel after adding to `problems`."""
@@ -208,8 +208,8 @@ class Checker:
         self.names_trl = self.names_trl or any(one.framework == TRL for one in found)
 
     def _refuse_whole(self, path: Path_, hints: Mapping[str, Any], problem: str) -> Any:
-        """What a dataclass said of itself; its messages mostly begin with a field's name, or with
-        the dotted name of a key further down."""
+        """Note what a dataclass refused of itself. Its messages mostly begin with a field's name,
+        or with the dotted name of a key further down."""
         name, _, rest = problem.partition(" ")
         if name.partition(".")[0] in hints and rest and _DOTTED_NAME.fullmatch(name):
             inside = (int(part) if part.isdecimal() else part for part in name.split("."))
@@ -232,7 +232,7 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 
 def allowed_value(kind: Any) -> str:
-    """What `allowed` says, for types with schemas in them too."""
+    """A type in the user's words, as `allowed` says them, also for types with schemas in them."""
     schema = nested_schema(kind) or item_schema(kind)
     if schema is None:
         return allowed(kind)

@@ -1,4 +1,4 @@
-"""What engines, trainer and planner must agree on, for each device to have one plan."""
+"""Checks that engines, trainer and planner agree on one plan for each device."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class _Walk:
         self._where = where
         self._lines = lines
         self._in_value = in_value
-        """What is parsed is the value of some key, not a whole document."""
+        """Whether the text is the value of some key, not a whole document."""
         self._num_nodes = 0
         self._open: list[yaml.Node] = []
 

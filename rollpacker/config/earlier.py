@@ -1,4 +1,4 @@
-"""What the config of an earlier version means where keys have come, or gone, since."""
+"""The meaning of an earlier version's config where keys have come, or gone, since."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GONE = {
     "rollout.engine.cuda_graphs": "It is gone, remove it: the embedded engine captures no CUDA"
     " graphs any more, and rollout.engine.name=vllm is the engine for GPUs",
 }
-"""By the dotted name of a key that earlier versions had: what who still sets it should do."""
+"""Keys that earlier versions had, each with what somebody who still sets it should do."""
 
 
 def as_it_was(tree: Mapping[str, Any]) -> dict[str, Any]:

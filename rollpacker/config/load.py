@@ -1,4 +1,4 @@
-"""One config for a run: a YAML file and `a.b.c=value` overrides, checked once, frozen, saved.
+"""Loads a config: a YAML file and `a.b.c=value` overrides, checked once, frozen, saved.
 
 `${a.b}` refers to another value of the same config. Nothing else is looked up: no environment, no
 files, and nothing is ever instantiated by name.
@@ -61,8 +61,8 @@ def config_of(
     where: str = "config",
     lines: Mapping[Path_, int] | None = None,
 ) -> T:
-    """The same of plain values, which the overrides change. `where` begins messages; `lines` are
-    those of keys in a file."""
+    """Plain values with the overrides applied, as an instance of `schema`; see `load_config`.
+    `where` begins messages; `lines` are those of keys in a file."""
     lines = lines or {}
     problems: list[str] = []
     raw: dict[Path_, str] = {}
@@ -94,7 +94,8 @@ def _message(path: str, problems: list[str]) -> str:
 
 
 def _origin(place: Path_, raw: Mapping[Path_, str], lines: Mapping[Path_, int]) -> str:
-    """Where a key comes from: the override or the line that set it, or else set its section."""
+    """The place that a key comes from, as a note behind its name: the override or the line that set
+    it, or its section. Empty if nothing set it."""
     inside = (path for path in raw if path[: len(place)] == place and place not in lines)
     for path in [*inside, *(place[:size] for size in range(len(place), 0, -1))]:
         if path in raw:
@@ -149,7 +150,7 @@ def _step(at: Any, part: str, path: list[str | int], override: str) -> str | int
 
 
 def _merged(below: Any, above: Any) -> Any:
-    """`above`, and what only `below` has."""
+    """`above`, with the keys that only `below` has."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     added = {key: value for key, value in below.items() if key not in above}

@@ -1,4 +1,4 @@
-"""Which devices each role has (`placement.*`), and the keys that follow from it."""
+"""The devices of each role (`placement.*`), and the keys that follow from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RolloutPlacement:
     per_engine: int = 1
     """Devices of one engine, all on one host. More than one with vLLM only."""
     memory_gib: float | None = None
-    """What an engine takes on each of its devices. None: as estimated from the model."""
+    """GiB that an engine takes on each of its devices. None: as estimated from the model."""
 
     def __post_init__(self) -> None:
         _check_line(self.devices, self.per_engine, "per_engine")
@@ -39,11 +39,11 @@ class TrainPlacement:
     """Devices of the trainer (`placement.train.*`): one of its processes on each."""
 
     devices: int | str = "all"
-    """As for the engines."""
+    """Devices of the trainer, named as those of the engines (`placement.rollout.devices`)."""
     per_replica: int = 1
     """Devices over which one whole copy of the model is sharded, all on one host."""
     memory_gib: float | None = None
-    """What a process of the trainer takes. None: as estimated from the model."""
+    """GiB that a process of the trainer takes. None: as estimated from the model."""
 
     def __post_init__(self) -> None:
         _check_line(self.devices, self.per_replica, "per_replica")
@@ -56,9 +56,9 @@ class JudgePlacement:
     model, which the run asks and does not start."""
 
     devices: int | str = 1
-    """As for the engines."""
+    """Devices of the judge, named as those of the engines (`placement.rollout.devices`)."""
     memory_gib: float | None = None
-    """What it takes on each of its devices. None: not known, and not counted."""
+    """GiB that the judge takes on each of its devices. None: not known, and not counted."""
 
     def __post_init__(self) -> None:
         _check_line(self.devices, 1, "")
@@ -67,8 +67,8 @@ class JudgePlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
-    """Which devices engines and trainer have (`placement.*`). Devices are numbered over hosts; on a
-    CPU a device is a core, and cores share their host's memory. This section rules: the number of
+    """Devices of engines and trainer (`placement.*`). Devices are numbered over hosts; on a CPU a
+    device is a core, and cores share their host's memory. This section rules: the number of
     engines, the trainer's processes and replicas, `train.colocate` and
     `parallelism_planner.initial` follow from it, and where they are set as well they must agree."""
 
@@ -113,7 +113,8 @@ class RewardHostsConfig:
 
 
 def devices_of(line: int | str) -> Literal["all"] | int | tuple[int, ...]:
-    """What a line of `placement` says: all, a number of devices, or which. Raises `ValueError`."""
+    """The meaning of a line of `placement`: all, a number of devices, or which. Raises
+    `ValueError`."""
     if isinstance(line, int):
         if line < 1:
             raise ValueError(f"devices must be at least 1, not {line}")
@@ -138,7 +139,7 @@ def devices_of(line: int | str) -> Literal["all"] | int | tuple[int, ...]:
 
 
 def num_devices(line: int | str) -> int | None:
-    """How many a line asks for; None: all."""
+    """Number of devices that a line asks for. None: all."""
     devices = devices_of(line)
     if devices == "all":
         return None
@@ -181,18 +182,18 @@ class Derived(NamedTuple):
 
     key: str
     unset: object
-    """What it is where nobody set it."""
+    """The key's value where nobody set it."""
     value: object
-    """What follows. None: it depends on the hosts."""
+    """The value that follows. None: it depends on the hosts."""
     lines: str
-    """Of the section, which say so."""
+    """The lines of the section that say so."""
 
 
 def derived(
     placement: PlacementConfig, engines: int | None = None, processes: int | None = None
 ) -> list[Derived]:
-    """All of them. `engines` and `processes`: how many there are on the hosts, where that is
-    known."""
+    """All keys that follow. `engines` and `processes`: how many there are on the hosts; None if
+    that is not known."""
     rollout, train = placement.rollout, placement.train
     of_engines, of_train = num_devices(rollout.devices), num_devices(train.devices)
     if engines is None and of_engines is not None:

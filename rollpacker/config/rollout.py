@@ -1,4 +1,4 @@
-"""How responses are generated (`rollout.*`)."""
+"""Settings of generation (`rollout.*`)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RolloutConfig:
 
     @property
     def max_slots(self) -> int | None:
-        """Of all engines."""
+        """Slots of all engines together."""
         slots = self.engine.max_slots
         return None if slots is None else slots * self.engines
 
@@ -67,7 +67,7 @@ class RolloutConfig:
         return self.engines == 1 and self.engine.name == "torch"
 
     def fleet(self, parallelism: ParallelismConfig) -> FleetConfig:
-        """What the core needs to know of engines that can be lost, or laid out anew."""
+        """The core's config of engines that can be lost, or laid out anew."""
         moves = self.engine.takes_up_carried
         return FleetConfig(
             num_engines=self.engines,

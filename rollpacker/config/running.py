@@ -12,27 +12,27 @@ from rollpacker.core.checks.reward_schedule import RewardKindConfig, RewardSched
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSchedulerConfig:
-    """Which check starts when (`reward_scheduler.*`). Workers and deadlines are each reward's
-    own."""
+    """When each check of a response starts (`reward_scheduler.*`). Workers and deadlines are each
+    reward's own."""
 
     overlap: bool = True
     """Check a response while others are still generated. False: all of a round's together."""
     order: Literal["auto", "fifo", "closest", "longest"] = "auto"
-    """Who is next when a worker becomes free: who came first; the prompt that lacks the fewest
-    verdicts; the check that is expected to take longest. auto: longest, but closest in a race on
-    verdicts."""
+    """The check that a free worker takes next. fifo: the one that came first. closest: one of the
+    prompt that lacks the fewest verdicts. longest: the one that is expected to take longest. auto:
+    longest, but closest in a race on verdicts."""
     cancel: bool = True
     """End checks of samples that are not needed any more."""
     max_retries: int = 1
-    """How often a check is asked for again when a worker or an endpoint failed; then the sample has
-    no verdict."""
+    """Number of times that a check is asked for again when a worker or an endpoint failed; then the
+    sample has no verdict."""
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:
             raise ValueError(f"max_retries must not be negative, not {self.max_retries}")
 
     def schedule(self, race: str, kinds: Mapping[str, RewardKindConfig]) -> RewardScheduleConfig:
-        """The same settings as the core wants them."""
+        """The core's config of checks, made of these settings."""
         order = self.order
         if order == "auto":
             order = "closest" if race == "scored" else "longest"
@@ -101,10 +101,10 @@ class DeadlineConfig:
     sync_s: float = 300.0
     checkpoint_s: float = 600.0
     heartbeat_s: float = 5.0
-    """What does not answer for so long is lost, and begun anew: an engine in a process of its own,
-    a reward host (`rewards_hosts`), and with `runtime: ray` another host, with all that the run has
-    there. So is an engine that makes no progress for twelve times as long while others make
-    some."""
+    """Seconds without an answer after which a process is lost, and begun anew: an engine in a
+    process of its own, a reward host (`rewards_hosts`), and with `runtime: ray` another host, with
+    all that the run has there. So is an engine that makes no progress for twelve times as long
+    while others make some."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

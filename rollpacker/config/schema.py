@@ -40,10 +40,11 @@ OF_RELEASES = ("kinds", "window", "every", "released_share", "min_new_share")
 trainer each have theirs from beginning to end has none to release."""
 
 MAX_TRAINER_LOSSES = 3
-"""So many losses of the trainer's processes without a committed step between them end the run."""
+"""Number of losses of the trainer's processes, without a committed step between them, that end the
+run."""
 
 ENVIRONMENT = "environment"
-"""The built-in reward that is what the environment says."""
+"""Name of the built-in reward that is what the environment says."""
 
 MAX_NAME_BYTES = 200
 """Longest name of a run: file systems take 255 bytes, and suffixes come on top."""
@@ -61,14 +62,15 @@ class RunConfig:
     rollout: RolloutConfig
     train: TrainConfig
     rewards: tuple[RewardConfig, ...]
-    """Their weighted sum is a sample's reward."""
+    """Rewards, of which the weighted sum is a sample's reward."""
     warmup: str | None = None
     """A config of `rollpacker warmup`, which is run first where there is no folder `model.path`,
     and writes that folder."""
     seed: int = 0
     runs_dir: str = "runs"
     runtime: Literal["local", "ray"] = "local"
-    """Who starts the run's processes. local: this machine alone. ray: a cluster of hosts."""
+    """Where the run's processes are started. local: on this machine alone. ray: on a cluster of
+    hosts."""
     placement: PlacementConfig | None = None
     rewards_hosts: RewardHostsConfig | None = None
     reward_scheduler: RewardSchedulerConfig = field(default_factory=RewardSchedulerConfig)
@@ -282,13 +284,13 @@ class RunConfig:
 
     @property
     def engines_are_apart(self) -> bool:
-        """They are in processes of their own."""
+        """Whether engines are in processes of their own."""
         of_several = self.parallelism_planner.of_several
         return self.rollout.engines > 1 or of_several or self.runtime == "ray"
 
     @property
     def trainer_apart(self) -> bool:
-        """The trainer has devices of its own."""
+        """Whether the trainer has devices of its own."""
         return self.train.processes is not None and not self.train.colocate
 
     @property
@@ -300,7 +302,7 @@ class RunConfig:
 
     @property
     def layout(self) -> DeviceLayout:
-        """Of engines that share devices with the trainer; else nobody asks for it."""
+        """The devices that engines share with the trainer; empty if they share none."""
         if not self.train.colocate:
             return DeviceLayout()
         assert self.train.processes is not None
@@ -318,7 +320,8 @@ class RunConfig:
 
     @property
     def without_effect(self) -> str | None:
-        """What is set and changes nothing in a real run, in a sentence; None if there is none."""
+        """A sentence that names settings which change nothing in a real run. None if there is
+        none."""
         stream, default = self.stream_trainer, StreamConfig()
         keys = [k for k in OF_RELEASES if getattr(stream, k) != getattr(default, k)]
         if self.train.colocate and stream.enabled and not self._releases:
@@ -338,7 +341,7 @@ class RunConfig:
 
     @property
     def sampling(self) -> SamplingParams:
-        """How the responses that are trained on are drawn."""
+        """The settings by which the responses that are trained on are drawn."""
         rollout = self.rollout
         return SamplingParams(
             max_response_tokens=rollout.max_response_tokens,
@@ -351,7 +354,7 @@ class RunConfig:
 
     @property
     def eval_sampling(self) -> SamplingParams:
-        """How the responses of an evaluation are drawn."""
+        """The settings by which the responses of an evaluation are drawn."""
         tokens, temperature = self.eval.max_response_tokens, self.eval.temperature
         training = self.sampling
         return replace(
@@ -366,7 +369,7 @@ class RunConfig:
         return any(reward.tasks is not None for reward in self.rewards)
 
     def num_steps(self, num_prompts: int) -> int:
-        """Of the whole run, with so many training prompts."""
+        """Number of steps of the whole run, with so many training prompts."""
         if self.train.steps is not None:
             return self.train.steps
         assert self.train.epochs is not None
@@ -374,8 +377,9 @@ class RunConfig:
 
     @property
     def tail(self) -> TailBatchingConfig:
-        """As it is with environments: of trajectories each is as from scratch, and those whose
-        earlier turns a template rewrites carry nothing, since each turn has a prompt of its own."""
+        """Tail batching as it is with environments: each trajectory is as from scratch, and those
+        whose earlier turns a template rewrites carry nothing, since each turn has a prompt of its
+        own."""
         tail, environment = self.tail_batching, self.environment
         if environment is None:
             return tail
@@ -392,9 +396,9 @@ class RunConfig:
         reward_kinds: Mapping[str, RewardKindConfig] | None = None,
         acting: ActingConfig | None = None,
     ) -> JobConfig:
-        """What the core needs to know. `prompt_tokens`: mean length of a prompt. `reward_kinds`:
-        workers and deadlines by source of prompts. `acting`: of samples that take turns with
-        environments."""
+        """The core's config of the run. `prompt_tokens`: mean length of a prompt. `reward_kinds`:
+        workers and deadlines by source of prompts. `acting`: for samples that take turns with
+        environments; None for single responses."""
         longest = None if acting is None else acting.limits.max_trajectory_tokens
         return JobConfig(
             prompts_per_step=self.rollout.prompts_per_step,

@@ -1,4 +1,4 @@
-"""What other frameworks call our keys: the hint for a key that we do not know.
+"""Hints for keys that we do not know, from what other frameworks call ours.
 
 The table is `synonyms.yaml`; docs/migration.md shows it. A key is found wherever in a config it
 stands, and however much of its path is given: `n`, `rollout.n`, `actor_rollout_ref.rollout.n`. Some
@@ -20,14 +20,14 @@ from rollpacker.config.fields import field_types, item_schema, nested_schema
 
 TABLE = Path(__file__).with_name("synonyms.yaml")
 MOST_PLACES = 2
-"""A key of ours that stands in the wrong section is pointed to its own, if it has no more."""
+"""Most places of a key of ours that a hint names, where it stands in the wrong section."""
 
 TRL = "TRL"
 TRL_DIFFERS = (
     "What TRL's defaults are here (schedule, betas, loss, chat template): docs/migration.md,"
     ' "What means something else".'
 )
-"""Said once where keys of TRL's were found."""
+"""A pointer that is printed once where keys of TRL's were found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +40,22 @@ class Synonym:
     ours: tuple[str, ...]
     """Keys, or `key=value`. Empty: there is none."""
     note: str
-    """What differs; why there is none."""
+    """The difference between the two, or the reason why there is no key of ours."""
 
     @property
     def key(self) -> str:
-        """Theirs, without a value."""
+        """The other framework's key, without a value."""
         return self.theirs.partition("=")[0]
 
     @property
     def value(self) -> str:
-        """That of theirs which it is for, `*` for anything; empty: for every one."""
+        """The value of theirs which the line is for, `*` for anything. Empty if it is for every
+        value."""
         return self.theirs.partition("=")[2]
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Ours, without values."""
+        """Our keys, without values."""
         return tuple(one.partition("=")[0] for one in self.ours)
 
 
@@ -83,13 +84,13 @@ def hint(path: Collection[str | int], known: Collection[str], value: Any = "") -
 def of_others(
     path: Collection[str | int], known: Collection[str], value: Any = ""
 ) -> list[Synonym]:
-    """What other frameworks alone mean by the key."""
+    """The lines of the table for a key of other frameworks."""
     parts = [str(part).lstrip("+-").replace("-", "_") for part in path]
     return _best(parts, known, value)
 
 
 def of_value(path: Collection[str | int], known: Collection[str], value: Any) -> list[Synonym]:
-    """What a framework means by this value, which our key does not know."""
+    """The line of the table for a value that our key does not know and a framework does."""
     ours = ".".join(str(part) for part in path if not isinstance(part, int))
     for_any = {one.theirs: one.keys for one in synonyms() if not one.value}
     return [
@@ -144,14 +145,14 @@ def _is_for(one: Synonym, value: Any) -> bool:
 
 
 def _applies(one: Synonym, known: Collection[str]) -> bool:
-    """Where a config has no optimizer step, such as a simulation's, other frameworks' keys mean
-    nothing."""
+    """Whether the line is for this config. In a config without an optimizer step, such as a
+    simulation's, other frameworks' keys mean nothing."""
     return "algorithm.name" in known and all(key in known for key in one.keys)
 
 
 def _num_shared(parts: list[str], theirs: list[str]) -> int:
-    """How many names at the end are the same: all of one of the two, or a last one that says what
-    it is by itself, as `ppo_mini_batch_size` does and `path` does not."""
+    """Number of names at the end that are the same: all of one of the two, or a last one that says
+    what it is by itself, as `ppo_mini_batch_size` does and `path` does not."""
     count = 0
     for own, their in zip(reversed(parts), reversed(theirs), strict=False):
         if own != their:

@@ -57,7 +57,7 @@ class WarmupStage:
     """Instead of `path`, `module:function` or `file.py:function`: takes a `random.Random` and
     yields such rows as dicts, of which the first `rows` are taken."""
     rows: int = 20_000
-    """What `function` is asked for."""
+    """Number of rows that `function` is asked for."""
     steps: int
     batch_size: int = 64
     learning_rate: float = 1e-3
@@ -70,7 +70,7 @@ class WarmupStage:
 
     @property
     def source(self) -> str:
-        """Its file or function."""
+        """The stage's file or function, "" without one."""
         return self.path or self.function or ""
 
     def __post_init__(self) -> None:

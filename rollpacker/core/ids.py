@@ -1,18 +1,21 @@
 """The names of prompts and samples.
 
-Ids are small tuples: hashable, ordered, and printed in one stable form, so that a log of one run
-can be compared with the log of another byte by byte.
+Ids are small frozen records: hashable, ordered, and printed in one stable form, so that a log of
+one run can be compared with the log of another byte by byte. Each keeps its hash once it was asked
+for, since every event of a sample looks it up in several tables.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
+
+import msgspec
 
 PoolName = Literal["rollout", "train"]
 """Devices of a phase, which several jobs may share."""
 
 
-class PromptId(NamedTuple):
+class PromptId(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False, array_like=True):
     """One dataset row in one epoch. Two rows with the same text are two prompts."""
 
     source: str
@@ -28,7 +31,7 @@ class PromptId(NamedTuple):
         return cls(source, int(epoch), int(row))
 
 
-class SampleId(NamedTuple):
+class SampleId(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False, array_like=True):
     """One response to a prompt.
 
     `attempt` counts how often the prompt was launched before (0 in its first round, 1 in the long
@@ -36,7 +39,7 @@ class SampleId(NamedTuple):
     """
 
     prompt: PromptId
-    index: int  # type: ignore[assignment]
+    index: int
     attempt: int
 
     def __str__(self) -> str:

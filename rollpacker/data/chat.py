@@ -22,12 +22,12 @@ _WRITTEN = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What becomes of a data set's texts."""
+    """How the texts of a data set become prompts."""
 
     renders: bool
-    """Each text is a user's message for the template. Messages always go through it."""
+    """Whether each text is a user's message for the template. Messages always go through it."""
     why: str
-    """One line, with the key that changes it."""
+    """A line that says why, with the key that changes it."""
 
 
 def chat_of(
@@ -37,9 +37,9 @@ def chat_of(
     end_tokens: Collection[int] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Chat:
-    """What `config.chat` means for this tokenizer. `end_tokens`: where the model's responses stop,
-    besides the tokenizer's own end token. Raises `DataError` for `chat: true` without a template.
-    """
+    """The meaning of `config.chat` for this tokenizer. `end_tokens`: where the model's responses
+    stop, besides the tokenizer's own end token. Raises `DataError` for `chat: true` without a
+    template."""
     key = f"data.{split}.chat"
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if config.chat is False:

@@ -1,4 +1,4 @@
-"""Which prompts come next: seeded, resumable, exact."""
+"""The order of prompts: seeded, resumable, exact."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PromptCursor:
         return prompts, epoch_ended, self.ended
 
     def state(self) -> dict[str, Any]:
-        """Where the cursor is, as JSON-able values; `restore` continues exactly there."""
+        """The cursor's place as JSON-able values; `restore` continues exactly there."""
         return {
             "name": self.name,
             "num_rows": self.num_rows,
@@ -89,7 +89,7 @@ class PromptCursor:
 
     @property
     def ended(self) -> bool:
-        """Every epoch is through."""
+        """Whether every epoch is through."""
         return self.max_epochs is not None and self._epoch >= self.max_epochs
 
     def _source(self, row: int) -> str:

@@ -42,7 +42,7 @@ class DatasetConfig:
     """File, folder or glob (jsonl, parquet), or a dataset's folder or name on the hub
     (huggingface)."""
     split: str = "train"
-    """huggingface only."""
+    """huggingface only: name of the split."""
     subset: str | None = None
     """huggingface only: the dataset's configuration name."""
     tasks: tuple[TaskConfig, ...] = ()
@@ -54,8 +54,8 @@ class DatasetConfig:
     """reasoning_gym only: seed of the rows themselves (the order is the run's seed's business)."""
     prompt_column: str = "prompt"
     answer_column: str | None = None
-    """Its value reaches rewards as `answer` too, whatever it is called in the file. Another column
-    of that name is then not passed on."""
+    """The column whose value rewards get as `answer` too. Another column of that name is then not
+    passed on."""
     task_column: str | None = None
     """Says which kind of task a row is; rewards can choose rows by it (`rewards[].tasks`). None:
     `task` if the rows have it, else `data_source`."""
@@ -101,18 +101,18 @@ class DatasetConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Where prompts come from (`data.*`)."""
+    """The data sets that prompts come from (`data.*`)."""
 
     train: DatasetConfig
     eval: DatasetConfig | None = None
-    """None with eval_fraction 0: no evaluation."""
+    """The held-out prompts. None with eval_fraction 0: no evaluation."""
     eval_fraction: float = 0.0
     """Hold out this share of `train`, by a hash of the prompt, so that equal prompts fall on one
     side."""
     max_prompt_tokens: int = 1024
-    """Longer prompts are dropped and counted."""
+    """Most tokens of a prompt. Longer prompts are dropped and counted."""
     max_dropped_fraction: float = 0.1
-    """More dropped prompts than this stop the run before it starts."""
+    """Largest share of dropped prompts. A larger one stops the run before it starts."""
     shuffle: bool = True
 
     def __post_init__(self) -> None:
@@ -136,35 +136,36 @@ class PromptRow:
     """One usable prompt."""
 
     prompt: str | list[dict[str, str]]
-    """As the data has it, and as rewards see it."""
+    """The prompt as the data has it, and as rewards see it."""
     tokens: tuple[int, ...]
-    """As the model gets it."""
+    """The prompt as the model gets it."""
     columns: Mapping[str, Any]
     task: str | None = None
-    """What its task column says."""
+    """The value of the row's task column. None: there is none."""
     messages: list[dict[str, str]] | None = None
-    """What the chat template made the tokens of. None: the text's own tokens."""
+    """The messages that the chat template made the tokens of. None: the tokens are the text's
+    own."""
     where: str = ""
     """The file and line, or the dataset and row, that it came from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """All usable prompts of one split, tokenized, in the file's order."""
+    """The usable prompts of one split, tokenized, in the file's order."""
 
     rows: tuple[PromptRow, ...]
     fingerprint: str
     """SHA-256 over prompts, tokens and columns; a resume compares it."""
     num_dropped: Mapping[str, int] = field(default_factory=dict)
-    """Rows left out, by reason."""
+    """Number of rows that were left out, by reason."""
     chat: bool = False
-    """`chat` let text prompts go through the chat template."""
+    """Whether `chat` let text prompts go through the chat template."""
     told: tuple[str, ...] = ()
-    """How prompts are made of the rows, and the first of them, for people: a line each."""
+    """Lines for people: how prompts are made of the rows, and the first prompt."""
 
 
 class Cursor(Protocol):
-    """Which prompts come next. Seeded, resumable, exact."""
+    """The order in which prompts come. Seeded, resumable, exact."""
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
         """Up to `count` prompts of the epoch at hand, whether the epoch ended with them, and
@@ -173,7 +174,7 @@ class Cursor(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Every epoch is through."""
+        """Whether every epoch is through."""
         ...
 
     def state(self) -> dict[str, Any]: ...

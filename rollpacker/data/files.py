@@ -23,10 +23,10 @@ class RawRow:
     """A row before a prompt was made of it."""
 
     where: str
-    """For messages: the file and line, or the dataset and row."""
+    """The row's place for messages: the file and line, or the dataset and row."""
     columns: dict[str, Any]
     is_named: bool = False
-    """Its prompt is a name for it: the environment says the prompt."""
+    """Whether the row's prompt is only a name for it, since the environment says the prompt."""
 
 
 def read_rows(config: DatasetConfig) -> list[RawRow]:
@@ -77,7 +77,8 @@ def _told(number: int, columns: Mapping[str, Any]) -> str:
 
 
 def _given_rows(spec: str) -> Iterator[RawRow]:
-    """Of a program: mappings, in a list or in whatever else can be gone through."""
+    """The rows that a program gave: mappings, in a list or anything else that can be iterated
+    over."""
     try:
         rows = given(spec)
     except ImportSpecError as error:

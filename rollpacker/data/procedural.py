@@ -21,7 +21,8 @@ from rollpacker.did_you_mean import did_you_mean
 from rollpacker.imports import require
 
 _SEED_RANGE = 2**31
-"""Some tasks pass their seed on to generators that take 32 bits; leaves room for the rows."""
+"""Seeds of tasks are below this. Some tasks pass their seed on to generators that take 32 bits;
+this leaves room for the rows."""
 
 
 def make_rows(config: DatasetConfig, split: str) -> list[RawRow]:

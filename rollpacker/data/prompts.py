@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 TOO_LONG = "prompt too long"
 IN_EVAL = "prompt also in eval"
 MORE_READ = 200
-"""So many more rows are read to find a few that are not held out."""
+"""Rows that are read in addition, to find a few that are not held out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ def _report_other_answer(config: DatasetConfig, split: str, rows: Sequence[RawRo
 
 
 def _key(prompt: Prompt) -> bytes:
-    """The same for equal prompts, and for no others."""
+    """A hash that is equal for equal prompts, and for no others."""
     return hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
 
 
@@ -293,7 +293,7 @@ def _prompt_set(
     has_texts = any(isinstance(row.prompt, str) for row in kept)
     return PromptSet(
         rows=kept,
-        fingerprint=_fingerprint(kept, _twice(_of(config, name))),
+        fingerprint=_fingerprint(kept, _of(config, name).answer_column),
         num_dropped=dict(dropped),
         chat=has_texts and chat.renders and _of(config, name).system_prompt is None,
         told=_told(name, kept, chat, tokenizer, are_named=rows[0].is_named),
@@ -305,10 +305,6 @@ def _of(config: DataConfig, name: str) -> DatasetConfig:
     return config.eval if name == "eval" and config.eval is not None else config.train
 
 
-def _twice(config: DatasetConfig) -> str | None:
-    return None if config.answer_column == "answer" else config.answer_column
-
-
 def _told(
     name: str,
     rows: Sequence[PromptRow],
@@ -318,7 +314,8 @@ def _told(
     few: bool = False,
     are_named: bool = False,
 ) -> tuple[str, ...]:
-    """`few`: there are more rows than these. `are_named`: their prompts are the environment's."""
+    """Lines for people about a split. `few`: there are more rows than these. `are_named`: the
+    environment says their prompts."""
     if are_named:
         prompts = "the environment says the prompts (rollpacker play shows one)"
         return (f"data.{name}: {len(rows)} rows; {prompts}",)
@@ -359,7 +356,7 @@ def _report_tokens(
 def _report_too_long(
     name: str, num_rows: int, too_long: list[str], config: DataConfig, limit: int
 ) -> None:
-    """Log the dropped prompts; a `DataError` if they are too many."""
+    """Log the dropped prompts. Raises `DataError` if they are too many."""
     more = f" and {len(too_long) - NUM_SHOWN} more" if len(too_long) > NUM_SHOWN else ""
     what = (
         f"data.{name}: {len(too_long)} of {num_rows} prompts have more than {limit} tokens:"
@@ -379,8 +376,9 @@ def _report_too_long(
     logger.warning("%s. They are left out.", what)
 
 
-def _fingerprint(rows: Sequence[PromptRow], twice: str | None) -> str:
-    """`twice`: a column that is there as `answer` too, and counts as that alone."""
+def _fingerprint(rows: Sequence[PromptRow], answer_column: str | None) -> str:
+    """SHA-256 of these rows. The answer's column counts as `answer` alone."""
+    twice = None if answer_column == "answer" else answer_column
     digest = hashlib.sha256()
     for row in rows:
         columns = {key: value for key, value in row.columns.items() if key != twice}
@@ -403,7 +401,8 @@ def _plain(value: Any) -> Any:
 
 
 def _has_text(value: Any) -> bool:
-    """False for objects that print as their address, which no two runs share."""
+    """Whether the object has a text. False for objects that print as their address, which no two
+    runs share."""
     kind: type[object] = type(value)
     return (kind.__repr__, kind.__str__) != (object.__repr__, object.__str__)
 

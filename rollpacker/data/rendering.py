@@ -16,7 +16,7 @@ Messages = list[dict[str, str]]
 Prompt = str | Messages
 
 NUM_SHOWN = 3
-"""How many bad rows a message lists."""
+"""Number of bad rows that a message lists."""
 
 
 class PromptMaker:
@@ -25,7 +25,8 @@ class PromptMaker:
     def __init__(
         self, config: DatasetConfig, columns: Sequence[str], *, chat: bool = False
     ) -> None:
-        """`columns`: those that any row has. `chat`: texts go through the chat template."""
+        """`columns`: names of the columns that any row has. `chat`: whether texts go through the
+        chat template."""
         self._config = config
         self._columns = columns
         self._chat = chat
@@ -42,8 +43,8 @@ class PromptMaker:
             require_column(self._column, columns, "Set prompt_column to one of them", config.path)
 
     def columns(self, row: RawRow) -> dict[str, Any]:
-        """What rewards get to see: the row without its prompt, the answer under its usual name
-        too."""
+        """The columns that rewards see: the row without its prompt, with the answer under its usual
+        name too."""
         columns = dict(row.columns)
         is_prompt = self._function is None and self._config.prompt_template is None
         if is_prompt and self._config.kind != "reasoning_gym":  # its scorers want the whole row
@@ -57,8 +58,8 @@ class PromptMaker:
         return columns
 
     def task(self, row: RawRow) -> str | None:
-        """Which kind of task the row is. Raises `DataError` if the column that should say so is
-        missing."""
+        """The row's task. None: it has none. Raises `DataError` if the column that should name it
+        is missing."""
         name = self._config.task_column
         if name is not None:
             self._require(name, row, "task_column")
@@ -68,7 +69,7 @@ class PromptMaker:
         return None if value is None else str(value)
 
     def prompt(self, row: RawRow) -> Prompt:
-        """As rewards see it. Raises `DataError` that says what is wrong with the row."""
+        """The prompt as rewards see it. Raises `DataError` that says what is wrong with the row."""
         prompt = _checked(self._bare_prompt(row), row.where)
         if not isinstance(prompt, str):
             prompt = self._with_system(prompt)
@@ -83,7 +84,8 @@ class PromptMaker:
         return prompt
 
     def messages(self, prompt: Prompt) -> Messages | None:
-        """What the chat template gets of a prompt. None: it has no part in it."""
+        """The messages that the chat template makes tokens of. None: the prompt does not go through
+        it."""
         if not isinstance(prompt, str):
             return prompt
         return self._with_system([{"role": "user", "content": prompt}]) if self._chat else None

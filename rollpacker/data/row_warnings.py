@@ -1,4 +1,4 @@
-"""What of a data set's rows becomes another prompt than their author may think."""
+"""Warnings about rows that become another prompt than their author may think."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollpacker.data.chat import visible
 from rollpacker.data.rendering import Messages
 
 Located = tuple[str, Messages]
-"""Where a row is, and its messages as the chat template gets them."""
+"""The place of a row, and its messages as the chat template gets them."""
 
 
 def row_warnings(rows: Sequence[Located], tokenizer: Any, system_prompt: str | None) -> list[str]:
@@ -53,7 +53,7 @@ def row_warnings(rows: Sequence[Located], tokenizer: Any, system_prompt: str | N
 
 
 def _line(rows: Sequence[Located], fits: Callable[[Messages], bool], what: str) -> str | None:
-    """How many rows fit, and where the first is."""
+    """A line with the number of rows that fit, and the place of the first. None: no row fits."""
     places = [where for where, messages in rows if fits(messages)]
     if not places:
         return None

@@ -1,1 +1,1 @@
-"""Dialogues as tokens: what was sampled, what was given, and nothing encoded twice."""
+"""Dialogues as tokens: sampled and given ones, none of which is encoded twice."""

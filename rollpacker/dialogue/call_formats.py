@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Tools = Mapping[str, Mapping[str, Any]]
-"""By name: the JSON schema of a tool's parameters."""
+"""The JSON schema of each tool's parameters, by the tool's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class Call:
 
 @dataclass(slots=True)
 class Found:
-    """What a turn's text holds."""
+    """The words and calls in a turn's text."""
 
     content: str
     calls: list[Call] = field(default_factory=list)
     malformed: list[str] = field(default_factory=list)
-    """Each as it was written, its markers too."""
+    """Texts that began as a call and are none, each as it was written, with its markers."""
 
 
 Format = Callable[[str, Tools], Found]
@@ -57,7 +57,7 @@ Body = Callable[[str, Tools], Call | None]
 
 
 def tagged(body: Body, opening: str = "<tool_call>", closing: str = "</tool_call>") -> Format:
-    """Calls between markers: those of Hermes, Qwen, GLM."""
+    """A format with calls between markers, as Hermes, Qwen and GLM have them."""
 
     def read(text: str, tools: Tools) -> Found:
         words, calls, malformed = [], [], []
@@ -78,14 +78,14 @@ def tagged(body: Body, opening: str = "<tool_call>", closing: str = "</tool_call
 
 
 _MAX_SPELT = 16
-"""Closing markers inside arguments that are looked past: a turn may repeat one without end."""
+"""Most closing markers inside arguments that are looked past: a turn may repeat one without end."""
 
 
 def _up_to(
     opening: str, closing: str, rest: str, body: Body, tools: Tools
 ) -> tuple[str | None, str]:
-    """What stands before the closing marker, and what comes behind it. An argument may spell the
-    marker, so that the first one that makes a call counts, and the very first if none does."""
+    """The text before the closing marker, and the text behind it. An argument may spell the marker,
+    so the first marker that makes a call counts, and the very first if none does."""
     at = first = rest.find(closing)
     for _ in range(_MAX_SPELT):
         if at < 0 or body(rest[:at], tools) is not None:
@@ -102,7 +102,7 @@ def _up_to(
 
 
 def json_call(body: str, tools: Tools) -> Call | None:
-    """`{"name": ..., "arguments": {...}}`; Llama says `parameters`."""
+    """The call in `{"name": ..., "arguments": {...}}`; Llama writes `parameters`."""
     return call_of(_json(body))
 
 
@@ -159,7 +159,8 @@ lets no other thread run."""
 
 
 def mistral(text: str, tools: Tools) -> Found:
-    """`[TOOL_CALLS]` and a JSON list, or before each call and then `name[ARGS]{...}`."""
+    """Reads calls behind `[TOOL_CALLS]`: a JSON list, or `name[ARGS]{...}` with the marker before
+    each call."""
     words, *parts = text.split("[TOOL_CALLS]")
     calls: list[Call] = []
     malformed: list[str] = []
@@ -179,7 +180,8 @@ def mistral(text: str, tools: Tools) -> Found:
 
 
 def deepseek(text: str, tools: Tools) -> Found:
-    """`function`, a separator, the name and a block of JSON; or the name, a separator, JSON."""
+    """Reads calls that are `function`, a separator, the name and a block of JSON; or the name, a
+    separator, JSON."""
     left, bar, right = "<\uff5c", "\u2581", "\uff5c>"
 
     def body(inside: str, tools: Tools) -> Call | None:
@@ -231,7 +233,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def _json(text: str) -> Any:
-    """`_NOTHING` for what is no JSON."""
+    """The value of a JSON text; `_NOTHING` for what is no JSON."""
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError):
@@ -252,8 +254,8 @@ def call_of(value: Any) -> Call | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Without half characters, which neither a tool nor a tokenizer can take; without infinities
-    (1e999)."""
+    """Whether the value has no half characters, which neither a tool nor a tokenizer can take, and
+    no infinities (1e999)."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (UnicodeEncodeError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What is said at the start of a run with turns: a dialogue as the model gets it, with its mask."""
+"""Shows a dialogue as the model gets it, with its mask, at the start of a run with turns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def dialogue_lines(
 
 
 def remarks(template: DialogueTemplate, rewrites: Rewrites | None) -> list[str]:
-    """What may surprise; none for most templates."""
+    """Sentences about the template that a user should know; none for most templates."""
     told = []
     if rewrites is not None:
         told.append(

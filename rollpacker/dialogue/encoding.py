@@ -16,7 +16,8 @@ from rollpacker.dialogue.token_length import TokenLength, token_length
 from rollpacker.dialogue.trajectory import TooLong
 
 Held = Mapping[str, str]
-"""What stands in a rendered text for a marker that somebody's words spell: stand-in -> words."""
+"""The words that each stand-in in a rendered text stands for: markers that somebody's words
+spell."""
 
 _SPACE = "\u2581"
 
@@ -33,7 +34,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer, is_raw=True)
         self._texts: dict[int, str] = {}
-        """Of tokens that were asked for, which are few: those that end turns."""
+        """Texts of the tokens that were asked for, which are few: those that end turns."""
         written = "\n".join(template_texts)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._ids = {
@@ -101,7 +102,7 @@ class Encoder:
         return text
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Their text, markers included, as it is."""
+        """The text of these tokens as it is, markers included."""
         return self._text(tokens, skip_special_tokens=False)
 
     def _whole_ids(self, text: str) -> list[int]:
@@ -117,7 +118,8 @@ class Encoder:
         )
 
     def _parts(self, text: str, stand_ins: re.Pattern[str]) -> Iterable[str]:
-        """Cut at the template's markers around each stretch of words in which something is held."""
+        """Parts of the text, cut at the template's markers around each stretch of words in which
+        something is held."""
         begun = at = 0
         for found in [*self._spaced.finditer(text), None]:
             end = len(text) if found is None else found.start()
@@ -129,8 +131,8 @@ class Encoder:
         yield text[begun:]
 
     def _letters(self, part: str, held: Held, stand_ins: re.Pattern[str]) -> list[int]:
-        """Without the added vocabulary. A tokenizer whose words themselves hold a marker gets it
-        with a space in it."""
+        """The tokens of a part in which something is held, without the added vocabulary. A
+        tokenizer whose words themselves hold a marker gets the marker with a space in it."""
         ids = self._bare_ids(stand_ins.sub(lambda found: held[found.group()], part))
         if self.marker_ids.isdisjoint(ids):
             return ids
@@ -191,7 +193,7 @@ def whole_marker(text: str, length: int, markers: re.Pattern[str]) -> int:
 
 
 def num_alike(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginnings."""
+    """Number of characters that two texts have in common at their beginnings."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -1,4 +1,4 @@
-"""What the model sampled in a turn, as an assistant's message for the environment.
+"""Makes an assistant's message for the environment of the tokens that the model sampled in a turn.
 
 The message is for those who answer it. The tokens that are trained on stay the sampled ones: a
 message is never encoded again.
@@ -18,7 +18,7 @@ from rollpacker.dialogue.template import DialogueTemplate, TemplateError, stand_
 from rollpacker.dialogue.trajectory import Message
 
 MAX_TOOL_SETS = 256
-"""So many sets of tools that episodes brought are kept ready."""
+"""Most sets of tools of episodes for which a dialogue is kept ready."""
 _THOUGHT, _WORDS = "stand-in-of-a-thought", "stand-in-of-words"
 
 
@@ -110,7 +110,8 @@ class TemplateDialogue:
         return text.rpartition("</think>")[2]
 
     def _marks_of_thought(self) -> tuple[str, str]:
-        """What the template writes around an assistant's thinking. Two empty ones: it has none."""
+        """The marks that the template writes around an assistant's thinking. Two empty texts: it
+        writes none."""
         question = {"role": "user", "content": "question"}
         answer = {"role": "assistant", "content": _WORDS, "reasoning_content": _THOUGHT}
         shown = self.template.render([question, answer])
@@ -124,7 +125,8 @@ class TemplateDialogue:
         return "", ""
 
     def _thought_of(self, text: str) -> tuple[str | None, str]:
-        """Thinking that was cut off is all of the turn."""
+        """The thinking in a turn's text, None if there is none, and the rest of the text. Thinking
+        that was cut off is all of the turn."""
         if not self._closing:
             return None, text
         before, is_closed, behind = text.partition(self._closing)
@@ -135,8 +137,8 @@ class TemplateDialogue:
         return thought, behind.lstrip("\n")
 
     def _by_schema(self, text: str, sampled: Sequence[int], turn: int) -> dict[str, Any]:
-        """By transformers' own parser, where the tokenizer says how. It closes what is open, so
-        that a turn without its end makes no call."""
+        """The message by transformers' own parser, where the tokenizer says how. The parser closes
+        what is open, so a turn without its end makes no call."""
         tokenizer = self.template.tokenizer
         is_over = bool(sampled) and sampled[-1] in self.template.end_tokens
         try:

@@ -28,9 +28,9 @@ class Change:
     what: str
     """"prompt", "turn" (of the model) or "answer" (what was given behind a turn)."""
     index: int
-    """Which turn or answer, counted from 1."""
+    """Number of the turn or answer, from 1."""
     num_turns: int
-    """How many turns there were when it changed."""
+    """Number of turns in the dialogue when it changed."""
     follows: str
     """The role of the message that made it change: "user", "tool" or "assistant" (the turn itself
     is not written as its generation prompt began it)."""
@@ -46,11 +46,11 @@ class Rewrites:
     refuses."""
 
     changes: tuple[tuple[str, Change], ...]
-    """With the dialogue that showed each; the first of every kind."""
+    """The first change of every kind, each behind the dialogue that showed it."""
 
     @property
     def sentence(self) -> str:
-        """What changes when, on one line."""
+        """The changes and the messages that cause them, on one line."""
         parts = []
         for dialogue, change in self.changes:
             what = "the prompt" if change.what == "prompt" else f"{change.what} {change.index}"
@@ -66,8 +66,8 @@ class Rewrites:
 
 
 def find_rewrites(template: DialogueTemplate) -> Rewrites | None:
-    """What the template rewrites in dialogues of a few turns; dialogues that it refuses (such as
-    several calls at once) are left out."""
+    """The changes that the template makes in dialogues of a few turns; dialogues that it refuses
+    (such as several calls at once) are left out. None: it makes no change."""
     found: dict[tuple[str, str], tuple[str, Change]] = {}
     for name, messages in probes(template):
         try:

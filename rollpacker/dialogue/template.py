@@ -87,10 +87,11 @@ class DialogueTemplate:
     def appended(
         self, messages: Sequence[Message], sampled: Sequence[int], *, most: int | None = None
     ) -> tuple[int, ...]:
-        """What is given to the model behind a turn of these `sampled` tokens: what is missing of
-        the template's ending of the turn (all of it if the turn was cut off), the new messages
-        (tools' results, a user's message; there may be none), the generation prompt. Raises
-        `TemplateError` if the template refuses the messages, and `TooLong` as `prompt` does."""
+        """The tokens that the model is given behind a turn of these `sampled` tokens: the missing
+        part of the template's ending of the turn (all of it if the turn was cut off), the new
+        messages (tools' results, a user's message; there may be none), the generation prompt.
+        Raises `TemplateError` if the template refuses the messages, and `TooLong` as `prompt`
+        does."""
         changed, words = held(messages, self._encoder.markers)
         end = sampled[-1] if sampled and sampled[-1] in self.end_tokens else None
         text = self._without(end, self.behind_turn(changed))
@@ -102,7 +103,7 @@ class DialogueTemplate:
         return tuple(self._encoder.encode(text, behind=self.tokenizer.eos_token_id))
 
     def text_of(self, sampled: Sequence[int]) -> str:
-        """What was sampled, with its markers, without the token that ended it."""
+        """The text of a sampled turn, with its markers, without the token that ended it."""
         if sampled and sampled[-1] in self.end_tokens:
             sampled = sampled[:-1]
         return self._encoder.decode(sampled)
@@ -129,9 +130,9 @@ class DialogueTemplate:
             raise TemplateError(f"the chat template refuses the messages: {error}") from None
 
     def turn_text(self, messages: Sequence[Message]) -> str | None:
-        """What the template makes of the last message, an assistant's, behind the generation
-        prompt and without the ending: what a model would sample. None: the template does not begin
-        the message with the generation prompt."""
+        """The text that the template makes of the last message, an assistant's, behind the
+        generation prompt and without the ending: what a model would sample. None: the template does
+        not begin the message with the generation prompt."""
         before = self.render(messages[:-1], to_go_on=True)
         whole = self.render(messages)
         if not whole.startswith(before):
@@ -167,7 +168,7 @@ class DialogueTemplate:
         return text[len(close) :]
 
     def _without(self, end: int | None, text: str) -> str:
-        """Without what the sampled end token has said already."""
+        """The text without the part that the sampled end token has said already."""
         if end is None:
             return text
         mark = self._encoder.text_of(end)
@@ -177,8 +178,8 @@ class DialogueTemplate:
         return text.removeprefix(mark)
 
     def _ending_of(self, followed: str) -> str:
-        """What ends a turn whether or not something follows. Some templates say more behind the
-        last message, such as an end of the text."""
+        """The text that ends a turn whether or not something follows. Some templates add text
+        behind the last message, such as an end of the text."""
         length = num_alike(self._last_ending, followed)
         return followed[: whole_marker(followed, length, self._encoder.markers)]
 

@@ -14,7 +14,7 @@ from typing import Any
 from rollpacker.chat_template import byte_letters
 
 _COMPOSED = 4
-"""So many characters become one at most under NFC and NFKC: a letter and three marks."""
+"""Most characters that become one under NFC and NFKC: a letter and three marks."""
 _COMPOSES = {"NFC": _COMPOSED, "NFKC": _COMPOSED, "NFD": 1, "NFKD": 1, "Lowercase": 1}
 _COMPOSES |= {"Prepend": 1, "ByteLevel": 1}
 _KEEPS_ALL = {"ByteLevel", "Digits", "Metaspace"}
@@ -23,7 +23,7 @@ _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 
 @dataclass(frozen=True, slots=True)
 class TokenLength:
-    """What a token covers at most."""
+    """Most characters that a token covers."""
 
     longest: int
     """Characters of a token."""
@@ -36,9 +36,10 @@ class TokenLength:
 
 
 def token_length(tokenizer: Any) -> TokenLength | None:
-    """None: nobody can say, as where a normalizer or a token may swallow white space, or one
-    unknown token stands for a whole word. Known are vocabularies of bytes or with one token for
-    each byte (BPE, which is what nearly all chat models have), and those of single characters."""
+    """Most characters that a token of this tokenizer covers. None: nobody can say, as where a
+    normalizer or a token may swallow white space, or one unknown token stands for a whole word.
+    Known are vocabularies of bytes or with one token for each byte (BPE, which is what nearly all
+    chat models have), and those of single characters."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -58,7 +59,7 @@ def token_length(tokenizer: Any) -> TokenLength | None:
 
 
 def _parts_of(whole: Any) -> list[dict[str, Any]] | None:
-    """Of a normalizer or pre-tokenizer; None for one that is written in Python."""
+    """The parts of a normalizer or pre-tokenizer. None for one that is written in Python."""
     if whole is None:
         return []
     try:
@@ -71,7 +72,7 @@ def _parts_of(whole: Any) -> list[dict[str, Any]] | None:
 
 
 def _is_by_characters(backend: Any, cut: list[dict[str, Any]]) -> bool:
-    """Each character is a word, and each word a token."""
+    """Whether each character is a word of its own, and each word a token."""
     kinds = [(one["type"], one.get("pattern"), one.get("behavior")) for one in cut]
     alone = [("Split", {"Regex": r"[\s\S]"}, "Isolated")]
     return type(backend.model).__name__ == "WordLevel" and kinds == alone
@@ -85,7 +86,7 @@ def _composes(part: dict[str, Any]) -> int | None:
 
 
 def _keeps_all(cut: dict[str, Any]) -> bool:
-    """It drops no character."""
+    """Whether the pre-tokenizer drops no character."""
     if cut["type"] in ("Split", "Punctuation"):
         return bool(cut["behavior"] != "Removed")
     return cut["type"] in _KEEPS_ALL

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rollpacker.spans import Rewritten, Spans, rows_in
 
 Message = Mapping[str, Any]
-"""As chat templates take it: see `environments.environment`."""
+"""A message as chat templates take it: see `environments.environment`."""
 
 
 class TooLong(Exception):
@@ -23,7 +23,7 @@ class Segment:
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...] | None = None
-    """One per token of what the model drew. None: the tokens were given to it."""
+    """Log-probability of each token that the model drew. None: the tokens were given to it."""
 
     def __post_init__(self) -> None:
         assert self.log_probs is None or len(self.log_probs) == len(self.tokens)
@@ -35,17 +35,17 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """What came after the prompt: sampled, given, sampled, ... It begins with a sampled segment,
-    and never has two of a kind in a row, unless the later one stands behind another prompt; its
-    last may be a given one while it goes on."""
+    """A prompt and the segments behind it: sampled, given, sampled, ... The first segment is
+    sampled, and no two of a kind follow each other, unless the later one is behind another prompt.
+    The last may be a given one while the dialogue goes on."""
 
     prompt: tuple[int, ...]
     segments: tuple[Segment, ...] = ()
     rewritten: Rewritten = ()
-    """Where in `tokens` the model saw a prompt that was written anew."""
+    """Places in `tokens` where the model saw a prompt that was written anew."""
 
     def and_then(self, segment: Segment) -> Trajectory:
-        """With what came next; empty segments leave no trace."""
+        """The trajectory with one more segment. An empty segment changes nothing."""
         if not segment.tokens:
             return self
         last = self.segments[-1] if self.segments and not self._begins_anew else None
@@ -58,10 +58,10 @@ class Trajectory:
         return Trajectory(self.prompt, (*self.segments, segment), self.rewritten)
 
     def prompted(self, prompt: tuple[int, ...], given: Sequence[int] = ()) -> Trajectory:
-        """With the whole prompt of the next turn. If it begins with all that there is, token by
-        token, the rest of it was given. Else it takes the place of what came before, and what is
-        drawn next is a row of its own; `given` is then what stands in between for those who read
-        the trajectory from its beginning to its end."""
+        """The trajectory with the whole prompt of the next turn. If the prompt begins with all that
+        there is, token by token, the rest of it was given. Else it takes the place of what came
+        before, and what is drawn next is a row of its own; `given` are then the tokens in between
+        for those who read the trajectory from its beginning to its end."""
         if not self.segments:
             return Trajectory(prompt)
         seen = self.context
@@ -71,7 +71,7 @@ class Trajectory:
         return replace(grown, rewritten=(*grown.rewritten, (len(grown.tokens), prompt)))
 
     def ended(self) -> Trajectory:
-        """Without what stands behind the last turn."""
+        """The trajectory without the given tokens behind its last turn."""
         segments = self.segments
         while segments and not segments[-1].is_sampled:
             segments = segments[:-1]
@@ -81,7 +81,7 @@ class Trajectory:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All that the model sees before its next token."""
+        """All tokens that the model sees before its next one."""
         if not self.rewritten:
             return self._behind(self.prompt)
         first, prompt = self.rewritten[-1]
@@ -89,7 +89,7 @@ class Trajectory:
 
     @property
     def num_context(self) -> int:
-        """How many tokens `context` has."""
+        """Number of tokens of `context`."""
         first, prompt = self.rewritten[-1] if self.rewritten else (0, self.prompt)
         return len(prompt) - first + sum([len(one.tokens) for one in self.segments])
 
@@ -99,8 +99,8 @@ class Trajectory:
 
     @property
     def rows(self) -> list[Trajectory]:
-        """What is trained on as one row each: the turns behind one prompt, without what was given
-        behind the last of them."""
+        """The parts that are trained on as one row each: the turns behind one prompt, without the
+        given tokens behind the last of them."""
         placed, count = [], 0
         for one in self.segments:
             placed.append((count, one))
@@ -112,12 +112,12 @@ class Trajectory:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All that came after the prompt."""
+        """All tokens behind the prompt."""
         return self._behind(())
 
     @property
     def log_probs(self) -> tuple[float, ...]:
-        """Of all that the model drew."""
+        """Log-probabilities of all tokens that the model drew."""
         found: list[float] = []
         for one in self.turns:
             found += one.log_probs or ()
@@ -145,12 +145,12 @@ class Trajectory:
 
     @property
     def turns(self) -> Iterator[Segment]:
-        """What the model drew, turn by turn."""
+        """The tokens that the model drew, turn by turn."""
         return (one for one in self.segments if one.is_sampled)
 
 
 class Dialogue(Protocol):
-    """What a model's chat template makes of messages, and the messages that it makes of tokens."""
+    """A model's chat template: it makes tokens of messages, and messages of tokens."""
 
     def prompt(self, messages: Sequence[Message], *, most: int | None = None) -> tuple[int, ...]:
         """The tokens up to and with the generation prompt. Raises `ValueError` if the template
@@ -161,8 +161,8 @@ class Dialogue(Protocol):
     def appended(
         self, messages: Sequence[Message], sampled: Sequence[int], *, most: int | None = None
     ) -> tuple[int, ...]:
-        """What is given to the model behind a turn of these `sampled` tokens. Raises as `prompt`
-        does."""
+        """The tokens that the model is given behind a turn of these `sampled` tokens. Raises as
+        `prompt` does."""
         ...
 
     def message(self, sampled: Sequence[int], turn: int) -> dict[str, Any]:
@@ -170,10 +170,11 @@ class Dialogue(Protocol):
         ...
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Dialogue:
-        """The same, where the model is told of these tools. Raises `ValueError` if the template
-        cannot show them."""
+        """A dialogue with the same template in which the model is told of these tools. Raises
+        `ValueError` if the template cannot show them."""
         ...
 
     def rewritten(self) -> str | None:
-        """How the template rewrites what came before, in a sentence. None: dialogues only grow."""
+        """The way in which the template rewrites what came before, in a sentence. None: dialogues
+        only grow."""
         ...

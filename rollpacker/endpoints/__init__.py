@@ -1,1 +1,2 @@
-"""Services behind an address: what may be believed of them, and how long one waits for them."""
+"""Services behind an address: checks of what they say, and limits on how long one waits for
+them."""

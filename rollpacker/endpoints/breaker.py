@@ -40,12 +40,13 @@ class Breaker:
         self._failures = 0
         self._failing_since = 0.0
         self.why = ""
-        """What the last call that failed said."""
+        """The reason that the last failed call gave."""
         self._is_open = False
         self._probe_at = 0.0
         self._line: deque[asyncio.Future[None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        """Runs while somebody waits in line, and is cancelled with the last of them."""
+        """Timer of the next probe while somebody waits in line. It is cancelled with the last of
+        them."""
 
     @property
     def failing_since(self) -> float | None:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from rollpacker.imports import require
 
 MAX_RETRY_AFTER_S = 60.0
-"""However long an endpoint asks to be left alone."""
+"""Most seconds of a pause that an endpoint can ask for."""
 
 
 class CompressedAnswer(Exception):
@@ -88,8 +88,8 @@ async def read_bounded(response: Any, max_bytes: int) -> tuple[bytes, bool]:
 
 
 def retry_after_s(value: str | None, now: float) -> float | None:
-    """What a `Retry-After` header asks for, in seconds from `now` (Unix time): a number or an HTTP
-    date, at most `MAX_RETRY_AFTER_S`. None for what is neither."""
+    """Seconds from `now` (Unix time) for which a `Retry-After` header asks: a number or an HTTP
+    date, at most `MAX_RETRY_AFTER_S`. None for any other text."""
     if value is None:
         return None
     try:
@@ -105,5 +105,5 @@ def retry_after_s(value: str | None, now: float) -> float | None:
 
 
 def one_line(text: str) -> str:
-    """What somebody else said, safe for a terminal: one line of printable characters."""
+    """A foreign text, safe for a terminal: one line of printable characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable
 from rollpacker.endpoints.breaker import Breaker
 
 Probe = Callable[[], Awaitable[bool]]
-"""Asks the simplest thing there is, and tells whether it was answered."""
+"""Sends the simplest request there is. Returns whether it was answered."""
 
 
 class Service:
-    """What all callers of one address have learnt of it. Belongs to one event loop."""
+    """The state of one address that all its callers share. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class Service:
             self.waited_s += loop.time() - since
 
     def _until(self, started: float) -> float:
-        """When the outage has lasted too long. A newcomer may wait for one probe all the same, or
-        nobody would see the service return."""
+        """Loop time at which the outage has lasted too long for a caller. A newcomer may wait for
+        one probe all the same, or nobody would see the service return."""
         since = self.breaker.failing_since
         if since is None:
             return started + self.outage_s

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rollpacker.chat_template import SpecialTokens
 from rollpacker.core.events import SampleAborted, SampleFailed
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.engines.embedded.engine import TorchEngine
@@ -25,7 +26,8 @@ from rollpacker.engines.engine import (
 
 CONCURRENCY = 16
 KV_CACHE_GIB = 1.0
-"""Unless the caller says otherwise: the policy's engine wants the rest."""
+"""Memory in GiB for keys and values, unless the caller says otherwise: the policy's engine needs
+the rest."""
 
 
 class EngineCompleter:
@@ -57,7 +59,7 @@ class EngineCompleter:
             tokenizer=tokenizer,
             config=config or EngineConfig(max_slots=concurrency, kv_cache_gib=KV_CACHE_GIB),
         )
-        self._special = _special_tokens(tokenizer)
+        self._special = SpecialTokens(tokenizer)
         self._numbers = itertools.count()
         self._waiting: dict[SampleId, asyncio.Future[EngineOutput]] = {}
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
@@ -128,7 +130,9 @@ class EngineCompleter:
     # -- messages ----------------------------------------------------------------------
 
     def _tokens(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        plain = [{**message, "content": self._plain(message["content"])} for message in messages]
+        # What a message says must not end its turn.
+        spelt_out = self._special.spelt_out
+        plain = [{**message, "content": spelt_out(message["content"])} for message in messages]
         if getattr(self._tokenizer, "chat_template", None):
             text = self._tokenizer.apply_chat_template(
                 plain, tokenize=False, add_generation_prompt=True
@@ -140,22 +144,9 @@ class EngineCompleter:
         ids = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return tuple(ids)
 
-    def _plain(self, text: str) -> str:
-        """What a message says must not end its turn, whatever tokens the template is made of."""
-        for token in self._special:
-            if token in text:
-                text = text.replace(token, f"{token[0]} {token[1:]}")
-        return text
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    added = tokenizer.added_tokens_decoder.values()
-    marks = {token.content for token in added if token.special or token.content.startswith("<")}
-    return tuple(token for token in {*marks, *tokenizer.all_special_tokens} if len(token) > 1)
-
 
 def _settle(future: asyncio.Future[EngineOutput], result: EngineOutput | EngineError) -> None:
-    """From any thread."""
+    """Give the future its result or its error. May be called from any thread."""
 
     def settle() -> None:
         if future.done():

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from rollpacker.weights.buffer import WeightSource
 
 Redraws = tuple[tuple[int, int], ...]
-"""(first token, redraw): from that token on the noise is of that redraw. Before the first: of 0."""
+"""Pairs (first token, redraw): from that token on the noise is of that redraw. Before the first
+pair it is of redraw 0."""
 
 NOT_NUMBERS = "the model's logits are not numbers"
-"""How the reason of a `SampleFailed` begins whose logits held a NaN."""
+"""Beginning of the reason of a `SampleFailed` whose logits held a NaN."""
 
 
 class EngineError(RuntimeError):
@@ -35,27 +36,28 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one response is drawn."""
+    """Parameters of the draw of one response."""
 
     max_response_tokens: int
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature. 0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 is off."""
+    """Number of likeliest tokens that are drawn from. 0: all."""
     stop: tuple[str, ...] = ()
     """Strings that end a response; the response keeps the tokens up to and with the stop string."""
     seed: int = 0
-    """Noise is keyed by the seed, the request's `noise` and the position, and by nothing else."""
+    """Seed of the noise. The noise depends on the seed, the request's `noise`, the turn and the
+    position, and on nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """What an earlier launch generated of a response, for the engine to go on from."""
+    """Tokens of a response that an earlier launch generated, for the engine to go on from."""
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
-    """One per token, of the weights that it was drawn from."""
+    """Log-probability of each token under the weights that it was drawn from."""
     verify: bool = True
     """Draw every token anew with its own noise, all in one pass, and keep those before the first
     that comes out differently: the response is then the one that generation from scratch gives.
@@ -65,10 +67,10 @@ class Carried:
     that came out differently are drawn once more, with noise of another redraw, sixteen times at
     most. With `verify` only."""
     ceiling: int | None = None
-    """Once one came out differently, a response of more tokens is not taken either. None: any
-    is."""
+    """Most tokens of a response in which a token came out differently; a longer one is drawn once
+    more, too. None: any length is accepted."""
     redraws: Redraws = ()
-    """`Response.redraws` of the launch that left them."""
+    """`Response.redraws` of the launch that left these tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,36 +80,41 @@ class GenerationRequest:
     """The samples of one prompt carry the same tuple; adjacent ones are prefilled once."""
     sampling: SamplingParams
     forced_length: int | None = None
-    """For benchmarks: end exactly after this many tokens, whatever is sampled. Ends as "stop"."""
+    """For benchmarks: the response ends with "stop" exactly after this many tokens, whatever is
+    drawn. None: it ends by itself."""
     noise: SampleId | None = None
-    """Whose noise it is drawn with. None: its own."""
+    """The sample whose noise the response is drawn with. None: the request's own."""
     turn: int = 1
-    """Which one of its trajectory. The prompt is then all that came before it."""
+    """Number of the turn in its trajectory, from 1. The prompt of a later turn is all that came
+    before it."""
     keep: bool = False
-    """Once it has ended with "stop", keep what was computed of it if there is room: a later request
-    of the sample will begin with the same tokens."""
+    """Whether to keep, if there is room, what was computed of a response that ends with "stop": a
+    later request of the sample will begin with the same tokens."""
     carried: Carried | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What an engine made of a request. The tensors' way: never passes through the core."""
+    """The response that an engine made of a request. It goes from the engine to the trainer and
+    never passes through the core."""
 
     sample: SampleId
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
-    """Response tokens as drawn, the end token included. Nobody re-tokenizes them."""
+    """Response tokens as drawn, the end token included. They are never tokenized again."""
     log_probs: tuple[float, ...]
-    """One per drawn token: its log-probability under the distribution it was drawn from, that is
-    after temperature, top-k and top-p (natural logarithm). Greedy: under the plain softmax."""
+    """Log-probability of each drawn token (natural logarithm) under the distribution that it was
+    drawn from, that is after temperature, top-k and top-p. Greedy: under the plain softmax."""
     finish_reason: str
-    """"stop", "length", or "aborted": it was stopped on its way. Of a trajectory, `Conclude`'s."""
+    """"stop", "length", or "aborted": it was stopped before its end. A trajectory has the reason of
+    its `Conclude`."""
     version: int
     redraws: Redraws = ()
-    """Whose noise it has, where ends of it were not taken."""
+    """The redraws whose noise parts of the response were drawn with, where earlier ends of it were
+    refused."""
     given: Spans = ()
-    """Of the tokens, those that the model was given between its turns rather than drew. What comes
-    from an engine is one turn, and has none."""
+    """Ranges of tokens that the model was given between its turns and did not draw. Empty for a
+    response as an engine returns it, which is one turn."""
     rewritten: Rewritten = ()
     """Where in the tokens a turn was drawn behind another prompt than all that came before it. Only
     of trajectories whose chat template rewrites earlier turns."""
@@ -123,7 +130,7 @@ class Response:
 
     @property
     def last_turn(self) -> tuple[int, ...]:
-        """What was drawn last, without interruption."""
+        """The tokens that were drawn last, without given tokens or another prompt in between."""
         given = self.given[-1][1] if self.given else 0
         anew = self.rewritten[-1][0] if self.rewritten else 0
         return self.tokens[max(given, anew) :]
@@ -136,12 +143,13 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """One thing that an engine reports. `time_s` of the event is 0: the driver stamps it."""
+    """An event that an engine reports, with its response. `time_s` of the event is 0: the driver
+    stamps it."""
 
     event: SampleGenerated | SampleAborted | SampleFailed
     response: Response | None = None
-    """There is one with a `SampleGenerated`, and with a `SampleAborted` of a sample that had
-    tokens."""
+    """The response of a `SampleGenerated`, and of a `SampleAborted` whose sample had tokens. None
+    otherwise."""
 
 
 Listener = Callable[[Sequence[EngineOutput]], None]
@@ -153,7 +161,8 @@ arrives."""
 
 
 class Engine(Protocol):
-    """Commands down, outputs up. `submit` and `abort` are thread-safe and return at once."""
+    """An engine: commands go in, outputs come out. `submit` and `abort` are thread-safe and return
+    at once."""
 
     def start(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
         """Begin to work. `on_error` is called once, from any thread, if the engine as a whole
@@ -174,9 +183,9 @@ class Engine(Protocol):
         ...
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """What it keeps of these (`GenerationRequest.keep`) is not needed. Thread-safe; returns at
-        once. Whatever it keeps it lets go of by itself when weights change, when it is offloaded,
-        and for rows that could run."""
+        """Allow the engine to drop what it keeps of these samples (`GenerationRequest.keep`).
+        Thread-safe; returns at once. The engine drops it by itself when weights change, when it is
+        offloaded, and when rows need the room."""
         ...
 
     async def update_weights(
@@ -209,7 +218,8 @@ class Engine(Protocol):
         ...
 
     def status(self) -> EngineStatus:
-        """How much it has to do, and has done. Raises `EngineError` if it is closed or dead."""
+        """Counts of the engine's samples, tokens and steps. Raises `EngineError` if it is closed or
+        dead."""
         ...
 
     async def close(self) -> None:
@@ -223,7 +233,7 @@ class EngineStatus:
     num_waiting: int
     version: int
     generated_tokens: int
-    """Since the engine was made."""
+    """Number of tokens that were generated since the engine was made."""
     decode_steps: int
     drafted_tokens: int = 0
     """Tokens that decode steps tried ahead of their turn (`rollout.engine.draft_tokens`)."""
@@ -236,8 +246,8 @@ class EngineConfig:
     """The engine (`rollout.engine.*`)."""
 
     name: str = "torch"
-    """Which one: torch is the embedded engine, over transformers' own modules; vllm is vLLM (docs:
-    vLLM), which heeds max_slots and kv_cache_gib of the keys below."""
+    """The engine's name: torch is the embedded engine, over transformers' own modules; vllm is vLLM
+    (docs: vLLM), which heeds max_slots and kv_cache_gib of the keys below."""
     max_slots: int | None = None
     """Samples decoded at the same time; the rest waits. None: as many as the memory budget allows,
     up to 1024; with vllm, as many as vLLM decides."""
@@ -270,15 +280,16 @@ class EngineConfig:
 
     @property
     def takes_up_carried(self) -> bool:
-        """It goes on from tokens that an earlier launch left, and draws them anew if it should."""
+        """Whether the engine goes on from tokens that an earlier launch left, and draws them anew
+        on demand."""
         return self.name in TAKE_UP_CARRIED
 
     @property
     def is_tensor_parallel(self) -> bool:
-        """Several devices can share it."""
+        """Whether several devices can share the engine."""
         return self.name in TENSOR_PARALLEL
 
     @property
     def takes_quantized(self) -> bool:
-        """It generates with a base of 4 bits below the adapter."""
+        """Whether the engine generates with a base of 4 bits below the adapter."""
         return self.name not in WITHOUT_QUANTIZATION

@@ -48,9 +48,9 @@ class EngineHost:
         self._calls: queue.SimpleQueue[tuple[int, Call]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._outputs: list[EngineOutput] = []
-        """Outputs that no report has had yet."""
+        """Outputs that were in no report yet."""
         self._answers: list[tuple[int, Answer]] = []
-        """Answers to calls, each with the call's number, that were not taken yet."""
+        """Answers to calls, each with the call's number, that were not sent yet."""
         self._error: BaseException | None = None
         engine.start(self._heard, self._died)
         threading.Thread(target=self._make_calls, name="calls", daemon=True).start()

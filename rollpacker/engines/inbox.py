@@ -1,4 +1,5 @@
-"""What callers leave for an engine's worker thread, under one lock."""
+"""Requests, aborts and other messages from an engine's callers to its worker thread, under one
+lock."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from rollpacker.engines.engine import EngineError, GenerationRequest, Listener
 
 
 class Inbox:
-    """Requests, aborts and who is told. Every method may be called from any thread."""
+    """The requests and aborts for an engine, and its listener. Every method may be called from any
+    thread."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -37,13 +39,14 @@ class Inbox:
             raise EngineError(f"the engine died: {self._error}") from self._error
 
     def check_here(self) -> None:
-        """Raises `EngineError` also if the engine has let go of its device."""
+        """Raises `EngineError` if the engine is closed, dead or has freed its device's memory."""
         self.check_open()
         if self._is_away:
             raise EngineError("the engine has let go of its device's memory: reload it first")
 
     def tell(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
-        """Who hears of outputs from now on. Raises `EngineError` while samples run."""
+        """Set the functions that are called with outputs and errors from now on. Raises
+        `EngineError` while samples run."""
         with self._condition:
             self.check_open()
             if self._in_flight:
@@ -51,7 +54,8 @@ class Inbox:
             self._listener, self._on_error = listener, on_error
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Raises `EngineError` for a sample that is here already, and while weights change."""
+        """Add these requests. Raises `EngineError` for a sample that is in flight already, and
+        while weights change."""
         with self._condition:
             self.check_here()
             if self._weights_change:
@@ -71,38 +75,39 @@ class Inbox:
             self._condition.notify()
 
     def abort(self, samples: Sequence[SampleId]) -> None:
-        """Those that are not here are ignored."""
+        """Mark these samples as aborted. Samples that are not in flight are ignored."""
         with self._condition:
             self.check_open()
             self._aborted.extend(sample for sample in samples if sample in self._in_flight)
             self._condition.notify()
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Of samples that are not here, but may have been."""
+        """Note that what the engine keeps of these samples is not needed. They may have ended
+        already."""
         with self._condition:
             self.check_open()
             self._unkept.extend(samples)
 
     def begin_weights(self, version: int) -> None:
-        """Nothing may be submitted until `end_weights`. Raises `EngineError` while samples run."""
+        """Refuse samples until `end_weights`. Raises `EngineError` while samples run."""
         with self._condition:
             self.check_here()
             self._check_idle(f"the weights cannot change to version {version}")
             self._weights_change = True
 
     def end_weights(self) -> None:
-        """Samples may come again."""
+        """Accept samples again."""
         self._weights_change = False
 
     def leave(self) -> None:
-        """Nothing may be asked for until `come_back`. Raises `EngineError` while samples run."""
+        """Refuse everything until `come_back`. Raises `EngineError` while samples run."""
         with self._condition:
             self.check_open()
             self._check_idle("the device's memory cannot be let go of")
             self._is_away = True
 
     def come_back(self) -> None:
-        """All is as before `leave`."""
+        """Accept calls again, as before `leave`."""
         self._is_away = False
 
     def _check_idle(self, what: str) -> None:
@@ -118,35 +123,37 @@ class Inbox:
     # -- the worker's side -----------------------------------------------------------------
 
     def wait_for_work(self) -> bool:
-        """Until there are samples. False once the engine is closed."""
+        """Wait until samples are in flight. False once the engine is closed."""
         with self._condition:
             while not (self._closed or self._in_flight):
                 self._condition.wait()
             return not self._closed
 
     def take_let_go(self) -> list[SampleId]:
-        """Who was let go of since the last call. Before `take`: who then comes again was so after
-        that."""
+        """The samples whose kept rows are not needed, since the last call. Call it before `take`: a
+        sample that is submitted again after that needs its row again."""
         with self._condition:
             unkept, self._unkept = self._unkept, []
         return unkept
 
     def take(self) -> tuple[list[Pending], set[SampleId]]:
-        """What was submitted and aborted since the last call."""
+        """The requests and the aborts since the last call."""
         with self._condition:
             submitted, self._submitted = self._submitted, []
             aborted, self._aborted = set(self._aborted), []
         return submitted, aborted
 
     def end(self, samples: Iterable[SampleId]) -> tuple[bool, Listener]:
-        """These are done with. Whether they were the last ones, and who is to be told."""
+        """Remove these samples. Returns whether they were the last ones in flight, and the
+        listener."""
         with self._condition:
             self._in_flight.difference_update(samples)
             assert self._listener is not None
             return not self._in_flight, self._listener
 
     def die(self, error: BaseException) -> Callable[[BaseException], None]:
-        """Later calls raise. Returns who is to be told: nobody, if it has died before."""
+        """Note that the engine is dead: later calls raise. Returns the function to call with the
+        error, which does nothing if the engine was dead before."""
         with self._condition:
             if self._error is not None:
                 return _tell_nobody
@@ -160,4 +167,4 @@ class Inbox:
 
 
 def _tell_nobody(error: BaseException) -> None:
-    """Nobody listens yet, or any more."""
+    """Stands for the listener to errors where there is none yet, or none any more."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollpacker.core.events import SampleAborted, SampleFailed
@@ -35,7 +36,7 @@ from rollpacker.weights.probe import weight_probe
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
-"""How long `close` waits for the decode step at hand."""
+"""Seconds that `close` waits for the decode step that runs."""
 
 Numbered = tuple[int, EngineOutput]
 """An output and when its request was launched, which orders what ends in one step."""
@@ -46,8 +47,8 @@ class LoopEngine(ABC):
     module. A subclass decodes."""
 
     _has_a_copy = False
-    """It decodes with other tensors than its module's, and an update has something to do also where
-    the module has been trained in place."""
+    """Whether the engine decodes with a copy of its module's tensors. An update has to renew the
+    copy also where the module has been trained in place."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -81,7 +82,7 @@ class LoopEngine(ABC):
         self._inbox.let_go(samples)
 
     async def update_weights(
-        self, version: int, weights: Mapping[str, torch.Tensor] | WeightSource | None = None
+        self, version: int, weights: Mapping[str, Tensor] | WeightSource | None = None
     ) -> None:
         """See `Engine`. What takes time is done in a thread, so that the caller's deadline can end
         the wait."""
@@ -117,9 +118,7 @@ class LoopEngine(ABC):
             if self._thread.is_alive():
                 logger.error("the engine's worker hangs; it is left behind")
 
-    def _renew(
-        self, version: int, weights: Mapping[str, torch.Tensor] | WeightSource | None
-    ) -> None:
+    def _renew(self, version: int, weights: Mapping[str, Tensor] | WeightSource | None) -> None:
         """Copy new weights into the module, while nothing runs; None if it has them already. Raises
         `EngineError` if they are another model's, or of another version."""
         if isinstance(weights, WeightSource):
@@ -138,7 +137,7 @@ class LoopEngine(ABC):
         return {n: p for n, p in self._model.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
-    def _overwrite(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def _overwrite(self, weights: Mapping[str, Tensor]) -> None:
         own = self._trained()
         if strange := sorted(own.keys() ^ weights.keys()):
             raise EngineError(f"these are the weights of another model: {strange[0]} differs")
@@ -151,35 +150,36 @@ class LoopEngine(ABC):
             own[name].copy_(value)
 
     def _forget_kept(self) -> None:
-        """Nothing that was computed so far is of use any more. While nothing runs."""
+        """Drop what was computed with the weights so far. Called while nothing runs."""
         return
 
     @property
     def _is_on_device(self) -> bool:
-        """Of the kind that `offload` makes room on."""
+        """Whether the model is on a device of the kind that `offload` empties."""
         return self._model.device.type == self._host.source
 
     def _let_go(self) -> None:
-        """Free what is on the device, while nothing runs."""
+        """Free what is on the device. Called while nothing runs."""
         self._host.offload([*self._model.parameters(), *self._model.buffers()])
 
     def _take_back(self) -> None:
-        """Undo that. Raises `EngineError`."""
+        """Put back on the device what `_let_go` has freed. Raises `EngineError`."""
         self._host.reload()
 
     # -- what a subclass does, in the worker's thread ----------------------------------------------
 
     @abstractmethod
     def _turn(self) -> list[Numbered]:
-        """Take the inbox, or bring the live samples on by one step. What ended by that."""
+        """Take what is in the inbox, or bring the live samples on by one step. Returns the outputs
+        of samples that this has ended."""
 
     @abstractmethod
     def _begin(self) -> None:
-        """Once, before the first turn."""
+        """Called once, before the first turn."""
 
     @abstractmethod
     def _rest(self) -> None:
-        """Nothing runs any more, or the worker dies."""
+        """Called when nothing runs any more, and when the worker dies."""
 
     # -- the worker --------------------------------------------------------------------------------
 
@@ -220,7 +220,8 @@ def abortion(entry: Pending, response: Response, **facts: Any) -> Numbered:
 
 
 def untouched(entry: Pending, version: int) -> Response:
-    """What a sample has that nothing was generated for: the tokens carried into the launch."""
+    """The response of a sample that nothing was generated for: the tokens carried into the
+    launch."""
     request = entry.request
     return Response(
         sample=request.sample,
@@ -235,8 +236,8 @@ def untouched(entry: Pending, version: int) -> Response:
 def why_impossible(
     entry: Pending, *, vocabulary_size: int, max_positions: int | None, can_read: bool
 ) -> str | None:
-    """Why no engine of this model could ever run the request; None if one may. `max_positions`:
-    the model's context. `can_read`: there is a tokenizer."""
+    """The reason why no engine of this model could ever run the request. None: one may.
+    `max_positions`: the model's context. `can_read`: there is a tokenizer."""
     prompt, limit = entry.request.prompt_tokens, entry.limit
     if not prompt:
         return "the prompt has no tokens"

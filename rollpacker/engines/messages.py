@@ -48,7 +48,7 @@ class EngineSetup:
     an `Engine`."""
     config: EngineConfig
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Plain values, lists, tuples and mappings."""
+    """Keyword arguments of `make`: plain values, lists, tuples and mappings."""
     beat_s: float = 1.0
     """Longest time between two reports, in seconds. `ProcessEngine` sets it."""
 
@@ -75,7 +75,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the run's process has submitted, aborted and let go of since the last such message."""
+    """Requests, aborts and samples to forget that came since the last message of this kind."""
 
     requests: tuple[GenerationRequest, ...] = ()
     aborts: tuple[SampleId, ...] = ()
@@ -157,7 +157,8 @@ def codec() -> Codec:
 
 
 def _work_to_plain(work: Work) -> list[Any]:
-    """Samples share prompts and sampling parameters, so each of these is written once."""
+    """Write the work down. Samples share prompts and sampling parameters, so each of these is
+    written once."""
     prompts: dict[tuple[int, ...], int] = {}
     samplings: dict[SamplingParams, int] = {}
     requests = [

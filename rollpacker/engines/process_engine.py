@@ -55,7 +55,7 @@ MAX_BEAT_S = 1.0
 """Longest time between two reports of an engine, in seconds: the shorter, the more all engines cost
 this process."""
 CLOSE_S = 5.0
-"""How long closing waits for the loop of all lines, which somebody may hold up."""
+"""Seconds that closing waits for the loop of all lines, which may be busy."""
 HERE = ThisHost()
 
 
@@ -95,7 +95,7 @@ class ProcessEngine:
         )
         self._ready: Future[None] = Future()
         self._gone: Future[None] = Future()
-        """Done when the process has ended and nothing is held of it."""
+        """Done when the process has ended and all that belongs to it here is closed."""
         self._burying: asyncio.Task[None] | None = None
         self._is_heard = self._is_over = False
         setup = replace(setup, beat_s=min(MAX_BEAT_S, heartbeat_s / 5))
@@ -125,7 +125,7 @@ class ProcessEngine:
 
     @property
     def last_answer_s(self) -> float:
-        """When the process was last heard of, on the monotonic clock."""
+        """Time of the process's latest message, on the monotonic clock."""
         return self._served.heard_s
 
     # -- the protocol ----------------------------------------------------------------------
@@ -261,7 +261,7 @@ class ProcessEngine:
             listener(outputs)
 
     def _outputs(self, report: Report) -> list[EngineOutput]:
-        """Whole outputs of the samples that are in flight."""
+        """The outputs of a report as a listener gets them, for samples that are in flight."""
         found = []
         for event, response in report.outputs:
             prompt = self._prompts.pop(event.sample, None)
@@ -284,7 +284,7 @@ class ProcessEngine:
         on_error(error)
 
     def _end(self, error: Exception) -> None:
-        """Have the process ended, once; who waits for an answer gets `error`."""
+        """Have the process ended, once. Whoever waits for it to be ready gets `error`."""
         if self._is_over:
             return
         self._is_over = True

@@ -1,1 +1,1 @@
-"""Environments: what answers a model between its turns."""
+"""Environments: they answer a model between its turns."""

@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rollpacker.imports import is_async
+
 Job = tuple[Callable[[], Any], "asyncio.Future[tuple[Any, float]]"]
 
 
@@ -31,18 +33,18 @@ class GivenUp(BaseException):
 
 
 class Calls:
-    """Of one episode."""
+    """Calls the functions of one episode."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """What its functions took, without any waiting for a thread."""
+        """Seconds that its functions took, without any waiting for a thread."""
         self._thread: EpisodeThread | None = None
 
     async def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Await what the function returns; raises what it raises, or `Exited`. Cancelling the call
         of a blocking function interrupts it, and then waits for its end, which may never come."""
         try:
-            if _is_async(function):
+            if is_async(function):
                 return await self._timed(function(*args, **kwargs))
             began = time.perf_counter()
             try:
@@ -135,14 +137,8 @@ class EpisodeThread(threading.Thread):
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(GivenUp))
 
     def end(self) -> None:
-        """Once it has done what it has to do."""
+        """End the thread once it has done what it has to do."""
         self._jobs.put(None)
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004
-    )
 
 
 def _exited(error: BaseException) -> Exited:
@@ -171,7 +167,8 @@ class _Memory:
         """Bytes that a thread takes, which are nobody's fault."""
 
     def limit(self, num_bytes: int) -> None:
-        """To so much more than it has now. Where the system does not tell, there is no limit."""
+        """Limit the memory to what it is now and `num_bytes` more. Where the system does not tell,
+        there is no limit."""
         with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as file:
             line = next(line for line in file if line.startswith("VmData:"))
             self._limit = (int(line.split()[1]) << 10) + num_bytes

@@ -15,25 +15,26 @@ from rollpacker.core.events import ToolCall
 from rollpacker.core.ids import SampleId
 
 Message = Mapping[str, Any]
-"""As chat templates take it: `role`, `content`, and of an assistant `tool_calls`, of a tool
-`tool_call_id` and `name`. Plain values only. What looked like calls and could not be read is in
-`malformed_tool_calls` (texts) of the assistant's message."""
+"""A message as chat templates have it: `role`, `content`, and of an assistant `tool_calls`, of a
+tool `tool_call_id` and `name`. Plain values only. Texts that looked like calls and could not be
+read are in `malformed_tool_calls` of the assistant's message."""
 ToolSchema = Mapping[str, Any]
 """A tool as chat templates take it: `{"type": "function", "function": {name, description,
 parameters}}`."""
 
 
 class EnvironmentSetupError(RuntimeError):
-    """Environments are set up wrongly (not: one failed in an episode, which is `Lost`)."""
+    """Environments are set up wrongly. An environment that failed in an episode is a `Lost`
+    instead."""
 
 
 SANDBOX_TOOLS = ("python", "shell")
-"""Tools of ours that run what a model wrote, in the sandbox."""
+"""Our own tools, which run what a model wrote in the sandbox."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentConfig:
-    """What answers the model between its turns (`environment.*`)."""
+    """The environment that answers the model between its turns (`environment.*`)."""
 
     tools: tuple[str, ...] = ()
     """Functions with type hints and a docstring, as `module:function` or `file.py:function`; and
@@ -51,10 +52,10 @@ class EnvironmentConfig:
     messages before it, and trained on so, in a row of its own where that is not what came before
     with more behind it. Other templates know no difference."""
     max_turns: int = 10
-    """Of the model, in one episode."""
+    """Turns of the model in one episode."""
     max_trajectory_tokens: int | None = None
-    """Of all turns and answers together, without the prompt. None: what the model's context
-    allows."""
+    """Tokens of all turns and answers together, without the prompt. None: as many as the model's
+    context allows."""
     max_environment_s: float | None = None
     """Seconds that one episode may spend in its environment. None: no limit."""
     timeout_s: float = 60.0
@@ -62,17 +63,17 @@ class EnvironmentConfig:
     workers: int | Literal["auto"] = "auto"
     """Processes of environments, each with many episodes. auto: one per processor, at most 8."""
     per_host: int | None = None
-    """With `runtime=ray`: so many processes beside the engines of each host, instead of `workers`
-    beside the run's own. None: all of them there."""
+    """Processes of environments beside the engines of each host, with `runtime=ray`, instead of
+    `workers` beside the run's own process. None: all of them are beside the run's own."""
     memory_mb: int | None = None
-    """What one process may have beyond what it took to load. More raises `MemoryError` in the
-    environment. None: no limit."""
+    """Memory in MiB that one process may have beyond what it took to load. More raises
+    `MemoryError` in the environment. None: no limit."""
     max_result_chars: int = 16384
-    """Longer results of tools are cut, with a note for the model."""
+    """Characters of a tool's result. Longer results are cut, with a note for the model."""
     deterministic: bool | None = None
-    """The same actions bring the same answers, so that a lost episode can be played again. None: as
-    the environment, or each of the tools, says itself by an attribute `deterministic`; not, if it
-    says nothing."""
+    """Whether the same actions bring the same answers, so that a lost episode can be played again.
+    None: as the environment, or each of the tools, says itself by an attribute `deterministic`;
+    false if it says nothing."""
 
     def __post_init__(self) -> None:
         if self.tools and self.function is not None:
@@ -102,7 +103,8 @@ class EnvironmentConfig:
 
 
 class Environment(Protocol):
-    """What a user writes: a class, made anew for each episode, whose methods may be async.
+    """An environment as a user writes it: a class, made anew for each episode, whose methods may be
+    async.
 
     It may have, besides: `tools` (schemas), which the model is told of, in an episode those that
     `reset` sets if it sets any; `deterministic = True`; `rows()`, the rows of a data set of kind
@@ -131,37 +133,38 @@ class Begun:
     messages: tuple[Message, ...] | None
     """The prompt. None: the row's own."""
     tools: tuple[ToolSchema, ...] | None = None
-    """What the model is told of in this episode. None: what it is told of in every one."""
+    """Schemas of the tools that the model is told of in this episode. None: those of every
+    episode."""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """What an environment made of one message of the model."""
+    """The answer of an environment to one message of the model."""
 
     messages: tuple[Message, ...]
-    """For the model; may be empty where the episode is over."""
+    """Messages for the model. May be empty where the episode is over."""
     reward: float | None = None
-    """Of this turn."""
+    """The reward of this turn. None: there is none."""
     done: bool = False
     truncated: bool = False
-    """It ended for a limit of its own, rather than by what happened."""
+    """Whether the episode ended for a limit of its own, rather than by what happened."""
     seconds: float = 0.0
-    """In the environment, without any waiting."""
+    """Seconds in the environment, without any waiting."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Such as tool calls and failed ones, by name."""
+    """Numbers such as tool calls and failed ones, by name."""
     calls: tuple[ToolCall, ...] = ()
-    """Of tools, in order."""
+    """The calls of tools, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """What an episode came to, for rewards and for people."""
+    """The whole dialogue of an episode and its rewards, for reward functions and for people."""
 
     prompt: tuple[Message, ...] | None = None
-    """What the environment said first. None: the row's own prompt is it."""
+    """The prompt as the environment said it. None: it is the row's own prompt."""
     messages: tuple[Message, ...]
-    """All behind the prompt: the model's and the environment's, by turns."""
+    """All messages behind the prompt: the model's and the environment's, by turns."""
     rewards: tuple[float | None, ...] = ()
     """The environment's, by turn; None where it gave none. A turn that was cut off has none."""
     num_drawn: tuple[int, ...] = ()
@@ -172,7 +175,7 @@ class Episode:
     policy_s: tuple[float, ...] = ()
     """Seconds from asking for a turn to its last token, by turn."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Sums over turns."""
+    """Sums of the answers' metrics over turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,23 +189,25 @@ class Lost:
     said is too long: so it is for each sample of the prompt) or "cancelled"."""
     seconds: float = 0.0
     calls: tuple[ToolCall, ...] = ()
-    """Of tools, in order, where it was too slow: the last one had not ended. Empty: none ran, or
-    nobody knows which."""
+    """The calls of tools, in order, of an environment that was too slow: the last one had not
+    ended. Empty: none ran, or nobody knows which."""
 
 
 class Environments(Protocol):
     """All environments of a run, as the controller sees them. One event loop."""
 
     tools: tuple[ToolSchema, ...]
-    """What the model is told of, unless an episode has tools of its own (`Begun`)."""
+    """Schemas of the tools that the model is told of, unless an episode has tools of its own
+    (`Begun`)."""
     begins: bool
     """Episodes have to be begun before their first turn, since environments say the prompt. False:
     `begin` may be left out; the row's prompt is the prompt."""
     is_deterministic: bool
-    """The same actions bring the same answers: a lost episode can be played again."""
+    """Whether the same actions bring the same answers, so that a lost episode can be played
+    again."""
     scores_at_end: bool
-    """They give one reward, with the answer that ends an episode. One that a limit ends is to be
-    asked for it (`finish`)."""
+    """Whether each episode has one reward, with the answer that ends it. An episode that a limit
+    ends is asked for its reward (`finish`)."""
 
     async def open(self) -> None:
         """Start processes in the running loop. Raises `EnvironmentSetupError` for what the user can
@@ -233,13 +238,13 @@ class Environments(Protocol):
     async def finish(
         self, episode: SampleId, *, timeout_s: float | None = None
     ) -> float | Lost | None:
-        """What the episode, which a limit has ended, was worth besides what it has said; None:
+        """The reward, besides those that it has given, of an episode that a limit has ended. None:
         nothing. As `act` in all else."""
         ...
 
     def end(self, episode: SampleId) -> None:
-        """Nobody needs the episode any more. Idempotent; returns at once. Who still waits for an
-        answer of it gets `Lost` ("cancelled")."""
+        """Forget the episode, which nobody needs any more. Idempotent; returns at once. A call that
+        still waits for its answer gets `Lost` ("cancelled")."""
         ...
 
     async def close(self) -> None:

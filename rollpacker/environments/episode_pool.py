@@ -18,11 +18,17 @@ from collections.abc import Hashable
 from typing import Any
 
 from rollpacker.workers.kinds import END
-from rollpacker.workers.pool import GROW_AFTER_S, MAX_FAILED_STARTS, WorkerPool
-from rollpacker.workers.pool_calls import PoolCall, PoolWorker, WorkerLost
+from rollpacker.workers.pool import (
+    GROW_AFTER_S,
+    MAX_FAILED_STARTS,
+    PoolCall,
+    PoolWorker,
+    WorkerLost,
+    WorkerPool,
+)
 
 MAX_EPISODES = 1000
-"""In one process."""
+"""Most episodes in one process."""
 ANSWER_WITHIN_S = 2.0
 """A process that does not react for so long hangs. All its episodes are lost with it, so it has
 longer than one of a reward function."""
@@ -30,7 +36,8 @@ MAX_HUNG = 16
 """A process in which so many calls were given up and went on all the same takes no more
 episodes, and ends with those that it has."""
 APART_WITHIN_S = 30.0
-"""Who is suspected and has waited so long for the process apart begins among the others."""
+"""Seconds after which an episode that is suspected begins among the others, if the process apart
+has not become free."""
 
 
 class GivenUp(Exception):
@@ -51,7 +58,7 @@ class EpisodePool(WorkerPool):
         """Calls that wait for the process apart."""
         self._apart: PoolWorker | None = None
         self._inmate: object = None
-        """Whose episodes are there."""
+        """The prompt whose episodes are in the process apart."""
 
     def start(self) -> None:
         """Start as many processes as there may be."""
@@ -85,7 +92,7 @@ class EpisodePool(WorkerPool):
         return await self._answer(call)
 
     def give_up(self, call: PoolCall) -> None:
-        """Let nobody wait for this call any more. Idempotent."""
+        """Stop waiting for this call. Idempotent."""
         if not call.future.done():
             self._cancel(call)
             call.settle(GivenUp())
@@ -168,7 +175,7 @@ class EpisodePool(WorkerPool):
         return self._max_workers - others + bool(self._suspected and self._lacks_apart())
 
     def _plan_growth(self) -> None:
-        """Replace what is missing, but not for ever what never gets ready."""
+        """Start missing processes soon. A process that never gets ready is not tried for ever."""
         hopeless = self._num_failed_starts >= MAX_FAILED_STARTS and not self._waiting
         if self._grow_timer is None and self._num_to_start() > 0 and not hopeless:
             self._grow_timer = self.loop.call_later(GROW_AFTER_S, self._grow)
@@ -211,7 +218,8 @@ class EpisodePool(WorkerPool):
         self._freed(worker)
 
     def _end_oldest_draining(self) -> None:
-        """There are never more processes that end with their episodes than others."""
+        """End the oldest process that takes no more episodes, if there are more of these than the
+        run may have processes."""
         draining = [worker for worker in self._workers if worker.draining]
         if len(draining) > self._max_workers:
             oldest = draining[0]

@@ -1,4 +1,4 @@
-"""What a config names as tools or environment, found and looked at. Runs in a worker process."""
+"""Finds and examines the tools or the environment that a config names. Runs in a worker process."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from rollpacker.sandbox.sandbox import Sandbox
 @dataclass(frozen=True, slots=True)
 class Loaded:
     hello: dict[str, Any]
-    """What the controller needs to know: `name`, `tools`, `begins`, `is_deterministic`,
+    """Facts that the controller needs: `name`, `tools`, `begins`, `is_deterministic`,
     `gives_rewards` and `scores_at_end`."""
     make: Callable[[Calls], Played]
     """Makes an episode."""
 
 
 async def load(request: Mapping[str, Any], stack: AsyncExitStack) -> Loaded:
-    """What is opened for it is closed with `stack`. Raises what the user's modules raise, and
-    `EnvironmentSetupError`, `ImportSpecError`, `MissingPackageError`, `SandboxUnavailable`.
+    """Load the tools or the environment of a request. Whatever is opened for it is closed with
+    `stack`. Raises what the user's modules raise, and `EnvironmentSetupError`, `ImportSpecError`,
+    `MissingPackageError`, `SandboxUnavailable`.
 
     Only one process is asked to `describe` tools, and so to import what makes schemas."""
     if request["function"] is not None:

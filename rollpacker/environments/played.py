@@ -1,4 +1,4 @@
-"""Episodes as a worker process plays them: a user's environment, or tools alone."""
+"""Episodes in a worker process: with a user's environment, or with tools alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Played(Protocol):
     async def act(self, message: Message) -> Reply: ...
 
     async def finish(self) -> Reply:
-        """`reward`: what an episode that a limit ended was worth besides what it has said."""
+        """The `reward`, besides those that it has given, of an episode that a limit ended."""
         ...
 
     def under_way(self) -> tuple[ToolCall, ...]:
@@ -61,7 +61,8 @@ class UserEpisode:
     def __init__(
         self, make: Callable[[], Any], calls: Calls, max_chars: int, *, in_loop: bool
     ) -> None:
-        """`in_loop`: making one does not block."""
+        """`in_loop`: whether an environment is made in the event loop, since that does not
+        block."""
         self._make = make
         self._in_loop = in_loop
         self._calls = calls

@@ -30,12 +30,12 @@ from rollpacker.sandbox.sandbox import (
 )
 
 WALL_S = 20.0
-"""Of one program."""
+"""Seconds that one program may take."""
 MAX_FOLDER_BYTES = 8 << 20
 """An episode's files are kept in memory between calls, of many episodes at once."""
 MAX_OUTPUT_BYTES = 1 << 20
 _OWN_S = 2.0
-"""For our own program to come to its end."""
+"""Seconds that our own program may take to come to its end."""
 _PROFILE = Profile(
     name="tools",
     folders=(("bin", "/usr/bin"),),
@@ -220,7 +220,7 @@ class Folder:
         return "\n".join(told)
 
     def _keep(self, answer: Mapping[str, Any]) -> bool:
-        """Take what is in the folder now. Returns whether that can be kept."""
+        """Keep the files that are in the folder now. Returns whether they can be kept."""
         try:
             files = {
                 n: base64.b64decode(text, validate=True)
@@ -235,8 +235,8 @@ class Folder:
 
 
 def _answer_of(done: RunResult) -> dict[str, Any]:
-    """What our program said at the end. Raises `ToolFailed`, and `ToolUnavailable` if the
-    sandbox failed."""
+    """The answer that our program printed at its end. Raises `ToolFailed`, and `ToolUnavailable` if
+    the sandbox failed."""
     if done.status is Status.SANDBOX_ERROR:
         raise ToolUnavailable(f"the sandbox failed: {done.detail}")
     try:

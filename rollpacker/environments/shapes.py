@@ -29,11 +29,11 @@ _ORDER = "it returns (messages, reward, done), or Gymnasium's five values"
 
 
 class WrongReturn(Exception):
-    """What came back is not what an environment returns; the message says what it was."""
+    """An environment returned something else than it should. The message says what it was."""
 
 
 class Stepped(NamedTuple):
-    """What `step` returned."""
+    """The values that `step` returned."""
 
     messages: list[dict[str, Any]]
     reward: float | None
@@ -71,7 +71,8 @@ def has_step(environment: Any) -> bool:
 
 
 def scores_at_end(environment: Any) -> bool:
-    """It gives one reward, which is asked for when the episode is over, whatever ended it."""
+    """Whether the environment gives one reward, which is asked for when the episode is over,
+    whatever ended it."""
     return not has_step(environment) and callable(getattr(environment, "get_reward", None))
 
 
@@ -93,7 +94,8 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def reset_arguments(
     reset: Callable[..., Any], row: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """By position and by name. Raises `WrongReturn` for a column that the row lacks."""
+    """The arguments of a `reset`, by position and by name. Raises `WrongReturn` for a column that
+    the row lacks."""
     parameters = _parameters(reset)
     names = {p.name for p in parameters}
     plain = [p for p in parameters if p.kind not in _VARIADIC]
@@ -124,7 +126,8 @@ def step_argument(step: Callable[..., Any], message: Message) -> Any:
 
 
 def prompt_of(returned: Any) -> list[dict[str, Any]] | None:
-    """Of `reset`. Raises `WrongReturn`."""
+    """The prompt that `reset` returned. None: the row's own prompt is used. Raises
+    `WrongReturn`."""
     if (
         isinstance(returned, tuple)
         and len(returned) == 2
@@ -141,7 +144,7 @@ def prompt_of(returned: Any) -> list[dict[str, Any]] | None:
 
 
 def stepped(returned: Any) -> Stepped:
-    """Of `step`. Raises `WrongReturn`."""
+    """The values that `step` returned, checked. Raises `WrongReturn`."""
     if not isinstance(returned, tuple | list) or len(returned) not in (3, 5):
         raise WrongReturn(f"returned {_kind(returned)}, not (messages, reward, done)")
     said, reward, done = returned[0], _plain(returned[1]), _plain(returned[2])
@@ -166,7 +169,7 @@ def _plain(value: Any) -> Any:
 
 
 def _flag(name: str, value: Any) -> bool:
-    """True or False, or 1 or 0 as some count. Raises `WrongReturn`."""
+    """The truth value of True or False, or of 1 or 0. Raises `WrongReturn`."""
     if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     told = shortened(repr(value)) if isinstance(value, str | int | float) else _kind(value)
@@ -179,7 +182,8 @@ def _kind(value: Any) -> str:
 
 
 def messages_of(said: Any) -> list[dict[str, Any]]:
-    """Messages as they are, one alone, or a text of the user's. Raises `WrongReturn`."""
+    """The messages in a returned value: messages, one message alone, or a text, which is the
+    user's. Raises `WrongReturn`."""
     if said is None or said == "":
         return []
     if isinstance(said, str):
@@ -197,7 +201,7 @@ def messages_of(said: Any) -> list[dict[str, Any]]:
 
 
 def number(reward: Any) -> float | None:
-    """Raises `WrongReturn`."""
+    """The reward as a float. None stays None. Raises `WrongReturn`."""
     if reward is None:
         return None
     try:
@@ -210,7 +214,8 @@ def number(reward: Any) -> float | None:
 
 
 def with_observation(prompt: Any, said: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """TRL's: what `reset` says stands at the end of the prompt's last message."""
+    """The prompt of a row with the text that `reset` returned, as TRL has it: at the end of the
+    prompt's last message."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, Sequence) or not prompt or len(said) != 1:

@@ -30,13 +30,13 @@ from rollpacker.environments.environment import (
     ToolSchema,
 )
 from rollpacker.environments.episode_pool import EpisodePool, GivenUp
-from rollpacker.imports import GIVEN, ImportSpecError, given, is_given
+from rollpacker.imports import ImportSpecError, is_given, pickled_given
 from rollpacker.rewards.functions.printed import Printed
 from rollpacker.rewards.functions.returned import shortened
 from rollpacker.sandbox.sandbox import SandboxConfig
 from rollpacker.workers.host import Host, ThisHost
 from rollpacker.workers.output import OutputQuota
-from rollpacker.workers.pool_calls import (
+from rollpacker.workers.pool import (
     NoWorker,
     Overran,
     PoolCall,
@@ -61,7 +61,7 @@ class _Life:
     """An episode from its beginning to its end, or to its loss."""
 
     number: int
-    """Of this life: a later one of the same episode has another."""
+    """Number of this life. A later life of the same episode has another number."""
     prompt: PromptId
     worker: PoolWorker | None = None
     turn: int = 0
@@ -69,14 +69,15 @@ class _Life:
     last: Begun | Answered | None = None
     """The answer to it."""
     call: PoolCall | None = None
-    """At which it is."""
+    """The call that is under way. None: no call is."""
 
 
 @dataclass(slots=True)
 class _Episode:
     life: _Life | None = None
     said: dict[int, Begun | Answered] = field(default_factory=dict)
-    """Its first answers by turn, in whichever life, if they should be the same in each."""
+    """The first answer to each turn, in any life of the episode, where answers should be the same
+    in each life."""
 
 
 class SupervisedEnvironments:
@@ -119,7 +120,8 @@ class SupervisedEnvironments:
         self.is_deterministic: bool = said if config.deterministic is None else config.deterministic
         self._pool: EpisodePool | None = None
         self._places: deque[Host] = deque()
-        """Where processes are started: the next one on the first. None: beside this one."""
+        """Places where processes are started; the next one is started at the first place. Empty:
+        beside this process."""
         self._numbers = itertools.count(1)
         self._episodes: dict[SampleId, _Episode] = {}
         self._told: set[str] = set()
@@ -134,20 +136,22 @@ class SupervisedEnvironments:
 
     @property
     def rows(self) -> tuple[dict[str, Any], ...] | None:
-        """What it brought. None: it was not asked."""
+        """The rows that the environment brought. None: it was not asked for rows."""
         return tuple(self._hello["rows"]) if "rows" in self._hello else None
 
     # -- processes --------------------------------------------------------------------------
 
     def be_on(self, places: Sequence[Host]) -> None:
-        """Have a process at each of these places, rather than beside this one. Before `open`."""
+        """Have processes at these places, one at each, rather than beside this process. Call it
+        before `open`."""
         assert self._pool is None, "open already"
         self._places.extend(places)
         while self._spares:
             self._spares.pop().close()
 
     def _start(self, name: str) -> WorkerProcess:
-        """What takes the place of a lost one may be elsewhere: its host may be lost, too."""
+        """Start a process at the next place. It may take the place of a lost process elsewhere,
+        since that one's host may be lost, too."""
         place = self._places[0] if self._places else None
         self._places.rotate(-1)
         host = None if isinstance(place, ThisHost) else place
@@ -293,7 +297,8 @@ class SupervisedEnvironments:
     async def _asked(
         self, known: _Episode, life: _Life, what: tuple[Any, Any], timeout_s: float | None
     ) -> dict[str, Any] | Lost:
-        """What the episode's process replies. Whatever else comes of it ends this life."""
+        """The reply of the episode's process to this call. Anything else that comes of the call is
+        a `Lost` and ends this life."""
         pool = self._pool
         if pool is None:  # the run closes, and somebody plays an episode to its end
             return self._ended(known, life, _CANCELLED)
@@ -352,7 +357,8 @@ class SupervisedEnvironments:
     # -- losses -----------------------------------------------------------------------------
 
     def _failed(self, reply: Mapping[str, Any]) -> Lost | None:
-        """What went wrong inside of the environment."""
+        """The loss that a reply reports from inside of the environment. None: the reply reports
+        none."""
         seconds = reply.get("seconds", 0.0)
         if "lost" in reply:
             return self._lost(shortened(reply["lost"]), seconds=seconds)
@@ -379,7 +385,7 @@ class SupervisedEnvironments:
         return Lost(reason=why, cause=cause, seconds=seconds)
 
     def _report(self, kind: str, more: str = "") -> None:
-        """Once per kind."""
+        """Log a warning, once for each kind."""
         if kind not in self._told:
             self._told.add(kind)
             logger.warning("environment %s%s", kind, more)
@@ -390,7 +396,7 @@ def _calls_in(reply: Mapping[str, Any]) -> tuple[ToolCall, ...]:
 
 
 def _compared(answer: Begun | Answered) -> str:
-    """What matters to the episode; its seconds do not."""
+    """The parts of an answer that matter to the episode, as text. Its seconds do not."""
     values: list[Any] = [answer.messages]
     if isinstance(answer, Answered):
         values += [answer.reward, answer.done, answer.truncated]
@@ -407,8 +413,8 @@ def _load(
     rows: bool = False,
     num_rows: int | None = None,
 ) -> bytes:
-    """What a process of environments is told to load; `describe`: and to tell of its tools; `rows`:
-    and to bring rows. Raises `EnvironmentSetupError`."""
+    """The message that tells a process of environments what to load. `describe`: it also describes
+    its tools. `rows`: it also brings rows. Raises `EnvironmentSetupError`."""
     if len(set(config.tools)) < len(config.tools):
         raise EnvironmentSetupError("environment.tools names a tool twice.")
     request = {
@@ -427,22 +433,11 @@ def _load(
 
 
 def _sent(spec: str) -> bytes | None:
-    """A program's own object, with all that it refers to and no module holds; None for what a
-    process finds by its name."""
+    """A program's own object, for a process of environments. None for an object that the process
+    finds by its name. Raises `EnvironmentSetupError`."""
     if not is_given(spec):
         return None
-    import cloudpickle
-
     try:
-        found = given(spec)
+        return pickled_given(spec, "the processes of environments")
     except ImportSpecError as error:
-        raise EnvironmentSetupError(str(error)) from None
-    try:
-        return cloudpickle.dumps(found)  # type: ignore[no-any-return]
-    except Exception as error:  # whatever the user's objects say of being copied
-        raise EnvironmentSetupError(
-            f"{spec.removeprefix(GIVEN)} cannot be sent to the processes of environments:"
-            f" {type(error).__name__}: {shortened(str(error))}. It may only refer to what can be"
-            " copied: make locks, files, connections and models inside of it, or name a function"
-            " in a file."
-        ) from error
+        raise EnvironmentSetupError(str(error)) from error

@@ -24,7 +24,7 @@ Call = Callable[..., Awaitable[Any]]
 
 
 class ToolFailed(Exception):
-    """What a tool of ours tells the model of a call that did not go well."""
+    """A call of one of our own tools failed. The message is what the model is told."""
 
 
 class ToolUnavailable(Exception):
@@ -45,8 +45,8 @@ _WRONG_KINDS = {
 
 
 def schema_of(function: Function, name: str) -> ToolSchema:
-    """What the model is told of a function: as chat templates take it, from its hints and its
-    docstring. Raises `EnvironmentSetupError`, which calls it `name`, for the first mistake."""
+    """The schema of a function as chat templates take it, from its hints and its docstring. Raises
+    `EnvironmentSetupError`, which calls it `name`, for the first mistake."""
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
@@ -219,7 +219,8 @@ class ToolBox:
         return answer | {"content": content}, ToolCall(name, seconds, is_well)
 
     def _understood(self, name: str, arguments: Any) -> tuple[Function, dict[str, Any]]:
-        """Raises `ValueError`, whose message the model is told."""
+        """The function and the arguments of a call. Raises `ValueError`, whose message the model is
+        told."""
         function = self._tools.get(name)
         if function is None:
             raise ValueError(f'there is no tool "{name}"; there are: {", ".join(self._tools)}.')
@@ -255,7 +256,8 @@ def _as_json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and arrays of numpy and torch as numbers and lists; all else as a text."""
+    """A value that JSON has: numbers and arrays of numpy and torch as numbers and lists, all else
+    as a text."""
     tolist = getattr(value, "tolist", None)
     return tolist() if callable(tolist) else str(value)
 

@@ -39,7 +39,7 @@ _SAID_IN_FULL = (
     *("ImportSpecError", "MissingPackageError", "EnvironmentSetupError", "SandboxUnavailable"),
     *("AdapterError", "DataError"),
 )
-"""Errors, by name, whose message is for the user as it is."""
+"""Names of errors whose message is shown to the user as it is."""
 
 
 def main(line: int | Line) -> None:
@@ -74,9 +74,9 @@ class _Episode:
     played: Played
     calls: Calls
     running: set[int] = field(default_factory=set)
-    """Calls of it that have not ended."""
+    """Calls of the episode that have not ended."""
     is_over: bool = False
-    """Nobody needs it any more."""
+    """Whether nobody needs the episode any more."""
 
 
 class _Server:
@@ -104,7 +104,7 @@ class _Server:
                 self._end(request.number)
 
     def _under_way(self, call: int) -> tuple[ToolCall, ...]:
-        """What tools were called in that call so far, if one runs."""
+        """The calls of tools in that call so far, if one runs."""
         episodes = self._episodes.values()
         episode = next((one for one in episodes if call in one.running), None)
         return () if episode is None else episode.played.under_way()

@@ -12,7 +12,7 @@ from rollpacker.report.step_summary import StepSummary
 
 PREFIX = "perf/pipeline/"
 _USUAL_STEPS = 8
-"""What was usual is the median of so many steps before."""
+"""Steps before a finding whose median counts as usual."""
 
 
 def summarize_pipeline(steps: Sequence[StepSummary]) -> dict[str, Any] | None:
@@ -71,7 +71,7 @@ def _of_pipeline(metrics: Row) -> dict[str, float]:
 
 
 def _events(before: Sequence[tuple[int, Row]], now: tuple[int, Row]) -> Iterator[dict[str, Any]]:
-    """What is told of a step: findings at its end, other links or another layout before it."""
+    """Events of a step: findings at its end, other links or another layout before it."""
     (step, row), (_, last) = now, before[-1]
     if _kind(row) != _kind(last):
         slow = [number for number, name in _places(last, "link") if last.get(f"{name}/slow")]

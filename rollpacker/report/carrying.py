@@ -1,4 +1,4 @@
-"""What became of carried tokens: how many the weights at hand drew once more.
+"""Counts of carried tokens, and of how many the current weights drew once more.
 
 A carried token *agrees* if the weights at hand draw it again with the same noise. Looking at a
 sample's tokens ends at the first that does not, so the mismatch per token is the number of samples
@@ -20,7 +20,7 @@ from rollpacker.report.step_history import CarriedInto, SampleHistory, StepHisto
 
 
 def carrying(job: Mapping[str, Any]) -> str:
-    """What a session's job does with the tokens of deferred prompts: none, exact or weighted."""
+    """How a session's job carries the tokens of deferred prompts: none, exact or weighted."""
     tail = job.get("tail_batching") or {}
     return str(tail.get("carry", "none")) if tail.get("enabled", True) else "none"
 
@@ -38,12 +38,12 @@ def complements(job: Mapping[str, Any]) -> bool:
 
 
 class CarryBook:
-    """What deferred prompts carry into their next launch, as far as the log says."""
+    """Tokens that deferred prompts carry into their next launch, as far as the log says."""
 
     def __init__(self) -> None:
         self._carries = False
         self._had: dict[SampleId, CarriedInto] = {}
-        """By the sample whose noise it is drawn with."""
+        """Tokens that each sample has left, by the sample whose noise it is drawn with."""
         self._replaced: dict[SampleId, SampleId] = {}
         """In this step: samples launched for failed ones, by the first that failed."""
         self._takes_turns = False
@@ -106,21 +106,22 @@ class CarryBook:
         self._retracing.clear()
 
     def _place_of(self, sample: SampleId) -> SampleId:
-        return self._replaced.get(sample, sample)._replace(attempt=0)
+        drawn = self._replaced.get(sample, sample)
+        return SampleId(drawn.prompt, drawn.index, 0)
 
 
 @dataclass(slots=True)
 class CarryCounts:
-    """Of the launches of one step, or of many."""
+    """Carried tokens of the launches of one step, or of many."""
 
     prompts: int = 0
     """Launched with tokens of an earlier launch."""
     tokens: int = 0
     """Carried into launches."""
     looked_at: int = 0
-    """Of these, those of samples that were verified."""
+    """Carried tokens of samples that were verified."""
     kept: int = 0
-    """Of these, those that stayed."""
+    """Verified tokens that came out the same."""
     redraws: int = 0
     """Ends that came before the place where the response had been cut off, drawn once more."""
     largest_age: int = 0
@@ -138,6 +139,13 @@ class CarryCounts:
     def mismatch_per_token(self) -> float | None:
         verified = self.verified.total()
         return self.mismatches.total() / verified if verified else None
+
+    @property
+    def mismatch_per_update(self) -> float:
+        """Chance per token and update; 0 if no token of older weights was looked at."""
+        looked_at = sum(age * num for age, num in self.verified.items())
+        num = sum(num for age, num in self.mismatches.items() if age)
+        return num / looked_at if looked_at else 0.0
 
     def by_age(self) -> dict[int, float]:
         """Mismatch per token."""
@@ -159,7 +167,7 @@ class CarryCounts:
 
 
 def step_carrying(step: StepHistory) -> CarryCounts:
-    """What the step's launches took up."""
+    """Counts of the tokens that the step's launches carried."""
     counts = CarryCounts()
     prompts = set()
     for round_ in step.rounds:

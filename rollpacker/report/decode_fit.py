@@ -28,7 +28,7 @@ BEND_GAIN = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeFit:
-    """What generation costs, every constant in seconds. A step over n running samples with K
+    """Seconds of generation. Every constant is in seconds. A step over n running samples with K
     cached response tokens takes
 
         max(launch_s, bytes_s + per_cached_token_s * K) + per_sequence_s * n

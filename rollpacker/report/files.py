@@ -67,7 +67,7 @@ def write_reports(
     tell("reading the samples")
     samples = read_samples(events.parent)
     tell(f"writing {PAGE_FILE}")
-    write_page(folder / PAGE_FILE, [book.plain(summary)], [samples])
+    write_page(folder / PAGE_FILE, book.plain(summary), samples)
     summary = with_paths(summary, events.parent)
     files = (("report", PAGE_FILE), ("timeline", "timeline.png"), ("trace", "trace.json"))
     for name, file in files:

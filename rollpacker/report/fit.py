@@ -1,4 +1,4 @@
-"""What a machine costs and what a run asked of it, fitted to the run's history.
+"""Seconds that a machine takes, and what a run asked of it, fitted to the run's history.
 
 The constants are those of *that* machine, model and software, in seconds; none comes from a
 datasheet. Prompt lengths are not in a log: what they cost is inside the constants per sample.
@@ -72,7 +72,7 @@ def predict_rounds(
 
 
 ClockedRounds = list[tuple[RoundKind, list[list[Stretch]]]]
-"""Of each round, what each of its engines did."""
+"""Kind of each round, with the stretches of each of its engines."""
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class _Clocked:
     """Rounds whose token clock can be told."""
 
     slots: int | None
-    """Of each engine; None: as the log says."""
+    """Decode slots of each engine. None: as the log says."""
     may_draft: bool = False
     rounds: ClockedRounds = field(default_factory=list)
     num_skipped: int = 0
@@ -119,7 +119,7 @@ class _Clocked:
 
 @dataclass(slots=True)
 class _Asked:
-    """What was asked and answered, in order of appearance."""
+    """Prompts that were asked and lengths of their responses, in order of appearance."""
 
     sources: set[str] = field(default_factory=set)
     fetched: dict[PromptId, None] = field(default_factory=dict)
@@ -140,7 +140,8 @@ class _Asked:
                 self.capped.add(end.num_tokens)
 
     def _forget(self, row: int, before: CarriedInto) -> None:
-        """What a launch before had told of a response that this one goes on with."""
+        """Remove the length that an earlier launch recorded of a response that this one goes on
+        with."""
         told = (self.pools if before.whole else self.stopped).get(row, [])
         if before.num_tokens in told:
             told.remove(before.num_tokens)
@@ -161,7 +162,7 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Measured:
-    """What a run's steps took, in seconds, and what they asked."""
+    """Seconds that the parts of a run's steps took, and their workload."""
 
     clocked: _Clocked
     asked: _Asked = field(default_factory=_Asked)
@@ -182,7 +183,7 @@ class _Measured:
 
     @property
     def slots(self) -> int | None:
-        """Of each engine; None: as many as samples."""
+        """Decode slots of each engine. None: as many as samples."""
         session, given = self.session, self.clocked.slots
         if given is not None or session is None or session.slots is None:
             return given
@@ -220,7 +221,7 @@ class _Measured:
 
 
 def _own_s(step: StepHistory, start_s: float, end_s: float) -> float:
-    """Without waits for pools, which are other jobs'."""
+    """Seconds between two times without waits for pools, which are other jobs' time."""
     return end_s - start_s - step.waited_s(start_s, end_s)
 
 

@@ -1,5 +1,5 @@
-"""What a fit to a run's log found: constants of its machine, and its workload. For a simulator, and
-as a table."""
+"""Constants of a run's machine and its workload, as fitted to its log. For a simulator, and as a
+table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrainFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What was asked and how long the answers were, in tokens."""
+    """Prompts of a run and the lengths of their responses, in tokens."""
 
     source: str
     rows: tuple[int, ...]
@@ -68,9 +68,9 @@ class FittedRun:
     """Decode steps. Where the engine drafted, a table that is fitted to whole rounds, in which a
     step stands for a token."""
     errors: Mapping[str, RoundErrors]
-    """By kind of round, and "all"."""
+    """Errors for each kind of round, and for "all" rounds."""
     checks: Mapping[int, tuple[Check, ...]]
-    """What was said of the responses to each row, and in how many seconds."""
+    """Verdicts on the responses to each dataset row, with their seconds."""
     calls: Calls | None
     """Calls of the rewards where checks go to them in batches; None: there were none."""
     exposed_s: float
@@ -93,7 +93,7 @@ class FittedRun:
         return bool(self.step.knots)
 
     def describe(self) -> str:
-        """What this machine costs, as a table for people."""
+        """The fitted constants as a table for people."""
         return "\n".join(
             f"{name:<31}{value:>13}  {what}".rstrip() for name, value, what in _rows(self)
         )

@@ -73,7 +73,7 @@ class LengthBias:
         return metrics
 
     def _weighted(self) -> dict[str, float]:
-        """What the weights do; nothing as long as all are 1."""
+        """Metrics of the loss weights. Empty as long as all weights are 1."""
         lengths, weights = (np.concatenate(parts) for parts in zip(*self._trained, strict=True))
         if not weights.any() or (weights == 1).all():
             return {}

@@ -1,4 +1,5 @@
-"""What a run's rewards took and said, read off its log: for a simulation of the same rewards.
+"""Verdicts of a run's rewards and the seconds that they took, read off its log, for a simulation of
+the same rewards.
 
     checks   what was said of a response and in how many seconds, by row of its prompt
     calls    where checks go to the rewards in batches: one call each, and how many run at once
@@ -30,7 +31,7 @@ WORSE = 1.05
 """Fewer workers are believed if they explain the ends as well but for this factor."""
 SHORTEST_S = 1e-6
 NUM_FIRST = 8
-"""Of a run's calls: those that may be a worker's first."""
+"""Number of a run's first calls among which a worker's first call is looked for."""
 WARM_UP = 2.0
 """A call that warms a worker up takes so many times as long as any later one."""
 
@@ -39,9 +40,9 @@ class Check(NamedTuple):
     """One response's verdict."""
 
     num_tokens: int
-    """Of the response."""
+    """Tokens of the response."""
     seconds: float
-    """Of execution, as the reward says; without its word all that it was held."""
+    """Seconds of execution as the reward reports them. If it reports none, `held_s`."""
     held_s: float
     """From being handed over to the verdict, which keeps a worker of the core's."""
     value: float | None
@@ -55,7 +56,7 @@ class Call(NamedTuple):
 
     num_samples: int
     seconds: float
-    """Of the worker that had the call."""
+    """Seconds that the call kept its worker."""
     alone: bool
     """Nothing was generated any more when it was asked for. Beside an engine at work the same call
     takes longer."""
@@ -66,7 +67,7 @@ class Calls:
     """Calls of batches of responses."""
 
     recorded: tuple[Call, ...]
-    """By number of samples."""
+    """The calls, sorted by number of samples."""
     num_workers: int
     """Calls that ran at once."""
     fixed_s: float
@@ -75,6 +76,10 @@ class Calls:
     warm_ups: tuple[float, ...] = ()
     """Seconds of the run's first calls, where each took longer than any that was not among them:
     imports, caches. They are not among the recorded ones."""
+
+    def line_s(self, num_samples: int) -> float:
+        """Mean seconds of a call of so many samples, never 0."""
+        return self.fixed_s + self.per_sample_s * num_samples + 1e-9
 
 
 class _Batch(NamedTuple):

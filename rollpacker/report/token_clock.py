@@ -29,7 +29,7 @@ class ClockError(ValueError):
 
 
 class Stretch(NamedTuple):
-    """What the engine did between two ends of samples (or the launch and the first end)."""
+    """A stretch of decode steps between two ends of samples (or the launch and the first end)."""
 
     steps: int
     """Decode steps."""
@@ -43,11 +43,6 @@ class Stretch(NamedTuple):
     ended: int
     """Samples that ended, or were stopped, right before."""
     seconds: float
-
-    @property
-    def cached_sum(self) -> int:
-        """`cached` added up over the steps: every step adds one token to each running sample."""
-        return self.steps * self.cached + self.running * self.steps * (self.steps - 1) // 2
 
 
 def iterate_rounds(entries: Iterable[Entry]) -> Iterator[RoundHistory]:
@@ -79,9 +74,9 @@ def by_engine(round_: RoundHistory) -> list[RoundHistory]:
 
 
 def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False) -> list[Stretch]:
-    """What the one engine of a round did between its ends, in order; `slots` None: everything is
-    admitted at once. With `drafted` a step is one token of the furthest sample, and ends that were
-    drawn once more are reckoned in.
+    """The stretches of the one engine of a round between its ends, in order; `slots` None:
+    everything is admitted at once. With `drafted` a step is one token of the furthest sample, and
+    ends that were drawn once more are reckoned in.
 
     Raises `ClockError` if the ends contradict such an engine.
     """
@@ -128,7 +123,8 @@ class _Engine:
         self._waiting = deque(samples)
         self._taken_up = taken_up
         self._admitted_at: dict[SampleId, int] = {}
-        """What is taken up counts as steps before."""
+        """Clock at which each running sample was admitted. Tokens that it had already count as
+        steps before that."""
         self._sum_admitted_at = 0
         self._admit()
 
@@ -173,7 +169,7 @@ class _Engine:
         self._sum_admitted_at -= self._admitted_at.pop(sample)
 
     def forget(self, sample: SampleId) -> None:
-        """It was stopped while it waited."""
+        """Drop a sample that was stopped while it waited."""
         if sample not in self._waiting:
             raise ClockError(f"sample {sample} was stopped while it waited, but had a slot")
         self._waiting.remove(sample)

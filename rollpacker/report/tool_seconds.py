@@ -1,4 +1,4 @@
-"""What calls of a tool took, in room that does not grow with their number."""
+"""Seconds that calls of a tool took, in memory that does not grow with their number."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _LEAST_S = 1e-6
 
 @dataclass(slots=True)
 class ToolSeconds:
-    """Of one tool."""
+    """Calls of one tool, and the distribution of their seconds."""
 
     num: int = 0
     """Calls."""
     num_failed: int = 0
-    """Of them, those that raised, were not run, or hung."""
+    """Calls that raised, were not run, or hung."""
     num_hung: int = 0
-    """Of these, those that had not ended when nobody waited for the answer any longer; their
-    seconds are those until then."""
+    """Failed calls that had not ended when nobody waited for the answer any longer. Their seconds
+    are counted until then."""
     total_s: float = 0.0
     longest_s: float = 0.0
     _classes: Counter[int] = field(default_factory=Counter)
     """Calls that ran, by the logarithm of their seconds."""
 
     def take(self, call: ToolCall, *, hung: bool = False) -> None:
-        """One more."""
+        """Count one more call."""
         self.num += 1
         self.num_hung += hung
         self.num_failed += not call.is_well
@@ -41,7 +41,7 @@ class ToolSeconds:
             self._classes[math.ceil(_PER_DECADE * math.log10(max(call.seconds, _LEAST_S)))] += 1
 
     def add(self, other: ToolSeconds) -> None:
-        """Put what another step brought to this."""
+        """Add the calls of another step."""
         self.num += other.num
         self.num_failed += other.num_failed
         self.num_hung += other.num_hung

@@ -19,13 +19,14 @@ from rollpacker.sandbox.sandbox import SandboxConfig
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """Where a built-in reward lives; imported when it is named."""
+    """The place of a built-in reward, which is imported when a config names it."""
 
     module: str
-    """Below `rollpacker.rewards`."""
+    """Name of the module below `rollpacker.rewards`."""
     made: str
-    """What makes it: a part, of its config and what the run shares; or, for a plain function that
-    is made and called in a worker, of `arguments`."""
+    """The function or class in that module that makes the reward. A part is made of its config and
+    what the run shares; a plain function that is made and called in a worker is made of
+    `arguments`."""
     config: str
     """The dataclass whose fields are the reward's `arguments`."""
     in_worker: bool = False
@@ -41,7 +42,7 @@ BUILT_IN: dict[str, BuiltIn] = {
 }
 
 SANDBOXED = ("math", "code")
-"""They share one sandbox."""
+"""Built-in rewards that run programs. They share one sandbox."""
 
 
 def build_reward(
@@ -71,7 +72,8 @@ def build_reward(
 
 
 def check_form(configs: Sequence[RewardConfig]) -> None:
-    """Raise `RewardError` for one that names neither a built-in nor a place. Nothing is loaded."""
+    """Raise `RewardError` for a config that names neither a built-in nor a place. Nothing is
+    loaded."""
     for config in configs:
         if config.function in BUILT_IN or ":" in config.function:
             continue

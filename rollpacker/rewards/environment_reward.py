@@ -13,7 +13,7 @@ from rollpacker.rewards.shared import Shared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentRewardConfig:
-    """It takes no `arguments`."""
+    """The reward takes no `arguments`."""
 
 
 class EnvironmentReward:
@@ -22,7 +22,7 @@ class EnvironmentReward:
 
     DEADLINE: AdaptiveDeadlineConfig | None = None
     WORKERS: int | None = None
-    """It waits for nobody."""
+    """No limit of checks at a time: this reward waits for nobody."""
 
     def __init__(
         self, config: EnvironmentRewardConfig, *, entry: RewardConfig, name: str, shared: Shared

@@ -1,4 +1,4 @@
-"""What a run says to a reward host, and that to the run. Light.
+"""The messages between a run and a reward host. Light.
 
     down   SETUP RewardSetup     which rewards
            CALL Check            samples to judge; ANSWER Judged is the answer
@@ -25,7 +25,7 @@ from rollpacker.sandbox.sandbox import SandboxConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSetup:
-    """What a reward host is to make, and how it finds what the rewards import."""
+    """The rewards that a host is to make, and where it finds what they import."""
 
     rewards: tuple[RewardConfig, ...]
     sandbox: SandboxConfig
@@ -34,7 +34,7 @@ class RewardSetup:
     folder: str
     """The run's working folder. A host that has none of that name works elsewhere."""
     paths: tuple[str, ...]
-    """Where the run's process finds modules."""
+    """Folders in which the run's process finds modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the rewards of a host say of themselves; see `Reward`."""
+    """How the rewards of a host are; see `Reward`."""
 
     outage: str | None = None
     broken: str | None = None

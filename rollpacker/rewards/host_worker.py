@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class _Logged(logging.Handler):
-    """Sends what is logged here to the run, from any thread."""
+    """Sends what is logged in this process to the run, from any thread."""
 
     def __init__(self, line: Line) -> None:
         super().__init__()
         self.loop: asyncio.AbstractEventLoop | None = None
-        """Once it runs, the line is the loop's."""
+        """The loop that owns the line. None before it runs."""
         self._line = line
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -43,7 +43,7 @@ class _Logged(logging.Handler):
 
 
 class RewardHost:
-    """Belongs to the event loop in which it serves."""
+    """The rewards of this process. Belongs to the event loop in which it serves."""
 
     def __init__(self, reward: WeightedReward, line: Line, beat_s: float) -> None:
         self._reward, self._line, self._beat_s = reward, line, beat_s

@@ -43,11 +43,11 @@ Verdict = Scored | Failed
 
 PROGRAM = "rollpacker.rewards.host_worker"
 BEATS = 5
-"""Signs of life in the time after which a silent one is lost."""
+"""Signs of life that a host gives in the time after which silence means that it is lost."""
 
 
 class RewardHostsLost(RuntimeError):
-    """There is no reward host any more."""
+    """No reward host is left."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"no reward host is left: {why}. Mend that, then go on with --resume")
@@ -77,7 +77,8 @@ def refuse_bound(rewards: Sequence[RewardConfig]) -> None:
 def reward_setup(
     rewards: Sequence[RewardConfig], sandbox: SandboxConfig, *, heartbeat_s: float
 ) -> RewardSetup:
-    """For hosts that find what this process finds."""
+    """The setup of hosts that find what this process finds. Raises `RewardError` as `refuse_bound`
+    does."""
     refuse_bound(rewards)
     return RewardSetup(
         rewards=tuple(rewards),
@@ -115,7 +116,7 @@ class HostedReward:
         self.book = RewardHosts(len(self._places))
         self._living: dict[int, _HostProcess] = {}
         self._counts: dict[str, float] = {}
-        """Of reward hosts that are gone; see `metrics`."""
+        """Metrics of reward hosts that are lost; see `metrics`."""
         self._unsandboxed = False
         self._changed = asyncio.Event()
         self._ending: set[asyncio.Future[None]] = set()
@@ -168,12 +169,12 @@ class HostedReward:
 
     @property
     def unsandboxed(self) -> bool:
-        """On one of the hosts nothing isolates what runs in its sandbox."""
+        """Whether nothing isolates what runs in the sandbox of one of the hosts."""
         return self._unsandboxed
 
     @property
     def pids(self) -> dict[int, int]:
-        """Of the living, by their places."""
+        """Process ids of the living reward hosts, by their places."""
         return {number: one.served.child.pid for number, one in list(self._living.items())}
 
     async def close(self) -> None:
@@ -185,7 +186,8 @@ class HostedReward:
         await asyncio.to_thread(self._use.end)
 
     async def _there(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What it comes to in the loop of all lines. Who cancels this cancels that."""
+        """Run the coroutine in the loop of all lines and return its result. Cancelling this cancels
+        the coroutine."""
         assert not self._is_closed
         there = asyncio.run_coroutine_threadsafe(coroutine, self._use.loop)
         return await asyncio.wrap_future(there)
@@ -257,13 +259,13 @@ class HostedReward:
         )
 
     def begun(self, process: _HostProcess, unsandboxed: bool) -> None:
-        """Deal checks to it from now on."""
+        """Note that the process can judge: it gets checks from now on."""
         self._unsandboxed |= unsandboxed
         self.book.ready(process.number)
         self._tell()
 
     def lost(self, process: _HostProcess, loss: Loss) -> None:
-        """Begin another one in its place, or give the place up."""
+        """Start another process in the place of a lost one, or give the place up."""
         number, why = process.number, loss.reason
         del self._living[number]
         for name, count in process.status.metrics.items():
@@ -284,7 +286,7 @@ class HostedReward:
         self._tell()
 
     def _tell(self) -> None:
-        """Let all look again who wait for a change."""
+        """Wake up everybody who waits for a change."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -306,7 +308,7 @@ class _HostProcess:
     """The process of one reward host, from its start to its loss; meets `Owner`."""
 
     def __init__(self, hosted: HostedReward, number: int) -> None:
-        """Starts it. Raises `OSError`."""
+        """Starts the process. Raises `OSError`."""
         self.number = number
         self.status = Status()
         self._hosted = hosted

@@ -20,7 +20,7 @@ from rollpacker.rewards.reward import RewardError
 
 _EVALUATING = {"eval", "exec", "parse_expr", "sympify", "simplify"}
 _SOUND = {"number_sorting"}
-"""It evaluates the row's own answer, not the model's."""
+"""Tasks whose scorers evaluate the row's own answer, not the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class ReasoningGymConfig:
     require_stop: bool = False
     """A response that was cut off scores 0."""
     allow_evaluation: bool = False
-    """Accept tasks whose scorers run the model's answer as code."""
+    """Whether to accept tasks whose scorers run the model's answer as code."""
 
     def __post_init__(self) -> None:
         try:

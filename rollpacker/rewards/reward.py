@@ -21,11 +21,11 @@ class RewardError(RuntimeError):
 
 
 class Progress(NamedTuple):
-    """How far a run is, for rewards that change with it."""
+    """Progress of a run, for rewards that change with it."""
 
     steps_done: int = 0
     num_steps: int = 1
-    """Of the whole run."""
+    """Steps of the whole run."""
 
 
 UNKNOWN = Progress()
@@ -37,7 +37,7 @@ class TurnRewards(NamedTuple):
     num_drawn: tuple[int, ...]
     """Tokens that the model drew in each."""
     values: tuple[float, ...]
-    """What each is worth by itself, without those behind it."""
+    """Reward of each turn by itself, without the rewards of later turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class RewardInput:
     """One sample as rewards see it."""
 
     prompt: str | list[dict[str, str]]
-    """As in the dataset: text or chat messages. Functions get completions of the same kind, unless
-    there is an episode."""
+    """The prompt as in the dataset: text or chat messages. Functions get completions of the same
+    kind, unless there is an episode."""
     completion: str
     """The response, decoded without special tokens."""
     completion_tokens: tuple[int, ...]
@@ -54,24 +54,27 @@ class RewardInput:
     columns: Mapping[str, Any]
     """The dataset row's other columns."""
     task: str | None = None
-    """What the row's task column says; rewards choose their samples by it. None: nothing is
+    """The value of the row's task column, by which rewards choose their samples. None: nothing is
     routed."""
     messages: list[dict[str, str]] | None = None
-    """What the chat template made the prompt of. None: it had no part in it."""
+    """The messages that the chat template made the prompt of. None: the prompt did not go through a
+    template."""
     progress: Progress = UNKNOWN
-    """Of the run, when the sample is judged."""
+    """The run's progress when the sample is judged."""
     episode: Episode | None = None
-    """Of several turns: then `completion` and its tokens are the last message, and `prompt` what
-    the environment said first, if it did. None: there was one response."""
+    """The dialogue of a sample of several turns: then `completion` and its tokens are the last
+    message, and `prompt` is the environment's first message, if it said one. None: there was one
+    response."""
 
     @property
     def asked(self) -> str | list[dict[str, str]]:
-        """What the model was asked, as it was: what judges and reward models go by."""
+        """The model's question in the form in which the model got it, which judges and reward
+        models go by."""
         return self.prompt if self.messages is None else self.messages
 
 
 class Cause(StrEnum):
-    """Why there is no verdict."""
+    """The cause of a missing verdict."""
 
     SAMPLE = "sample"
     """This response cannot be judged: an unreadable reply, a reward that raises on it. Asking again
@@ -87,10 +90,10 @@ class Cause(StrEnum):
 class Scored:
     value: float
     parts: Mapping[str, float | None] = field(default_factory=dict)
-    """Each reward's own value, by name; None where it does not apply."""
+    """The value of each reward, by name; None where it does not apply."""
     turns: tuple[float, ...] = ()
-    """What of the value each turn of a trajectory earned; they add up to it. Empty: it speaks of
-    the whole, which in the verdict of all rewards together counts at the last turn."""
+    """Parts of the value that the turns of a trajectory earned; they add up to it. Empty: the value
+    is that of the whole trajectory, which counts at the last turn in the verdict of all rewards."""
     seconds: float | None = None
     """Execution time that adaptive deadlines learn from, without any waiting; for a program with
     several tests that of the slowest. None: whoever called measures."""
@@ -99,14 +102,15 @@ class Scored:
     timed_out: bool = False
     """The answer ran into its time limit, and counts as wrong for it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the reward logged of the call that judged this sample, by the name that it gave."""
+    """Numbers that the reward logged in the call that judged this sample, by the names that it
+    gave."""
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """What it logged of this sample, by column."""
+    """Values that the reward logged for this sample, by column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """No verdict. Never a zero."""
+    """A sample has no verdict. That is never a zero."""
 
     reason: str
     parts: Mapping[str, float | None] = field(default_factory=dict)
@@ -115,7 +119,7 @@ class Failed:
 
 
 class Reward(Protocol):
-    """All rewards of a run, as the controller sees them."""
+    """The protocol of all rewards of a run together, as the controller sees them."""
 
     names: tuple[str, ...]
     """Names of the parts, in order."""
@@ -133,11 +137,12 @@ class Reward(Protocol):
         ...
 
     def outage(self) -> str | None:
-        """What the rewards wait for outside of this machine, in words, while it is down."""
+        """The outage of a service outside of this machine that the rewards wait for, in words.
+        None: there is none."""
         ...
 
     def broken(self) -> str | None:
-        """Why there will be no verdict any more, in words."""
+        """The reason why there will be no verdict any more, in words. None: there will be."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -165,8 +170,8 @@ class RewardPart(Protocol):
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed | None]:
-        """As `Reward.score`; None where this reward does not apply to a sample. Answers within its
-        limit plus one second whatever the sample, or a worker, does."""
+        """Judge as `Reward.score` does; the verdict is None where this reward does not apply to a
+        sample. Answers within its limit plus one second whatever the sample, or a worker, does."""
         ...
 
     def outage(self) -> str | None: ...
@@ -192,9 +197,9 @@ class RewardConfig:
     timeout_s: float = 60.0
     """A call that takes longer is given up: no verdict. Built-ins with a `deadline` go by that."""
     name: str | None = None
-    """What it is called in metrics. None: the function's own name."""
+    """The reward's name in metrics. None: the function's own name."""
     shape: Shape = "auto"
-    """How the function wants to be called. auto: by its signature."""
+    """The framework whose way of calling the function expects. auto: told by its signature."""
     max_failed_calls: int | None = 32
     """A function that gives no sample a verdict in so many calls in a row (it raises, overruns,
     returns what is no number) ends the run, resumable. Lost workers, endpoints that are down and

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from rollpacker.chat_template import SpecialTokens
 from rollpacker.rewards.reward import RewardError
 from rollpacker.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 4096
-"""Where neither the user nor the model names a limit."""
+"""Most tokens of a text where neither the user nor the model names a limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,18 +30,18 @@ class RewardModelConfig:
     """`arguments` of the reward. Raises `ValueError` for what cannot be."""
 
     WORKERS: ClassVar[int] = 1
-    """Each holds a copy of the model."""
+    """Workers by default: each holds a copy of the model."""
 
     model_path: str
     """A Hugging Face folder. Chat prompts go through its chat template, the completion as the
     assistant's message; a text prompt is followed by the completion as it is."""
     max_tokens: int | None = None
-    """Longer texts lose their beginning, since the score is read at the end. None: the model's own
-    limit."""
+    """Most tokens of a text. Longer texts lose their beginning, since the score is read at the end.
+    None: the model's own limit."""
     batch_size: int = 8
     """Texts in one forward pass, in the order of their length."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA if there is one."""
+    """The device. auto: CUDA if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on CUDA, else float32. In float32 a score does not depend on what else is in
     the batch, but for rounding (less than 1e-5 of it); bfloat16 rounds to about 1e-2."""
@@ -49,7 +50,7 @@ class RewardModelConfig:
     mean: float = 0.0
     std: float = 1.0
     threads: int = 1
-    """Of torch on a CPU."""
+    """Torch threads on a CPU."""
 
     def __post_init__(self) -> None:
         least = min(
@@ -89,7 +90,8 @@ class RewardModel:
         self._max_tokens = min(config.max_tokens or own, own)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """One value each, in their order; NaN where the model's output is not a number."""
+        """One value for each completion, in their order; NaN where the model's output is not a
+        number."""
         tokens = [self._tokens(*pair) for pair in zip(prompts, completions, strict=True)]
         order = sorted(range(len(tokens)), key=lambda index: len(tokens[index]))
         values = [math.nan] * len(tokens)
@@ -138,7 +140,7 @@ class RewardModel:
                 f"reward_model: {self._path} has no weights for {wrong[0]}. It must be a reward"
                 " model (a sequence classification model with one output), not a language model."
             )
-        self._special = _special_tokens(self._tokenizer)
+        self._special = SpecialTokens(self._tokenizer)
         self._model = model.to(self._device).eval()
         self._pad = self._model.config.get_text_config().pad_token_id
 
@@ -170,7 +172,7 @@ class RewardModel:
 
     def _tokens(self, prompt: Any, completion: Any) -> list[int]:
         answer = completion if isinstance(completion, str) else str(completion[-1]["content"])
-        answer = self._without_special_tokens(answer)
+        answer = self._special.spelt_out(answer)  # it must not end its own turn
         if isinstance(prompt, str):
             text, special = prompt + answer, True
         else:
@@ -184,13 +186,6 @@ class RewardModel:
             special = False
         ids = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return self._cut(list(ids))
-
-    def _without_special_tokens(self, text: str) -> str:
-        """The answer must not end its own turn, nor begin another's."""
-        for token in self._special:
-            if token in text:
-                text = text.replace(token, f"{token[0]} {token[1:]}")
-        return text
 
     def _cut(self, ids: list[int]) -> list[int]:
         if not ids:
@@ -208,12 +203,6 @@ class RewardModel:
         if self._config.normalize == "none" or math.isnan(value):
             return value
         return 1 / (1 + math.exp(-value)) if value > -700 else 0.0
-
-
-def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
-    added = tokenizer.added_tokens_decoder.values()
-    marks = {token.content for token in added if token.special or token.content.startswith("<")}
-    return tuple(token for token in {*marks, *tokenizer.all_special_tokens} if len(token) > 1)
 
 
 def checked_folder(path: str) -> str:
@@ -268,7 +257,7 @@ def _device(name: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers reports missing weights in a table; the error says it in a line."""
+    """Keep transformers from reporting missing weights in a table; the error says it in a line."""
     from transformers.utils import logging as transformers_logging
 
     level = transformers_logging.get_verbosity()

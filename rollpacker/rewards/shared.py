@@ -1,4 +1,4 @@
-"""What the rewards of a run have in common: one sandbox, and the engine that judges may use."""
+"""The parts that the rewards of a run share: one sandbox, and the engine that judges may use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOGGED_EVERY_S = 2.0
 
 @contextmanager
 def logged_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """For the log alone."""
+    """Progress that is shown in the log alone."""
     told = time.monotonic()
 
     def tell(done: int) -> None:
@@ -47,7 +47,7 @@ class _Opened:
 
 
 class Shared:
-    """Opened at first use, in each event loop."""
+    """The parts that rewards share. They are opened at first use, in each event loop."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class Shared:
         engine_completer: MakeCompleter | None = None,
         workers: int | None = None,
     ) -> None:
-        """`workers`: runs at a time; None: the backend's own number."""
+        """`workers`: runs at a time. None: the backend's own number."""
         self.config = sandbox
         self._workers = workers
         self.engine_completer = engine_completer
         """Makes a judge's completer of a model folder. None: there is no engine here."""
         self.progress: Progress = logged_progress
-        """Of what takes long before the run."""
+        """Shows the progress of checks before the run that take long."""
         self._capabilities: Capabilities | None = None
         self._opened: dict[asyncio.AbstractEventLoop, _Opened] = {}
 
@@ -140,7 +140,7 @@ class Shared:
         )
 
     def outage(self) -> str | None:
-        """What the sandbox waits for, if it is a service elsewhere that is down."""
+        """The outage of a sandbox that is a service elsewhere, in words. None: there is none."""
         for opened in self._opened.values():
             ask = getattr(opened.box, "outage", None)
             if ask is not None and (outage := ask()):

@@ -124,7 +124,8 @@ class WeightedReward:
                     )
 
     def _tell_idle(self, one: Weighted, num_rows: int, tasks: set[str | None]) -> None:
-        """No mistake for certain: the rows of an evaluation may have fewer tasks."""
+        """Warn that a reward judges none of the rows. It may be no mistake: the rows of an
+        evaluation may have fewer tasks."""
         there = sorted("none" if task is None else repr(task) for task in tasks)
         more = f" and {len(there) - 5} more" if len(there) > 5 else ""
         logger.warning(
@@ -174,8 +175,8 @@ class WeightedReward:
         return {p.name: p.source for p in parts if isinstance(p, RewardFunction) and p.source}
 
     def kinds(self) -> dict[str | None, Kind]:
-        """By task (None: any other): how its checks are scheduled, all rewards that apply taken
-        together."""
+        """How the checks of each task are scheduled, all rewards that apply taken together. The
+        task None stands for all tasks that no reward names."""
         tasks = (*self._tasks, *((None,) if self._judges_all else ()))
         return {task: self._kind([p for p in self._parts if p.applies_to(task)]) for task in tasks}
 
@@ -193,7 +194,7 @@ class WeightedReward:
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed]:
-        """Judge a batch; one verdict each, same order."""
+        """Judge a batch. Returns one verdict each, in the same order."""
         if not samples:
             return []
         if len(self._parts) == 1:  # saves a task for each call
@@ -209,7 +210,7 @@ class WeightedReward:
     async def _verdicts_of(
         self, one: Weighted, samples: Sequence[RewardInput], timeout_s: float | None
     ) -> list[Verdict]:
-        """None for samples that are not this reward's."""
+        """The verdicts of one reward; None for samples that it does not judge."""
         chosen = [sample for sample in samples if one.applies_to(sample.task)]
         if not chosen:
             return [None] * len(samples)
@@ -282,8 +283,8 @@ class WeightedReward:
     def _turns(
         self, episode: Episode, verdicts: Sequence[Verdict], value: float
     ) -> tuple[float, ...]:
-        """What each turn earned: what rewards say of turns, and at the last one all that they say
-        of the whole trajectory. They add up to `value`."""
+        """The reward of each turn: rewards of turns at their turns, and rewards of the whole
+        trajectory at the last one. They add up to `value`."""
         count = len(episode.num_drawn)
         if count <= 1:
             return (value,) * count
@@ -297,12 +298,12 @@ class WeightedReward:
         return tuple(map(math.fsum, earned))
 
     def outage(self) -> str | None:
-        """What the rewards wait for, in words, while it is down."""
+        """The outages that the rewards wait for, in words. None: there are none."""
         outages = [outage for one in self._parts if (outage := one.part.outage())]
         return "; ".join(outages) or None
 
     def broken(self) -> str | None:
-        """Why there will be no verdict any more, in words."""
+        """The reason why there will be no verdict any more, in words. None: there will be."""
         parts = (one.part for one in self._parts if isinstance(one.part, RewardFunction))
         return next((why for part in parts if (why := part.broken())), None)
 

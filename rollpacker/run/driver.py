@@ -72,7 +72,7 @@ from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import Trainer
 
 TICK_S = 0.25
-"""How often a wait looks at its deadline and the observers at the log."""
+"""Seconds between two looks of a wait at its deadline, and of the observers at the log."""
 
 
 # size: a field for each part.
@@ -91,15 +91,15 @@ class Parts:
     build_samples: BuildSamples
     decode: Decode
     render: Decode
-    """Prompt tokens to text, special tokens included: what the model saw."""
+    """Makes text of prompt tokens, special tokens included: what the model saw."""
     log: LogWriter
     samples: SampleWriter | None
     carried: CarriedTokens | None = None
-    """A checkpoint's; None: nothing was generated so far."""
+    """Tokens that a checkpoint's deferred prompts carry. None if nothing was generated so far."""
     tokenizer: str = ""
-    """Its fingerprint."""
+    """Fingerprint of the tokenizer."""
     player: Player | None = None
-    """Of samples that take turns with environments. None: one response each."""
+    """Plays samples that take turns with environments. None if each sample is one response."""
     observers: Sequence[Observer] = ()
     audience: Audience = field(default_factory=nobody)
 
@@ -165,7 +165,8 @@ class Controller:
         bus.connect(*self._ports())
 
     def _make_devices(self, *, on_pools: bool) -> SharedDevices:
-        """What engines and trainer take turns on; `on_pools`: with other jobs, too."""
+        """The devices that engines and trainer take turns on. `on_pools`: other jobs have turns
+        there, too."""
         parts = self.parts
         return SharedDevices(
             self.bus,
@@ -228,7 +229,8 @@ class Controller:
         self._main.post(self._main.fail, error)
 
     def end_at_once(self, error: BaseException) -> None:
-        """With this error, also in the middle of what `fail` lets come to its end. Thread-safe."""
+        """End with this error, also in the middle of what `fail` lets come to its end.
+        Thread-safe."""
         self._main.end_at_once(error)
 
     async def close(self) -> None:
@@ -245,7 +247,7 @@ class Controller:
         self.parts.log.flush()
 
     def _ports(self) -> list[Port]:
-        """One for every kind of command; the bus checks that."""
+        """A port for every kind of command; the bus checks that."""
         parts, shared = self.parts, self._shared
         bus, main = shared.bus, shared.main
         rows = None
@@ -327,7 +329,7 @@ class Controller:
         return Episodes(self._shared, self._scoring, player, rows=rows, carried=self._carried)
 
     def _of_turns(self) -> list[Port]:
-        """Who obeys what is said only where samples take turns with environments."""
+        """The ports of commands that are said only where samples take turns with environments."""
         episodes = self._generation.episodes
         return [Unsaid(*OF_TURNS)] if episodes is None else [episodes]
 
@@ -340,7 +342,7 @@ class Controller:
         return EvaluationRows(parts.samples, prompts, parts.reward.names, threshold)
 
     async def _begin(self) -> None:
-        """The first event of a new run, or that which a resumed one goes on with."""
+        """Take the first event of a new run, or the event with which a resumed run goes on."""
         job = self.parts.job
         if job.evaluation_is_due:
             await self._evaluator.evaluate(job.step)
@@ -350,7 +352,8 @@ class Controller:
             self.bus.take(Committed(time_s=0.0, step=job.step, checkpointed=True))
 
     async def _next(self) -> Deed | Finish:
-        """The next thing that takes long. Raises what a part died of, or `DeadlineExceeded`."""
+        """The next thing that takes long. Raises the error that a part died of, or
+        `DeadlineExceeded`."""
         while True:
             self.parts.log.raise_error()
             todo = await self._main.next(TICK_S)

@@ -35,10 +35,10 @@ T = TypeVar("T")
 INTERRUPTED = "interrupted"
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread of this process keeps Python's lock while another wants it. The engine's thread
-takes it many times per decode step, and would wait Python's 5 ms each time that verdicts or samples
-are being worked on. `benchmarks/streaming.py` runs with it: there the engine decodes while verdicts
-come in and gradients are asked for."""
+"""Seconds that a thread of this process keeps Python's lock while another wants it. The engine's
+thread takes it many times per decode step, and would wait Python's 5 ms each time that verdicts or
+samples are being worked on. `benchmarks/streaming.py` runs with it: there the engine decodes while
+verdicts come in and gradients are asked for."""
 
 COLLECT_AFTER = 20_000
 """Python looks for cycles of garbage each time that so many containers more were made than freed;
@@ -46,7 +46,7 @@ its own 700 cost a tenth of the controller's time, spent on tokens, which are in
 (`benchmarks/turns_overhead.py`)."""
 
 CLOSE_WITHIN_S = 10.0
-"""What a run that is ended at once may take to let go of its engine, workers and files."""
+"""Seconds that a run that is ended at once may take to let go of its engine, workers and files."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The last comes when the terminal is closed; where it is ignored (nohup) it stays so."""
@@ -86,9 +86,10 @@ class Caller:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
-        """What this thread is to do while the run has a thread of its own; None ends that."""
+        """Calls for this thread while the run has a thread of its own; a None among them ends that.
+        None if the run has no thread of its own."""
         self.is_busy = False
-        """It is in a call: an interrupt may be raised there."""
+        """Whether it is in a call, where an interrupt may be raised."""
 
     @property
     def is_apart(self) -> bool:
@@ -198,7 +199,7 @@ def python_set_for_runs() -> Iterator[None]:
 
 
 class _Ending:
-    """How a run ends before its time."""
+    """Ends a run before its time, when signals ask for it."""
 
     def __init__(self, controller: Controller, caller: Caller, *, is_command: bool) -> None:
         self.num_asked = 0

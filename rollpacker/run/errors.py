@@ -1,4 +1,4 @@
-"""What a run can die of, and what the controller needs from outside."""
+"""Errors that a run can die of, and the functions that its ports take from outside."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ _BEFORE: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
 }
-"""Nobody else has handled or ignored one that is like this."""
+"""Signals, and the handler that each has as long as nobody has handled or ignored it."""
 _process = 0
-"""The one that heeds them; a child that it forks does not."""
+"""Id of the process that heeds them; a child that it forks does not."""
 _has_come = False
-"""One of them, a Ctrl-C among them."""
+"""Whether one of them has come, a Ctrl-C included."""
 
 
 def heed() -> list[signal.Signals]:

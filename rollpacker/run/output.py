@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LINE_EVERY_S = 3.0
-"""So often a line says how far something long is, where there is no terminal for a bar."""
+"""Seconds between two lines that say how far something long is, where there is no terminal for a
+bar."""
 
 
 class _Output(io.TextIOBase):
@@ -59,9 +60,10 @@ def _write_to_nowhere(stream: IO[str], error: OSError) -> None:
 
 
 def console(*, goes_on: bool = False, stderr: bool = False, highlight: bool = True) -> Console:
-    """Every command's. `goes_on`: what is shown matters less than what is done, and the command
-    outlives its reader. What is no terminal is never taken for one: a kernel sets FORCE_COLOR for
-    the processes that it starts, and a bar would draw its cursor's movements into their pipes."""
+    """A console for a command's output. `goes_on`: what is shown matters less than what is done,
+    and the command outlives its reader. What is no terminal is never taken for one: a kernel sets
+    FORCE_COLOR for the processes that it starts, and a bar would draw its cursor's movements into
+    their pipes."""
     from rich.console import Console
 
     file = sys.stderr if stderr else sys.stdout
@@ -73,14 +75,14 @@ def console(*, goes_on: bool = False, stderr: bool = False, highlight: bool = Tr
 
 
 def print_line(line: str) -> None:
-    """One line, as it is, on a console that outlives its reader."""
+    """Print a line as it is, on a console that outlives its reader."""
     console(goes_on=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """How far something long is, which is told how many of `total` are done: a bar on a terminal,
-    which goes when it ends; else a line every few seconds."""
+    """Show how far something long is: a bar on a terminal, which goes when it ends; else a line
+    every few seconds. Yields a function that takes how many of `total` are done."""
     shown = console(goes_on=True)
     if shown.is_terminal:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

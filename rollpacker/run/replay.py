@@ -62,7 +62,8 @@ def replay(entries: Iterable[Entry]) -> Replay:
 
 
 def _difference(job: Job, record: Record) -> str | None:
-    """How the core's answer differs from the recorded one, if it does."""
+    """The difference between the core's answer and the recorded one, in words. None if they are
+    equal."""
     try:
         commands = tuple(job.handle(record.event))
     except AssertionError as error:  # what cannot happen in a run: the log was changed
@@ -77,7 +78,7 @@ def _difference(job: Job, record: Record) -> str | None:
 
 
 def equal_commands(commands: Sequence[Command], recorded: Sequence[Command]) -> bool:
-    """The same, but for the last digits of loss weights."""
+    """Whether two tuples of commands are equal, but for the last digits of loss weights."""
     return len(commands) == len(recorded) and all(map(_equal, commands, recorded))
 
 

@@ -1,4 +1,4 @@
-"""One process's share of a run: it has the parts built (`parts/`), joins them and drives them."""
+"""Has the parts of a run built (`parts/`), joins them and drives them, in one process."""
 
 from __future__ import annotations
 

@@ -225,7 +225,8 @@ def _on_hosts(config: RunConfig, stack: ExitStack) -> tuple[RunConfig, Hosts, Ru
 
 
 def _end_in_error(session: Session) -> None:
-    """What a callback says of the end must not hide what the run died of."""
+    """Tell callbacks of the end. What one of them raises must not hide the error that the run died
+    of."""
     try:
         session.end(None)
     except CallbackError as error:

@@ -58,7 +58,7 @@ class Run:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """What `summary.json` holds; see docs/metrics.md."""
+        """The contents of `summary.json`; see docs/metrics.md."""
         from rollpacker.report.summary import summarize
 
         return summarize(self.folder)
@@ -100,8 +100,9 @@ class Run:
         return Table(chosen, name="steps", first=METRICS_TO_SEE, of_metrics=True)
 
     def samples(self, step: int | None = None, *, untrained: bool = False) -> Table:
-        """What was trained on, of all steps or of one. `untrained`: also what is kept only because
-        its check was slow. Written with each checkpoint; empty with `save_samples: false`.
+        """Samples that were trained on, of all steps or of one. `untrained`: also samples that are
+        kept only because their check was slow. Written with each checkpoint; empty with
+        `save_samples: false`.
 
         Raises `ValueError` if there are samples, but none of this step."""
         from rollpacker.report.rows import Table
@@ -111,8 +112,8 @@ class Run:
         return Table(chosen, name="samples", first=SAMPLES_TO_SEE)
 
     def evaluation_samples(self, step: int | None = None) -> Table:
-        """What evaluations generated, of all of them or of the one after a step (0: before the
-        first); empty with `save_samples: false`.
+        """Samples that evaluations generated, of all of them or of the one after a step (0: before
+        the first); empty with `save_samples: false`.
 
         Raises `ValueError` if there are some, but none of this step."""
         from rollpacker.report.rows import Table
@@ -154,7 +155,7 @@ class Run:
 
 
 def _steps_of(paths: Sequence[Path]) -> str:
-    """In words."""
+    """The steps that these files hold, in words."""
     import pyarrow.parquet
 
     found: set[int] = set()

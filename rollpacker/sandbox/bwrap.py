@@ -97,7 +97,7 @@ def _site_folder(package: str) -> str:
 
 
 def _site_folders(profile: Profile) -> set[str]:
-    """Folders that must be there for those of a profile to be put into."""
+    """Folders that must exist for those of a profile to be put into."""
     return {folder for name, _ in profile.folders for folder in _and_above(_site_folder(name))}
 
 
@@ -114,7 +114,8 @@ def _python_folders() -> list[str]:
 
 
 def _package_folders(shown: Sequence[str]) -> list[str]:
-    """Installed packages lie within what is shown, but are not for programs."""
+    """Folders of installed packages, which are inside of what is shown, but are not for
+    programs."""
     above = ("", f"/{_python_name()}", "/python3")
     found = []
     for top in shown:
@@ -128,7 +129,7 @@ def _python_name() -> str:
 
 
 def lacks(profile: Profile) -> str:
-    """As `Sandbox.lacks`: which of its packages are not installed here."""
+    """The packages of the profile that are not installed here, in words; "" if none is missing."""
     missing = [name for name in profile.packages if importlib.util.find_spec(name) is None]
     if not missing:
         return ""
@@ -175,7 +176,8 @@ def command(
 
 
 class Users:
-    """Who the zygote and its programs are. As a rule, whoever starts it, under another number.
+    """User and group of the zygote and its programs. As a rule they are those of whoever starts it,
+    under other numbers.
 
     `others`: the programs are a user of their own, which only the host's root can arrange: the
     kernel does not limit how many tasks that one has. Then bubblewrap waits while we write the two
@@ -196,7 +198,7 @@ class Users:
             ]
 
     def started(self) -> None:
-        """Once bubblewrap was. Raises OSError."""
+        """Tell this object that bubblewrap was started. Raises OSError."""
         if not self.fds:
             return
         self._close_theirs()

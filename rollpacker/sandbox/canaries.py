@@ -88,7 +88,7 @@ for _ in range(20):
         break
 print("tried", flush=True)
 """
-"""Who runs it adds how long it stays."""
+"""A program that leaves daemons. Whoever runs it adds a line with how long it stays."""
 
 MEMORY = """
 small = bytearray(8 << 20)

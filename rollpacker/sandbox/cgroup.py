@@ -26,12 +26,13 @@ _SETTLE_LIMIT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where groups can be made."""
+    """A place where control groups can be made."""
 
     version: int
     memory: Path
     tasks: Path | None
-    """Has the controller "pids"; in version 2 the same folder. None: there is none."""
+    """Folder of the controller "pids"; in version 2 the same folder. None: there is no such
+    controller."""
     cpu: Path | None = None
     """Has the controller "cpu", likewise. A group there has the same weight as one ordinary process
     beside it, which is the default and wants no setting."""
@@ -43,7 +44,8 @@ class Place:
 
 
 def find_place() -> Place | None:
-    """Tried out by making a group. None: this process may not, or there is no such controller."""
+    """Find a place by making a group there. None: this process may not, or there is no memory
+    controller."""
     groups = own_groups(Path("/proc/self/cgroup"), Path("/proc/self/mountinfo"))
     unified = groups.get("")
     if unified is not None:
@@ -70,7 +72,7 @@ def find_place() -> Place | None:
 
 
 def own_groups(cgroup: Path, mountinfo: Path) -> dict[str, Path]:
-    """Folder of this process's group, by controller; "" is version 2."""
+    """Folders of this process's own groups, by controller; "" is version 2."""
     mounts: dict[str, tuple[str, str]] = {}
     for line in _lines(mountinfo):
         before, _, after = line.partition(" - ")
@@ -98,7 +100,8 @@ def _lines(path: Path) -> list[str]:
 
 
 def _controllers_of_a_child(folder: Path) -> set[str]:
-    """What a new group below a version 2 folder has; nothing if it cannot be made and entered."""
+    """The controllers of a new group below a version 2 folder; none if the group cannot be made and
+    entered."""
     trial = folder / _name("trial")
     try:
         trial.mkdir()
@@ -114,7 +117,8 @@ def _controllers_of_a_child(folder: Path) -> set[str]:
 
 
 def _may_enter(group: Path) -> bool:
-    """Tried with a process of its own; in version 2 it depends on a common ancestor."""
+    """Whether processes may enter the group, tried with one: in version 2 it depends on a common
+    ancestor."""
     pid = os.posix_spawn("/bin/sleep", ["sleep", "5"], {})
     try:
         (group / "cgroup.procs").write_text(str(pid))
@@ -151,7 +155,7 @@ def _pid_namespace() -> int:
 
 
 def _started(pid: int) -> str:
-    """Clock ticks after boot; "" if there is no such process."""
+    """Start time of a process in clock ticks after boot; "" if there is no such process."""
     text = "".join(_lines(Path(f"/proc/{pid}/stat")))
     return text.rpartition(")")[2].split()[19] if text else ""
 
@@ -168,10 +172,10 @@ def sweep(place: Place) -> None:
 
 
 class Group:
-    """Of one worker: its runs, one after the other."""
+    """The control group of one worker, which its runs enter one after the other."""
 
     def __init__(self, place: Place, name: str, max_tasks: int) -> None:
-        """Raises OSError."""
+        """Makes the group. Raises `OSError`."""
         self._version = place.version
         unique = f"{next(_NUMBERS)}-{name}"  # this process may have several pools
         own = _name(unique)
@@ -191,12 +195,12 @@ class Group:
         if place.version == 1:
             self._peak = os.open(self._memory / "memory.max_usage_in_bytes", os.O_RDWR)
         self._num_killed = 0
-        """When the run began."""
+        """Number of processes that the kernel had ended for memory when the run began."""
 
     async def settle(self) -> None:
-        """Before a run: the memory of the one before is no longer counted. Whoever reads about a
-        process in /proc holds its memory beyond its end, and the process that waits for the next
-        run, here already, may be ended by the kernel for it."""
+        """Wait, before a run, until the memory of the run before is no longer counted. Whoever
+        reads about a process in /proc holds its memory beyond its end, and the process that waits
+        for the next run, here already, may be ended by the kernel for it."""
         usage = self._memory / ("memory.current" if self._version == 2 else "memory.usage_in_bytes")
         until = asyncio.get_running_loop().time() + _SETTLE_LIMIT_S
         while self._limit and int(usage.read_text()) > self._limit // 2:
@@ -205,7 +209,7 @@ class Group:
             await asyncio.sleep(0.001)
 
     def begin(self, memory_bytes: int) -> None:
-        """Before a run. Raises OSError."""
+        """Set the memory limit of a run before it begins. Raises OSError."""
         if memory_bytes != self._limit:
             if self._version == 2:
                 self._write("memory.max", memory_bytes)
@@ -220,12 +224,13 @@ class Group:
         self._num_killed = self._count_killed()
 
     def _write(self, name: str, value: int) -> None:
-        """Kernels without swap accounting lack some of the files."""
+        """Write a limit of the group. Kernels without swap accounting lack some of the files."""
         with contextlib.suppress(FileNotFoundError):
             (self._memory / name).write_text(str(value))
 
     def end(self) -> tuple[bool, int]:
-        """After a run: whether the kernel ended processes for memory; peak bytes (0: unknown)."""
+        """Whether the kernel ended processes of the run for memory, and its peak in bytes (0:
+        unknown). Called after a run."""
         peak = int(os.pread(self._peak, 32, 0)) if self._peak >= 0 else 0
         return self._count_killed() > self._num_killed, peak
 

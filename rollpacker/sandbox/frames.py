@@ -1,4 +1,4 @@
-"""What is sent to a zygote (`zygote.py` has the formats), checked on this side."""
+"""Writes the requests to a zygote (`zygote.py` has the formats) and checks what they hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollpacker.sandbox.sandbox import Limits
 
 _LONGEST_NAME = 1024
 _PAGE = 4096
-"""What a file takes is a multiple of this."""
+"""Bytes that files are counted in: each takes a multiple of this."""
 
 
 def header(kind: bytes, run_id: int, limits: Limits, size: int) -> bytes:
@@ -37,7 +37,8 @@ def cpu_limit_s(limits: Limits) -> float:
 def payload(
     program: str, stdin: str | bytes, files: Mapping[str, str | bytes], limits: Limits
 ) -> bytes:
-    """Raises ValueError for files that leave the folder or do not fit into it."""
+    """The payload of a request. Raises `ValueError` for files that leave the folder or do not fit
+    into it."""
     parts = [_field(as_bytes(program)), _field(as_bytes(stdin)), zygote.LENGTH.pack(len(files))]
     for name, data in checked_files(files, limits).items():
         parts += (_field(as_bytes(name)), _field(data))
@@ -49,7 +50,8 @@ def _field(data: bytes) -> bytes:
 
 
 def as_bytes(value: str | bytes) -> bytes:
-    """Lone surrogates go through: what is wrong with them is for the interpreter to say."""
+    """The text in UTF-8. Lone surrogates stay: the interpreter is to say what is wrong with
+    them."""
     return value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
 
 

@@ -13,7 +13,6 @@ import re
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
@@ -32,7 +31,7 @@ MARGIN_S = 10.0
 container, the way there and back."""
 CONNECT_S = 5.0
 DEFAULT_PAUSE_S = 1.0
-"""Before the next attempt, where an overloaded service names no pause."""
+"""Seconds before the next attempt, where an overloaded service names no pause."""
 MIN_PAUSE_S = 0.1
 
 _REPLY_BEGINS = re.compile(rb'\s*\{\s*"(status|message|(compile|run)_result|executor|files)')
@@ -54,16 +53,16 @@ class Trouble(Exception):
 
 
 class Wire:
-    """Requests and replies. Reads no more of a reply than it may, and follows nobody."""
+    """Sends requests and reads replies. Reads no more of a reply than it may, and follows no
+    redirect."""
 
-    def __init__(self, url: str, name: str, token: str | None, connections: int) -> None:
+    def __init__(self, url: str, token: str | None, connections: int) -> None:
         try:
             base = checked_url(url, key="sandbox.url", example="http://host:8080")
             self._http = http_library("the http sandbox")
         except (ValueError, MissingPackageError) as error:
             raise SandboxUnavailable(str(error)) from None
         self._url = f"{base}/run_code"
-        self._name = name
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
@@ -81,7 +80,7 @@ class Wire:
     async def post(
         self, request: dict[str, Any], limits: Limits, key: str | None = None
     ) -> RunResult:
-        """One attempt, within the wall limit and `MARGIN_S`. Raises `Trouble`."""
+        """Make one attempt, within the wall limit and `MARGIN_S`. Raises `Trouble`."""
         total_s = limits.wall_s + MARGIN_S
         try:
             async with asyncio.timeout(total_s):
@@ -175,30 +174,21 @@ def _bytes(content: str | bytes) -> bytes:
 
 
 def _encodable(text: str) -> str:
-    """Without lone surrogates, at which many a service stumbles."""
+    """The text without lone surrogates, at which many a service stumbles."""
     return text.encode(errors="replace").decode()
 
 
 def _stdout_so_far(reply: bytes) -> bytes:
-    """What a reply that was cut off says of stdout; nothing if it was cut before that."""
+    """The stdout in a reply that was cut off, as far as it came; empty if the reply was cut before
+    that."""
     found = _STDOUT.search(reply)
     text = found[1].decode(errors="ignore") if found else ""
     return str(json.loads(f'"{text}"', strict=False)).encode(errors="ignore")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RunReport:
-    """`run_result` of a reply, its types checked."""
-
-    status: str
-    execution_time: float
-    return_code: int | None
-    stdout: bytes
-    stderr: bytes
-
-
 def parse_result(reply: bytes, limits: Limits) -> RunResult:
-    """Raises `Trouble` for whatever is not a result, the service's own errors included."""
+    """The result that a reply holds. Raises `Trouble` for any other reply, the service's own errors
+    included."""
     try:
         fields = json.loads(reply)
     except (ValueError, RecursionError):
@@ -207,14 +197,16 @@ def parse_result(reply: bytes, limits: Limits) -> RunResult:
     if status == "SandboxError":
         message = fields.get("message")
         raise Trouble(f"failed: {str(message)[:200] if message else 'it gives no reason'}")
-    run = _report_of(fields.get("run_result")) if status in ("Success", "Failed") else None
-    if run is None:
+    run = fields.get("run_result") if status in ("Success", "Failed") else None
+    if not isinstance(run, dict) or not _is_sound(run):
         raise Trouble(f"sent a reply that is not SandboxFusion's: {reply[:80]!r}")
-    if run.status == "Error":
-        raise Trouble(f"failed: {run.stderr[:200].decode(errors='replace') or 'no reason given'}")
-    truncated = max(len(run.stdout), len(run.stderr)) > limits.output_bytes
-    code = run.return_code
-    if run.status == "TimeLimitExceeded":
+    texts = (run.get(name) or "" for name in ("stdout", "stderr"))
+    stdout, stderr = (text.encode(errors="backslashreplace") for text in texts)
+    if run["status"] == "Error":
+        raise Trouble(f"failed: {stderr[:200].decode(errors='replace') or 'no reason given'}")
+    truncated = max(len(stdout), len(stderr)) > limits.output_bytes
+    code = run.get("return_code")
+    if run["status"] == "TimeLimitExceeded":
         outcome, code = Status.TIMEOUT, None
     elif truncated:
         outcome = Status.OUTPUT
@@ -225,30 +217,19 @@ def parse_result(reply: bytes, limits: Limits) -> RunResult:
     return RunResult(
         status=outcome,
         exit_code=code,
-        stdout=run.stdout[: limits.output_bytes],
-        stderr=run.stderr[: limits.output_bytes],
+        stdout=stdout[: limits.output_bytes],
+        stderr=stderr[: limits.output_bytes],
         truncated=truncated,
-        wall_s=run.execution_time,
+        wall_s=float(run.get("execution_time") or 0.0),
     )
 
 
-def _report_of(fields: Any) -> _RunReport | None:
-    if not isinstance(fields, dict):
-        return None
-    seconds, code = fields.get("execution_time") or 0.0, fields.get("return_code")
-    texts = [fields.get(name) or "" for name in ("stdout", "stderr")]
-    is_number = isinstance(seconds, int | float) and 0 <= seconds < 1e6
-    is_code = code is None or type(code) is int
-    is_status = fields.get("status") in ("Finished", "TimeLimitExceeded", "Error")
-    if not (is_number and is_code and is_status and all(isinstance(t, str) for t in texts)):
-        return None
-    if fields["status"] == "Finished" and code is None:
-        return None
-    stdout, stderr = (text.encode(errors="backslashreplace") for text in texts)
-    return _RunReport(
-        status=fields["status"],
-        execution_time=float(seconds),
-        return_code=code,
-        stdout=stdout,
-        stderr=stderr,
+def _is_sound(run: dict[str, Any]) -> bool:
+    """Whether `run_result` of a reply has values of the types that the protocol gives them."""
+    seconds, code = run.get("execution_time") or 0.0, run.get("return_code")
+    return (
+        run.get("status") in ("Finished", "TimeLimitExceeded", "Error")
+        and (isinstance(seconds, int | float) and 0 <= seconds < 1e6)
+        and (type(code) is int or (code is None and run["status"] != "Finished"))
+        and all(isinstance(run.get(name) or "", str) for name in ("stdout", "stderr"))
     )

@@ -17,13 +17,13 @@ import secrets
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from rollpacker.endpoints.http import checked_url, is_private, token_from
 from rollpacker.endpoints.service import Service
 from rollpacker.sandbox.fusion import Trouble, Wire, build_request
 from rollpacker.sandbox.sandbox import (
-    PROFILES,
     Capabilities,
     Limits,
     Profile,
@@ -37,14 +37,14 @@ from rollpacker.warn_once import WarnOnce
 logger = logging.getLogger(__name__)
 
 WORKERS = 16
-"""Requests at a time, unless told."""
+"""Requests at a time, unless the config says another number."""
 OUTAGE_S = 1800.0
 """A service may be down for so long before runs end in `sandbox_error`."""
 ATTEMPTS = 4
-"""Of one run; two if the service did not answer in time."""
+"""Attempts of one run; half as many if the service did not answer in time."""
 PROBE_EVERY_S = 2.0
 FIRST_PAUSE_S = 0.25
-"""Before the second attempt; doubled before each later one."""
+"""Seconds before the second attempt; doubled before each later one."""
 ESSENTIAL = frozenset(
     {
         *("runs", "environment", "host files", "writes", "network", "signals", "output"),
@@ -76,17 +76,15 @@ async def open_http(
     token_env: str | None = None,
     limits: Limits | None = None,
     workers: int | None = None,
-    outage_s: float = OUTAGE_S,
-    allow_plain_token: bool = False,
 ) -> AsyncIterator[HttpSandbox]:
     """A tested service. Raises `SandboxUnavailable` if it cannot be reached, refuses the token, or
     does not contain the self-test's essential attacks.
 
     `token_env` names the environment variable with the bearer token. It is sent over TLS, or to
-    this machine itself, only; `allow_plain_token` sends it over plain HTTP elsewhere too.
+    this machine itself, only.
     """
-    token = _token(url, token_env, allow_plain_token)
-    box = HttpSandbox(url, token=token, limits=limits, workers=workers, outage_s=outage_s)
+    token = _token(url, token_env)
+    box = HttpSandbox(url, token=token, limits=limits, workers=workers)
     try:
         began = asyncio.get_running_loop().time()
         can_fork = await box.probe(attempts=3)
@@ -94,14 +92,9 @@ async def open_http(
         from rollpacker.sandbox.selftest import self_test
 
         passed, failed = await self_test(box, backend="http")
-        box.capabilities = Capabilities(
-            backend="http",
-            passed=passed,
-            failed=failed,
-            profiles=tuple(PROFILES),
-            memory="by the service",
-            can_fork=can_fork,
-            seconds=asyncio.get_running_loop().time() - began,
+        seconds = asyncio.get_running_loop().time() - began
+        box.capabilities = replace(
+            box.capabilities, passed=passed, failed=failed, can_fork=can_fork, seconds=seconds
         )
         _refuse_unsafe(box.name, failed)
         yield box
@@ -122,15 +115,7 @@ class HttpSandbox:
         outage_s: float = OUTAGE_S,
     ) -> None:
         self.name = f"the sandbox at {url.rstrip('/')}"
-        self.capabilities = Capabilities(
-            backend="http",
-            passed=(),
-            failed=(),
-            profiles=tuple(PROFILES),
-            memory="by the service",
-            can_fork=False,
-            seconds=0.0,
-        )
+        self.capabilities = Capabilities(backend="http", memory="by the service", can_fork=False)
         self._limits = limits or Limits()
         self._slots = asyncio.Semaphore(workers or WORKERS)
         self._service = Service(
@@ -140,7 +125,7 @@ class HttpSandbox:
             probe_every_s=PROBE_EVERY_S,
             first_pause_s=FIRST_PAUSE_S,
         )
-        self._wire = Wire(url, self.name, token, workers or WORKERS)
+        self._wire = Wire(url, token, workers or WORKERS)
         self._warn_once = WarnOnce(logger)
         self._missing: dict[Profile, str] = {}
 
@@ -153,9 +138,9 @@ class HttpSandbox:
         limits: Limits | None = None,
         profile: Profile | str = "python",
     ) -> RunResult:
-        """As the protocol says. Every profile is a new interpreter of the service, which must have
-        the profile's packages. A cancelled run is ended by the service, at its wall limit at the
-        latest."""
+        """Run a program as `Sandbox.run` does. Every profile is a new interpreter of the service,
+        which must have the profile's packages. A cancelled run is ended by the service, at its wall
+        limit at the latest."""
         if missing := await self.lacks(profile_of(profile)):
             raise ValueError(missing)
         limits = limits or self._limits
@@ -167,12 +152,12 @@ class HttpSandbox:
             return await self._run(request, limits)
 
     def outage(self) -> str | None:
-        """What runs wait for, in words, while the service is down."""
+        """The service's outage that runs wait for, in words. None: it is up."""
         return self._service.outage()
 
     async def lacks(self, profile: Profile) -> str:
-        """As the protocol says; asked once. While the service is down, nothing is known to be
-        missing."""
+        """The profile's packages that the service lacks, in words, as `Sandbox.lacks` has it. The
+        service is asked once; while it is down, nothing is known to be missing."""
         if profile.packages and profile not in self._missing:
             try:
                 self._missing[profile], _ = await self._ask(profile.packages)
@@ -199,8 +184,8 @@ class HttpSandbox:
             await asyncio.sleep(FIRST_PAUSE_S)
 
     async def _ask(self, packages: tuple[str, ...] = ()) -> tuple[str, bool]:
-        """Which of the packages the service lacks, and whether programs may start processes, by
-        one harmless program. Raises `Trouble`."""
+        """Run one harmless program on the service. Returns those of the packages that the service
+        lacks, and whether programs may start processes. Raises `Trouble`."""
         nonce = secrets.token_hex(8)
         limits = Limits(wall_s=10.0)
         request = build_request(_PROBE.format(nonce=nonce, packages=packages), b"", {}, limits)
@@ -260,13 +245,13 @@ def _error(name: str, why: str) -> RunResult:
     return RunResult(status=Status.SANDBOX_ERROR, detail=f"{name} {why}")
 
 
-def _token(url: str, token_env: str | None, allow_plain: bool) -> str | None:
+def _token(url: str, token_env: str | None) -> str | None:
     try:
         checked_url(url, key="sandbox.url", example="http://host:8080")
         token = token_from(token_env)
     except ValueError as error:
         raise SandboxUnavailable(f"sandbox: {error}".rstrip(".") + ".") from None
-    if token is None or allow_plain or is_private(url):
+    if token is None or is_private(url):
         return token
     raise SandboxUnavailable(
         f"{url} is not encrypted, and anybody on the way could read the token in {token_env}. Use"

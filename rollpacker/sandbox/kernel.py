@@ -7,7 +7,7 @@ import os
 import struct
 
 NOBODY = 65534
-"""User and group of every program, in here."""
+"""User and group of every program inside of bubblewrap."""
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID = 0x20000, 0x08000000, 0x20000000
 
 _CLONE_VM, _CLONE_FILES = 0x100, 0x400
@@ -62,7 +62,7 @@ class Kernel:
         )
 
     def give_up_rights(self) -> None:
-        """No capability is left, and none can come back."""
+        """Drop all capabilities such that none can come back."""
         for capability in (_CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN, _CAP_SETPCAP):
             self.prctl(_PR_CAPBSET_DROP, capability)
         if os.getuid() != NOBODY:

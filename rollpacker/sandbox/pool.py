@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from rollpacker.sandbox import bwrap, cgroup, frames, seccomp, zygote
 from rollpacker.sandbox.program import OUT_OF_MEMORY_SIGNAL
 from rollpacker.sandbox.sandbox import (
-    PROFILES,
     PYTHON,
     Capabilities,
     Limits,
@@ -56,7 +55,7 @@ class _Call:
     """A run on its way."""
 
     result: asyncio.Future[RunResult]
-    """There as soon as it is known; the worker is seen to afterwards."""
+    """Done as soon as the result is known; the worker is taken care of afterwards."""
     worker: Worker | None = None
     cancelled: bool = False
 
@@ -65,7 +64,8 @@ class Pool:
     """Meets `Sandbox`. Belongs to the loop, and to the thread, that opened it."""
 
     def __init__(self, *, workers: int, defaults: Limits, allow_fork: bool = True) -> None:
-        """`allow_fork`: where memory can be bounded. Raises SandboxUnavailable."""
+        """`allow_fork`: whether programs may start processes where memory can be bounded. Raises
+        `SandboxUnavailable`."""
         self._defaults = defaults
         self._bwrap = bwrap.find_bwrap()
         self._groups = cgroup.find_place()
@@ -88,12 +88,8 @@ class Pool:
         self._retiring: asyncio.Task[None] | None = None
         self.capabilities = Capabilities(
             backend="bwrap",
-            passed=(),
-            failed=(),
-            profiles=tuple(PROFILES),
             memory=f"cgroup v{self._groups.version}" if self._groups else "no fork",
             can_fork=can_fork,
-            seconds=0.0,
         )
 
     async def open(self) -> None:
@@ -181,7 +177,8 @@ class Pool:
         return await self._started(profile)
 
     async def _replace(self, worker: Worker) -> None:
-        """At once, so that the next run need not wait for one to start."""
+        """Start another worker in its place at once, so that the next run need not wait for
+        that."""
         await self._end(worker)
         if self._closing.is_set():
             return

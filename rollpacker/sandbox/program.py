@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WORK = "/tmp/work"
-"""Where a run works."""
+"""Folder in which a run works."""
 READY = b"k"
-"""Written when what comes next is the program's own doing."""
+"""Byte that is written when the program's own code begins."""
 THREAD_STACK = 8 << 20
 """Bytes. The C library's default is the limit of the first thread's stack, which is larger here."""
 OUT_OF_MEMORY_SIGNAL = 64
 """A run whose program ends with MemoryError ends itself by this."""
 FOR_THE_C_LIBRARY = b"MALLOC_ARENA_MAX"
-"""Of the environment; not for programs. Each further heap of the C library would reserve 64 MB of a
-run's address space."""
+"""A variable of the environment that is not for programs. Each further heap of the C library would
+reserve 64 MB of a run's address space."""
 
 
 def run_program(program: bytes) -> None:
@@ -54,7 +54,8 @@ def run_program(program: bytes) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Those of the zygote were made for other files, and remember whether these can seek."""
+    """Give the program standard streams of its own: the zygote's were made for other files, and
+    remember whether these can seek."""
     streams = (("stdin", "r", -1, "strict"), ("stdout", "w", -1, "strict"))
     for fd, (name, mode, buffering, errors) in enumerate(
         (*streams, ("stderr", "w", 1, "backslashreplace"))
@@ -82,7 +83,7 @@ def _show(error: BaseException) -> None:
 
 
 def _finish() -> None:
-    """Threads, exit functions and buffers, in an interpreter's order."""
+    """End threads, call exit functions and flush buffers, in an interpreter's order."""
     import atexit
 
     if "threading" in sys.modules:
@@ -93,7 +94,8 @@ def _finish() -> None:
 
 
 def _quietly(action: "Callable[[], object]") -> None:
-    """Whatever the program has made of it, the others still come."""
+    """Call the action and ignore what it raises: whatever the program has made of it, later actions
+    still come."""
     try:
         action()
     except BaseException:
@@ -101,7 +103,7 @@ def _quietly(action: "Callable[[], object]") -> None:
 
 
 def add_exit() -> None:
-    """`exit` and `quit`, which an interpreter started with -S lacks."""
+    """Add `exit` and `quit`, which an interpreter started with -S lacks."""
     import builtins
     from _sitebuiltins import Quitter
 
@@ -115,7 +117,8 @@ def _read_all(fd: int) -> bytes:
 
 
 def _main(program: int, ready: int) -> None:
-    """In an interpreter of its own, with a file that holds the program and the pipe for `READY`."""
+    """Run the program in a new interpreter. `program` is the descriptor of a file that holds it,
+    `ready` that of the pipe for `READY`."""
     posix.environ.pop(FOR_THE_C_LIBRARY, None)
     posix.unsetenv(FOR_THE_C_LIBRARY)
     add_exit()

@@ -15,21 +15,22 @@ class SandboxUnavailable(RuntimeError):
 
 
 I_ACCEPT = "I accept that model-written code runs without isolation"
-"""What `sandbox.allow_unsandboxed_code` must say, word by word."""
+"""The sentence that `sandbox.allow_unsandboxed_code` must hold, word by word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxConfig:
-    """Where untrusted programs run (`sandbox.*`)."""
+    """The sandbox for untrusted programs (`sandbox.*`)."""
 
     backend: Literal["auto", "bwrap", "http"] = "auto"
-    """auto: http if a url is set, else bwrap."""
+    """The backend. auto: http if a url is set, else bwrap."""
     url: str | None = None
-    """http only: of a service that speaks SandboxFusion's protocol, such as http://host:8080."""
+    """http only: address of a service that speaks SandboxFusion's protocol, such as
+    http://host:8080."""
     token_env: str | None = None
     """http only: the environment variable that holds the bearer token."""
     memory_mb: int = 512
-    """Of a whole run, children included."""
+    """Memory of a whole run in MiB, children included."""
     disk_mb: int = 64
     output_kb: int = 1024
     allow_unsandboxed_code: str | None = None
@@ -49,14 +50,14 @@ class SandboxConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What programs of one kind find ready in their interpreter.
+    """Modules and packages that programs of one kind find in their interpreter.
 
     Whoever has such programs makes one and gives it with every run. The sandbox keeps interpreters
     for each profile that it has met.
     """
 
     name: str
-    """For messages and lists of processes."""
+    """The profile's name in messages and in lists of processes."""
     packages: tuple[str, ...] = ()
     """Installed packages that programs may import, by import name. All others are hidden."""
     distributions: tuple[str, ...] = ()
@@ -81,7 +82,7 @@ PYTHON = Profile(
 )
 """The standard library."""
 COLD = Profile(name="cold", warm=("fcntl", "math", "resource"), is_cold=True)
-"""The same in an interpreter of its own."""
+"""The standard library in a new interpreter for each run."""
 PROFILES = {profile.name: profile for profile in (PYTHON, COLD)}
 
 
@@ -96,18 +97,18 @@ def profile_of(profile: Profile | str) -> Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one run."""
+    """Limits of one run."""
 
     wall_s: float = 10.0
-    """Enforced from outside."""
+    """Seconds that the run may take, enforced from outside."""
     cpu_s: float | None = None
-    """None: the wall limit, rounded up to whole seconds, plus 1."""
+    """Seconds of processor time. None: the wall limit, rounded up to whole seconds, plus 1."""
     memory_bytes: int = 512 << 20
-    """Of all processes of the run together."""
+    """Memory of all processes of the run together."""
     output_bytes: int = 1 << 20
-    """Kept of stdout, and of stderr; a run that writes more is ended."""
+    """Bytes that are kept of stdout, and of stderr; a run that writes more is ended."""
     disk_bytes: int = 64 << 20
-    """Files in the run's own temporary folder, its only writable place."""
+    """Bytes of files in the run's own temporary folder, its only writable place."""
     max_files: int = 1024
 
     def __post_init__(self) -> None:
@@ -124,54 +125,55 @@ class Status(StrEnum):
     """How a run ended. None of them says that its answer is right."""
 
     OK = "ok"
-    """Exit status 0, which a program can choose."""
+    """The program exited with status 0, which it can choose."""
     NONZERO = "nonzero"
     TIMEOUT = "timeout"
-    """Wall or processor time."""
+    """The program ran out of wall or processor time."""
     MEMORY = "memory"
     OUTPUT = "output"
-    """Wrote more than it may."""
+    """The program wrote more than it may."""
     KILLED = "killed"
-    """By a signal of its own doing."""
+    """Ended by a signal that the program itself caused."""
     SANDBOX_ERROR = "sandbox_error"
     """The sandbox failed, not the program, of which this says nothing: ask again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What came out of one run. All of it may be forged by the program, but for status, times
-    and sizes."""
+    """The result of one run. The program may have forged all of it but status, times and sizes."""
 
     status: Status
     exit_code: int | None = None
-    """None if it did not exit by itself."""
+    """The exit status. None: the program did not exit by itself."""
     stdout: bytes = b""
     stderr: bytes = b""
     truncated: bool = False
-    """Output was cut off."""
+    """Whether output was cut off."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
     peak_memory_bytes: int = 0
     detail: str = ""
-    """For `sandbox_error`: what failed, and which worker."""
+    """For a `sandbox_error`: what failed, and which worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a backend was seen to enforce on this machine, by its self-test."""
+    """Limits that a backend was seen to enforce on this machine, by its self-test."""
 
     backend: str
-    passed: tuple[str, ...]
-    """Names of the canary attacks that were contained."""
-    failed: tuple[str, ...]
-    profiles: tuple[str, ...]
-    """Names of those that every backend has."""
+    passed: tuple[str, ...] = ()
+    """Names of the canary attacks that were contained; empty before the self-test."""
+    failed: tuple[str, ...] = ()
+    """Names of the canary attacks that were not contained."""
+    profiles: tuple[str, ...] = tuple(PROFILES)
+    """Names of the profiles that every backend has."""
     memory: str
-    """How the memory of a whole run is bounded: "cgroup v2", "cgroup v1" or "no fork"."""
+    """The bound on the memory of a whole run: "cgroup v2", "cgroup v1" or "no fork"."""
     can_fork: bool
-    """Programs may start processes (only where their memory is bounded together)."""
-    seconds: float
-    """The self-test took so long."""
+    """Whether programs may start processes, which they may only where their memory is bounded
+    together."""
+    seconds: float = 0.0
+    """Seconds that the self-test took."""
 
 
 class Sandbox(Protocol):
@@ -197,7 +199,7 @@ class Sandbox(Protocol):
         ...
 
     async def lacks(self, profile: Profile) -> str:
-        """What is missing for programs of this profile, in words; "" if nothing is."""
+        """The packages that programs of this profile lack here, in words; "" if none is missing."""
         ...
 
     async def close(self) -> None:

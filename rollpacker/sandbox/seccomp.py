@@ -40,7 +40,7 @@ _CLONE_REFUSED = 0x7E02_A000
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """One half of an argument, masked, must be one of the values."""
+    """A condition of one half of an argument: masked, it must be one of the values."""
 
     argument: int
     values: tuple[int, ...]
@@ -49,7 +49,7 @@ class _Check:
     """The upper 32 bits; most arguments are ints, whose upper half the kernel ignores."""
 
     def code(self) -> list[bytes]:
-        """Falls through if it holds, else returns EPERM."""
+        """Instructions that fall through if the condition holds, and else return EPERM."""
         code = [_instruction(_LOAD, _ARGUMENTS_AT + 8 * self.argument + 4 * self.high)]
         if self.mask != 0xFFFFFFFF:
             code.append(_instruction(_AND, self.mask))
@@ -127,7 +127,8 @@ def program(*, fork: bool, sessions: bool = True, architecture: str | None = Non
 
 
 def _if_call(number: int, body: list[bytes]) -> list[bytes]:
-    """`body`, which must return, for this call; else go on behind it, the number still loaded."""
+    """Instructions for this call: `body`, which must return. Other calls go on behind it, with
+    their number still loaded."""
     return [_instruction(_EQUAL, number, if_false=len(body)), *body]
 
 

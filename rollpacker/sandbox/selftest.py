@@ -33,7 +33,7 @@ _HARMLESS = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "HOME", "PWD", "TERM", "TMPDI
 
 @dataclass(frozen=True, slots=True)
 class _Bait:
-    """What attacks must neither read nor change nor reach."""
+    """Files, sockets and a process that attacks must neither read nor change nor reach."""
 
     folder: Path
     secret: str
@@ -51,7 +51,7 @@ class _Bait:
         return self.folder / "secret.txt"
 
     def program(self, body: str) -> str:
-        """`body` behind a line that says where the bait is."""
+        """A program that is `body` behind a line that says where the bait is."""
         bait = {
             "folder": str(self.folder),
             "secret_file": str(self.secret_file),
@@ -65,7 +65,7 @@ class _Bait:
         return f"bait = {bait!r}\n{body}"
 
     def marked(self) -> list[int]:
-        """Processes on this machine that carry the mark."""
+        """Process ids on this machine that carry the mark."""
         found = []
         for comm in (process / "comm" for process in Path("/proc").glob("[0-9]*")):
             with contextlib.suppress(OSError):
@@ -182,7 +182,8 @@ def _was_reached(listener: socket.socket) -> bool:
 
 
 async def _signals(box: Sandbox, bait: _Bait) -> bool:
-    """What could not even begin within its limit, on a busy machine, gets a longer one."""
+    """Send signals to processes outside. A program that could not even begin within its limit, on a
+    busy machine, gets a longer one."""
     for wall_s in (0.2, 1.0, 4.0):
         result = await _run(box, bait, canaries.SIGNALS, Limits(wall_s=wall_s))
         state = Path(f"/proc/{bait.bystander.pid}/stat")
@@ -232,7 +233,8 @@ async def _memory(box: Sandbox, bait: _Bait) -> bool:
 
 
 async def _memory_of_children(box: Sandbox, bait: _Bait) -> bool:
-    """Several processes together may not have more than one: no fork, or a bound on them all."""
+    """Start processes that together take more memory than one may: there is no fork, or a bound on
+    them all."""
     limits = Limits(wall_s=1.0, memory_bytes=128 << 20)
     running = asyncio.ensure_future(_run(box, bait, canaries.CHILDREN, limits))
     most = 0
@@ -244,7 +246,8 @@ async def _memory_of_children(box: Sandbox, bait: _Bait) -> bool:
 
 
 def _private_bytes(pid: int) -> int:
-    """Resident memory that is no file's; what processes share is counted once between them."""
+    """Resident memory of a process that is no file's. Memory that processes share is divided
+    between them."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         shares = [line.split() for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem"))]
@@ -276,13 +279,14 @@ async def _endless(box: Sandbox, bait: _Bait) -> bool:
 
 
 async def _descriptors(box: Sandbox, bait: _Bait) -> bool:
-    """Nothing is open but the three standard ones."""
+    """Look for open descriptors: there may be none but the three standard ones."""
     out = (await _run(box, bait, canaries.DESCRIPTORS)).stdout
     return out == b"looked\n"
 
 
 async def _kernel(box: Sandbox, bait: _Bait) -> bool:
-    """New namespaces, ptrace and a dozen other calls are refused; capabilities are gone."""
+    """Call what the filter refuses: new namespaces, ptrace and a dozen others. Capabilities are
+    gone."""
     out = (await _run(box, bait, canaries.KERNEL)).stdout
     return b"getpid works" in out and b"looked" in out and b"ALLOWED" not in out
 

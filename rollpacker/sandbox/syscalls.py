@@ -75,8 +75,8 @@ clone3 435 435;
 
 
 def _numbers(table: str) -> dict[str, dict[str, int]]:
-    """By architecture, then by name. A line holds entries `name x86_64 aarch64;`, - for a call that
-    an architecture lacks."""
+    """Numbers of system calls by architecture and name. A line holds entries `name x86_64
+    aarch64;`, with - for a call that an architecture lacks."""
     numbers: dict[str, dict[str, int]] = {architecture: {} for architecture in ARCHITECTURES}
     lines = (line for line in table.splitlines() if not line.startswith("#"))
     for entry in " ".join(lines).rstrip("; ").split(";"):
@@ -88,16 +88,17 @@ def _numbers(table: str) -> dict[str, dict[str, int]]:
 
 
 PLAIN = _numbers(_PLAIN_TABLE)
-"""Allowed whatever their arguments."""
+"""Calls that are allowed whatever their arguments."""
 CHECKED = _numbers(_CHECKED_TABLE)
-"""Allowed with some arguments (`seccomp.py` says which)."""
+"""Calls that are allowed with some arguments (`seccomp.py` says which)."""
 FORK = _numbers(_FORK_TABLE)
-"""Start a process, beside `clone`."""
+"""Calls that start a process, beside `clone`."""
 SESSION = _numbers(_SESSION_TABLE)
 """Begin a session. Where no control group shares out the processors, the kernel does so by session
 (autogroups), and a program with a hundred sessions would have a hundred shares."""
 ABSENT = _numbers(_ABSENT_TABLE)
-"""As if the kernel did not have them: the C library then uses a call whose flags can be checked."""
+"""Calls that fail as if the kernel did not have them: the C library then uses a call whose flags
+can be checked."""
 HIGHEST = 462
 """Calls above did not exist when this table was made: as if the kernel did not have them either, so
 that a newer C library falls back to what it did before."""

@@ -19,13 +19,14 @@ from rollpacker.sandbox.sandbox import Limits, SandboxUnavailable
 from rollpacker.sandbox.selftest import ESSENTIAL, self_test
 
 _OF_CHILDREN = "memory of children"
-"""Where a control group turns out not to bound it, programs may not start processes."""
+"""The canary for the memory of several processes. Where a control group turns out not to bound it,
+programs may not start processes."""
 
 _log = logging.getLogger(__name__)
 
 
 async def open_pool(workers: int, defaults: Limits) -> Pool:
-    """Raises SandboxUnavailable."""
+    """A pool that has passed its self-test. Raises `SandboxUnavailable`."""
     for allow_fork in (True, False):
         pool = Pool(workers=workers, defaults=defaults, allow_fork=allow_fork)
         try:
@@ -44,7 +45,8 @@ async def open_pool(workers: int, defaults: Limits) -> Pool:
 
 
 async def _test(pool: Pool) -> tuple[str, ...]:
-    """Fill in the pool's capabilities; return what it does not contain."""
+    """Fill in the pool's capabilities. Returns the names of the attacks that it does not
+    contain."""
     path = _cache_file(pool)
     known = _read(path)
     if known is None:
@@ -64,7 +66,7 @@ _Known = tuple[tuple[str, ...], tuple[str, ...], float]
 
 
 def _cache_file(pool: Pool) -> Path:
-    """Named after all that the result depends on."""
+    """The file for this self-test's result, named after all that the result depends on."""
     version = subprocess.run([bwrap.find_bwrap(), "--version"], capture_output=True, timeout=10)
     digest = hashlib.sha256(version.stdout)
     for text in (
@@ -88,7 +90,8 @@ def _boot_id() -> str:
 
 
 def _read(path: Path) -> _Known | None:
-    """None: not there, or not readable; then it is tested again."""
+    """The result of an earlier self-test. None: there is none, or it cannot be read; then it is run
+    again."""
     try:
         found = json.loads(path.read_text())
         return tuple(found["passed"]), tuple(found["failed"]), float(found["seconds"])

@@ -18,15 +18,7 @@ from typing import IO
 
 from rollpacker.sandbox import bwrap
 from rollpacker.sandbox.frames import as_bytes, checked_files, cpu_limit_s
-from rollpacker.sandbox.sandbox import (
-    PROFILES,
-    Capabilities,
-    Limits,
-    Profile,
-    RunResult,
-    Status,
-    profile_of,
-)
+from rollpacker.sandbox.sandbox import Capabilities, Limits, Profile, RunResult, Status, profile_of
 
 _LOOK_S = 0.02
 _LAUNCH = """
@@ -52,13 +44,7 @@ class Unsandboxed:
         self._slots = asyncio.Semaphore(workers)
         self._running: set[asyncio.subprocess.Process] = set()
         self.capabilities = Capabilities(
-            backend="none",
-            passed=(),
-            failed=(),
-            profiles=tuple(PROFILES),
-            memory="of each process alone",
-            can_fork=True,
-            seconds=0.0,
+            backend="none", memory="of each process alone", can_fork=True
         )
 
     async def run(
@@ -108,7 +94,7 @@ class Unsandboxed:
     async def _follow(
         self, folder: str, standard: tuple[IO[bytes], IO[bytes], IO[bytes]], limits: Limits
     ) -> tuple[Status, int]:
-        """Until it exits or must end."""
+        """Run the program until it exits or must end. Returns the status and the exit code."""
         numbers = (math.ceil(cpu_limit_s(limits)), limits.memory_bytes, limits.disk_bytes)
         process = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -28,7 +28,7 @@ from rollpacker.sandbox.program import add_exit, run_program
 
 MAGIC = b"rp1"
 START = struct.Struct("<3sI")
-"""Magic, bytes of the filter that follow."""
+"""First message to a zygote: magic, and the number of bytes of the filter that follow."""
 REQUEST = struct.Struct("<3scQddQQQQQ")
 """Magic, b"r" (run) or b"c" (cancel), id, wall_s, cpu_s, memory, output and disk bytes, number of
 files, bytes of the payload that follow."""
@@ -41,10 +41,10 @@ ENDED, TIMED_OUT, FLOODED, CANCELLED, BROKEN = b"e", b"t", b"f", b"c", b"b"
 TEMP, WORK, SITE, OWN = "/tmp", "/tmp/work", "/site", "/sandbox"
 """The only writable place, where a run works in it, packages of a profile, our own files."""
 MODULES = ("kernel", "program", "zygote")
-"""Of this package, in `OWN` by their full names."""
+"""Modules of this package that run inside bubblewrap. In `OWN` they have their full names."""
 PROGRAM = f"{OWN}/rollpacker/sandbox/program.pyc"
 FLAGS = ("-ISB", "-X", "utf8")
-"""Of every interpreter."""
+"""Flags of every interpreter."""
 START_CODE = (
     f"import sys; sys.path.append({OWN!r}); from rollpacker.sandbox.zygote import main; main()"
 )
@@ -62,7 +62,7 @@ _SIGINT, _SIGKILL, _SIGXCPU = 2, 9, 24
 
 
 def receive_exactly(fd: int, size: int) -> bytes:
-    """Raises EOFError."""
+    """Read so many bytes. Raises `EOFError`."""
     parts = bytearray()
     while len(parts) < size:
         part = os.read(fd, min(size - len(parts), _LARGE))
@@ -143,7 +143,8 @@ class PreparedRun:
         return pid
 
     def watch(self, control: int, wall_s: float, cpu_s: float, cap: int) -> bytes:
-        """Until it ends or must end. Returns how, and leaves the rest in this object's fields."""
+        """Wait until the run ends or must end. Returns how it ended; the rest is in this object's
+        fields."""
         began = time.monotonic()
         self.output = {fd: Kept(cap + _CHUNK) for fd in (self._stdout, self._stderr)}
         how = self._follow(control, began + wall_s, cap)
@@ -184,11 +185,11 @@ class PreparedRun:
                     return FLOODED
 
     def _read(self, fd: int) -> bool:
-        """One chunk. Returns whether there can be more."""
+        """Read one chunk. Returns whether there can be more."""
         return self.output[fd].add(fd, _CHUNK) > 0
 
     def _drain(self, cap: int) -> bool:
-        """What is left in the pipes. Returns whether nobody can write any more."""
+        """Read what is left in the pipes. Returns whether nobody can write to them any more."""
         closed = 0
         for fd, kept in self.output.items():
             try:
@@ -206,7 +207,7 @@ class PreparedRun:
             return False
 
     def has_ended(self) -> bool:
-        """While it waits for its request."""
+        """Whether the prepared run has ended while it waits for its request."""
         return os.waitpid(self.pid, os.WNOHANG)[0] != 0
 
     def _end_everything(self) -> None:
@@ -261,7 +262,7 @@ def serve(kernel: Kernel, control: int) -> tuple[PreparedRun, bytes] | None:
 
 
 def _next_request(control: int) -> bytes:
-    """Its header; empty at the end of all requests."""
+    """The header of the next request; empty at the end of all requests."""
     while True:
         try:
             header = receive_exactly(control, REQUEST.size)
@@ -274,7 +275,7 @@ def _next_request(control: int) -> bytes:
 
 
 def _serve_one(run: PreparedRun, control: int, header: bytes) -> bool:
-    """Returns False if the request ends early."""
+    """Serve one request. Returns False if the request ends early."""
     _, _, run_id, wall_s, cpu_s, _, cap, *_, size = REQUEST.unpack(header)
     send_all(run.request, header)
     if not _hand_over(control, run.request, size):
@@ -285,7 +286,7 @@ def _serve_one(run: PreparedRun, control: int, header: bytes) -> bool:
 
 
 def _hand_over(source: int, target: int, size: int) -> bool:
-    """Returns False if it ends early."""
+    """Hand a request to a prepared run. Returns False if the request ends early."""
     passing = Kept(_LARGE)
     while size:
         part = passing.add(source, min(size, _LARGE))
@@ -446,7 +447,7 @@ def main() -> None:
 
 
 def _forget_own_modules() -> None:
-    """Programs cannot import them, nor see that they were imported."""
+    """Remove our own modules: programs cannot import them, nor see that they were imported."""
     sys.path.remove(OWN)
     for name in [name for name in sys.modules if name.partition(".")[0] == "rollpacker"]:
         del sys.modules[name]

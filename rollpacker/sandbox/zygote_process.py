@@ -17,11 +17,11 @@ from rollpacker.workers.child import Child, state
 from rollpacker.workers.child import children as child_pids
 
 GRACE_S = 0.5
-"""After a run's limit, for the worker to end it and to reply."""
+"""Seconds after a run's limit in which the worker may end it and reply."""
 LOOK_S = 0.05
-"""While a run is under way its worker is looked at this often."""
+"""Seconds between two looks at the worker of a run."""
 START_LIMIT_S = 60.0
-"""For a new worker to report itself."""
+"""Seconds that a new worker may take to report itself."""
 
 
 class WorkerError(Exception):
@@ -43,12 +43,12 @@ class Reply:
     short_of_memory: bool = False
     """The kernel ended processes for it."""
     waited_share: float = 0.0
-    """Of its time in which it was ready to run and had no processor. Known where the run is one
-    process: of several, they may have taken it from each other."""
+    """Share of its time in which the run was ready but had no processor. Known where the run is one
+    process: several may have taken it from each other."""
 
 
 class Worker:
-    """Start it once; close it whatever happened."""
+    """One zygote process. It is started once, and must be closed whatever happened."""
 
     def __init__(self, name: str, profile: Profile, group: Group | None) -> None:
         self.name = name
@@ -58,7 +58,8 @@ class Worker:
         self.group = group
         self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
         self._child: Child | None = None
-        """bubblewrap; `pid` is the zygote's, as this process sees it, once that has started."""
+        """The process of bubblewrap; its `pid` is that of the zygote, as this process sees it, once
+        the zygote has started."""
         self._writer: asyncio.StreamWriter | None = None
         self._impatient: asyncio.TimerHandle | None = None
         self._asked = False
@@ -66,7 +67,7 @@ class Worker:
         self._waited_share = 0.0
 
     async def start(self, program: str, call_filter: bytes) -> None:
-        """Raises WorkerError."""
+        """Start the zygote and wait for its report. Raises `WorkerError`."""
         try:
             await self._spawn(program)
             assert self._writer is not None
@@ -98,7 +99,7 @@ class Worker:
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
 
     def _find_zygote(self) -> None:
-        """Raises OSError while there is none."""
+        """Find the zygote's process id. Raises `OSError` while there is no zygote."""
         assert self._child is not None
         if self.pid == self._child.process.pid:
             self._child.pid = _only_grandchild(self.pid)
@@ -111,7 +112,8 @@ class Worker:
         return f"{self.name} (pid {self.pid})"
 
     def trouble(self) -> str:
-        """What is wrong with it, to be seen without asking it; "" if nothing is."""
+        """The trouble with the worker that can be seen without asking it, in words; "" if there is
+        none."""
         assert self._child is not None
         if self._child.how_ended() is not None or self._reader.at_eof():
             return f"{self} died: {self.last_words() or 'nobody knows why'}"
@@ -122,7 +124,7 @@ class Worker:
         return f"{self} died" if state(self.pid) in ("", "Z", "X") else ""
 
     async def run(self, request: bytes, limits: Limits) -> Reply:
-        """`request`: the payload. Raises WorkerError."""
+        """Run one program. `request` is the payload. Raises `WorkerError`."""
         self.num_runs += 1
         self._asked = False
         self._waited_share = 0.0
@@ -159,7 +161,8 @@ class Worker:
             raise WorkerError(f"{self} died: {self.last_words() or error!r}") from None
 
     async def _watch(self, exchange: asyncio.Future[Any], limit_s: float) -> str:
-        """Until it is done, out of time, or will never be done for the trouble that is returned."""
+        """Wait until the exchange is done, its time is over, or the worker is in trouble. Returns
+        the trouble, or ""."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         until = began + limit_s
@@ -194,7 +197,8 @@ class Worker:
             self._ask_to_cancel()
 
     def _ask_to_cancel(self) -> None:
-        """After the request, or the worker would not know which run is meant."""
+        """Ask the worker to end its run. Sent after the request, or the worker would not know which
+        run is meant."""
         assert self._writer is not None
         self._writer.write(frames.header(b"c", self.num_runs, Limits(), 0))
 
@@ -237,8 +241,8 @@ def last_line(text: bytes) -> str:
 
 
 def _only_grandchild(pid: int) -> int:
-    """Of bubblewrap, whose child is process 1 of its namespace: what it was told to start. Raises
-    OSError if it is gone."""
+    """Process id of the program that bubblewrap was told to start: the child of its own child,
+    which is process 1 of the namespace. Raises `OSError` if it is gone."""
     for _ in range(2):
         children = child_pids(pid)
         if len(children) != 1:

@@ -1,11 +1,11 @@
-"""What fits into one engine."""
+"""What fits into the cache of one engine, and when the next response finishes if it overflows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollpacker.sim.decode_time import UNLIMITED
+from rollpacker.sim.decode_time import UNLIMITED, DecodeTimes
 
 KV_WATERMARK = 0.01
 """Share of the cache that stays free when a request is admitted beside others, so that it is not
@@ -14,7 +14,7 @@ preempted at once."""
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one engine."""
+    """Limits of one engine's cache and of its decode steps."""
 
     capacity: int
     """Tokens in the cache, prompts included."""
@@ -26,7 +26,7 @@ class Limits:
     """Sequences in one step."""
     prompt_tokens: int
     recompute_token_s: float
-    """Prefill of one token of a preempted sequence."""
+    """Seconds to compute one token of a preempted sequence again."""
 
     @classmethod
     def of(
@@ -37,7 +37,8 @@ class Limits:
         recompute_token_s: float,
         flat_tokens: int,
     ) -> Limits:
-        """None is no limit. `flat_tokens`: in the cache while a step takes its floor time."""
+        """None is no limit. `flat_tokens`: tokens in the cache up to which a step takes its floor
+        time."""
         assert kv_tokens is None or kv_tokens > prompt_tokens
         assert max_running is None or max_running >= 1
         admission = UNLIMITED if kv_tokens is None else int(kv_tokens * (1 - KV_WATERMARK))
@@ -67,3 +68,45 @@ class Limits:
         fixed, num = self.prompt_tokens + most_done, len(lengths)
         ends = enumerate(sorted(lengths))
         return max([(num - place) * (fixed + tokens) for place, tokens in ends]) <= self.simple
+
+
+Entry = tuple[int, int, int]
+"""A running sequence: (-clock at its finish, key, length). Ascending order ends with the first to
+finish."""
+
+
+def finish_after_preemptions(
+    times: DecodeTimes,
+    limits: Limits,
+    running: dict[int, Entry],
+    entries: Sequence[Entry],
+    clock: int,
+    time_s: float,
+    cached_tokens: int,
+) -> float:
+    """The time of the next finish. The youngest sequence is preempted whenever a step would
+    overflow the cache; nothing is changed here.
+
+    `running` is in the order of admission; `entries` are the same sorted, and sequences that have
+    left.
+    """
+    num, cached = len(running), cached_tokens
+    youngest = reversed(running.values())
+    gone: set[int] = set()
+    for entry in reversed(entries):
+        negative_finish, key, _ = entry
+        if running.get(key) is not entry:
+            continue
+        while key not in gone:
+            steps = min(-negative_finish - clock, (limits.capacity - cached) // num)
+            if steps:
+                time_s += times.seconds(steps, num, cached)
+                clock += steps
+                cached += num * steps
+            if clock == -negative_finish:
+                return time_s
+            finish, last, length = next(youngest)
+            gone.add(last)
+            num -= 1
+            cached -= limits.prompt_tokens + clock + finish + length
+    raise AssertionError("nothing is running")

@@ -28,13 +28,14 @@ class CarriedTurns:
         self.verified = Verified()
         """Given tokens are left out."""
         self.same: dict[int, int] = {}
-        """By key of the sample, in the step at hand: tokens that come out as they were left."""
+        """For each launched sample, by key: tokens that come out as they were left."""
         self._workload, self._mismatch, self._responses = workload, mismatch, responses
         self._trajectories = workload.trajectories
         self._left: dict[tuple[PromptId, int], tuple[int, int]] = {}
-        """By place of the sample: tokens, and the version of the weights that drew them."""
+        """For each sample's place: tokens that it has left, and the version of the weights that
+        drew them."""
         self._version = 0
-        """Of the step at hand."""
+        """Version of the weights that the current launches draw with."""
 
     @classmethod
     def of(cls, machine: Machine, workload: Workload, responses: Responses) -> CarriedTurns | None:
@@ -63,7 +64,7 @@ class CarriedTurns:
         self._left[noise.prompt, noise.index] = tokens, version
 
     def take_up(self, sample: SampleId, noise: SampleId, version: int) -> int:
-        """Of a sample that is launched: how many tokens come out as they were."""
+        """Number of tokens of a launched sample that come out as they were."""
         tokens, drawn_by = self._left.pop((noise.prompt, noise.index), (0, version))
         drawn = self._drawn(noise, tokens) if tokens else 0
         if not drawn:
@@ -76,7 +77,7 @@ class CarriedTurns:
         return tokens if kept == drawn else self._place(noise, kept)
 
     def _drawn(self, noise: SampleId, tokens: int) -> int:
-        """Of the first `tokens` of the trajectory, those that the policy drew."""
+        """Number of tokens that the policy drew among the first `tokens` of the trajectory."""
         drawn = 0
         for turn in self._trajectories.turns(noise):
             drawn += min(turn.tokens, tokens)

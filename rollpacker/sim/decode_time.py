@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 from rollpacker.sim.latency import StepCost
 
@@ -19,57 +20,72 @@ UNLIMITED = 1 << 60
 """Steps, tokens or sequences: more than any engine sees."""
 
 
+class _Beyond(NamedTuple):
+    """Steps of a number of sequences that are bound by reading the cache. With K tokens in the
+    cache a step takes (empty_s + per_cached_token_s * K + sequences_s) / speedup seconds."""
+
+    empty_s: float
+    sequences_s: float
+    speedup: float
+    growth_s: float
+    """How much longer each step is than the one before."""
+
+
 class DecodeTimes:
     """Seconds of the steps of an engine, and how many steps some seconds are."""
 
-    __slots__ = ("_cost", "flat_s", "flat_tokens")
+    __slots__ = ("_beyond", "_cost", "_per_token_s", "flat_s", "flat_tokens")
 
     def __init__(self, cost: StepCost) -> None:
         self._cost = cost
+        self._per_token_s = cost.per_cached_token_s
         self.flat_tokens = _flat_tokens(cost)
         """Cached tokens up to which a step takes its floor time."""
-        self.flat_s = _flat_table(cost)
-        """Seconds of a step at its floor, by the number of running sequences; see `extend`."""
+        self.flat_s, self._beyond = _tables(cost)
+        """`flat_s`: seconds of a step at its floor, by the number of running sequences; see
+        `extend`."""
 
     def extend(self, num: int) -> None:
-        """Fill `flat_s` up to `num` running sequences."""
+        """Fill the tables up to `num` running sequences."""
         cost, flat_s = self._cost, self.flat_s
         for n in range(len(flat_s), num + 1):
-            flat_s.append(cost.empty_step_s(n) / cost.speedup(n))
+            speedup = cost.speedup(n)
+            flat_s.append(cost.empty_step_s(n) / speedup)
+            growth_s = cost.per_cached_token_s * n / speedup
+            if cost.knots:
+                self._beyond.append(_Beyond(cost.empty_step_s(n), 0.0, speedup, growth_s))
+            else:
+                sequences_s = cost.per_sequence_s * n
+                self._beyond.append(_Beyond(cost.bytes_s, sequences_s, speedup, growth_s))
 
     def seconds(self, steps: int, num: int, cached: int) -> float:
         """Seconds of `steps` steps of `num` sequences, the first with `cached` tokens in the
         cache."""
-        num_flat = self._num_flat(num, cached)
+        num_flat = (self.flat_tokens - cached) // num + 1  # steps that take their floor time
         if steps <= num_flat:
             return steps * self.flat_s[num]
-        first_s, growth_s = self._beyond_flat(num, cached + num * num_flat)
+        if num_flat < 0:
+            num_flat = 0
+        empty_s, sequences_s, speedup, growth_s = self._beyond[num]
+        read_s = self._per_token_s * (cached + num * num_flat)
+        first_s = (empty_s + read_s + sequences_s) / speedup
         rest = steps - num_flat
         return num_flat * self.flat_s[num] + rest * (first_s + growth_s * (rest - 1) / 2)
 
     def steps_by(self, seconds: float, num: int, cached: int) -> int:
         """The fewest steps that take at least `seconds`: `seconds` the other way round."""
-        num_flat = self._num_flat(num, cached)
+        num_flat = max(0, (self.flat_tokens - cached) // num + 1)
         flat_s = self.flat_s[num]
         if seconds <= num_flat * flat_s:
             return math.ceil(seconds / flat_s - STEP_TOLERANCE)
         seconds -= num_flat * flat_s
-        first_s, growth_s = self._beyond_flat(num, cached + num * num_flat)
+        empty_s, sequences_s, speedup, growth_s = self._beyond[num]
+        read_s = self._per_token_s * (cached + num * num_flat)
+        first_s = (empty_s + read_s + sequences_s) / speedup
         # The positive root r of growth/2 * r**2 + linear * r = seconds, without cancellation.
         linear_s = first_s - growth_s / 2
         root_s = math.sqrt(linear_s * linear_s + 2 * growth_s * seconds)
         return num_flat + math.ceil(2 * seconds / (linear_s + root_s) - STEP_TOLERANCE)
-
-    def _num_flat(self, num: int, cached: int) -> int:
-        """Steps from here on that take their floor time."""
-        return max(0, (self.flat_tokens - cached) // num + 1)
-
-    def _beyond_flat(self, num: int, cached: int) -> tuple[float, float]:
-        """Seconds of a step bound by reading the cache, and how much longer each next one is."""
-        cost = self._cost
-        speedup = cost.speedup(num)
-        step_s = cost.reading_step_s(num, cached)
-        return step_s / speedup, cost.per_cached_token_s * num / speedup
 
 
 def _flat_tokens(cost: StepCost) -> int:
@@ -81,6 +97,6 @@ def _flat_tokens(cost: StepCost) -> int:
 
 
 @lru_cache(maxsize=64)
-def _flat_table(cost: StepCost) -> list[float]:
-    """Shared by all engines of this cost; it grows with the largest of them."""
-    return []
+def _tables(cost: StepCost) -> tuple[list[float], list[_Beyond]]:
+    """Shared by all engines of this cost; they grow with the largest of them."""
+    return [], []

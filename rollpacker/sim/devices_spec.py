@@ -9,7 +9,7 @@ from rollpacker.sim.hardware import GPUS, GpuSpec
 from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES, at_least_one, check_known
 
 MIN_SPEC, MAX_SPEC = 1e-6, 1e9
-"""Of any number in a GPU's datasheet."""
+"""Smallest and largest number that a GPU's datasheet may have."""
 MAX_GPUS = 1_000_000
 
 
@@ -20,11 +20,11 @@ class Cluster:
     gpu: str | GpuSpec
     """A preset's name, or the numbers of a datasheet."""
     gpus: int
-    """Of the whole cluster: one node, or several whole ones."""
+    """GPUs of the whole cluster: at most one node, or several whole ones."""
     gpus_per_node: int = 8
     """An engine, and a replica of the trainer's tensor parallelism, stays in a node."""
     train_gpu: str | GpuSpec | None = None
-    """Of the trainer, if it has devices of its own; null: `gpu`."""
+    """GPU of the trainer, if it has devices of its own; null: `gpu`."""
     train_gpus: int | None = None
     """Devices of the trainer alone; then `gpus` are the rollout's. null: as many as `gpus` where
     `train_gpu` is set, else none."""
@@ -67,12 +67,12 @@ class Cluster:
 
     @property
     def trainer_gpus(self) -> int:
-        """That train, whoever else has them."""
+        """GPUs that train, including those that also generate."""
         return self.gpus if self.train_gpus is None else self.train_gpus
 
     @property
     def trainer_gpu_spec(self) -> GpuSpec:
-        """Of these."""
+        """Datasheet of the GPUs that train."""
         if self.train_gpu is None:
             return self.gpu_spec
         return GPUS[self.train_gpu] if isinstance(self.train_gpu, str) else self.train_gpu

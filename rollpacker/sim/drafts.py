@@ -47,7 +47,8 @@ class Drafts:
         return tokens
 
     def speedup(self, num_running: int) -> float:
-        """Of decoding, with so many sequences; where drafts would slow it down there are none."""
+        """How many times faster decoding is with this number of sequences. Never below 1: where
+        drafts would slow decoding down, none are made."""
         if not num_running:
             return 1.0
         return max(1.0, self.tokens_per_step(num_running) / (1 + self.overhead))

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
-from rollpacker.sim.cache_limits import Limits
+from rollpacker.sim.cache_limits import Entry, Limits, finish_after_preemptions
 from rollpacker.sim.decode_time import STEP_TOLERANCE, DecodeTimes
 from rollpacker.sim.latency import StepCost
-from rollpacker.sim.preemption import Entry, finish_after_preemptions
 
 
 class Request(NamedTuple):
@@ -159,8 +158,7 @@ class TokenClockEngine:
         largest key comes first."""
         if not self._direct:
             self._walk_to_finish()
-        entries = self._entries
-        running = self._running
+        entries, running, limits = self._entries, self._running, self._limits
         negative_finish, key, length = entries.pop()
         clock = -negative_finish
         if self._clock != clock:
@@ -169,14 +167,14 @@ class TokenClockEngine:
         del running[key]
         self._births += length - clock
         self._totals.tokens += length
-        self._peak -= self._limits.prompt_tokens + length
+        self._peak -= limits.prompt_tokens + length
         if self._waiting or not self._simple:
             if not self._simple:
-                self._simple = self._peak <= self._limits.simple
+                self._simple = self._peak <= limits.simple
             if self._waiting:
                 self._admit(self._reached)
             self._schedule()
-            return key, length, self._preemptions.get(key, 0)
+            return key, length, self._preemptions.get(key, 0) if self._preemptions else 0
         # The hot path: what `_schedule` does in the simple case, without the call.
         while entries:
             entry = entries[-1]
@@ -357,14 +355,14 @@ class TokenClockEngine:
             self.next_finish = self._start + steps * self._times.flat_s[len(running)]
             self._direct = True
         else:
-            num = len(running)
-            cached = self.cached_tokens
-            self._direct = cached + num * steps <= self._limits.capacity
+            num, limits = len(running), self._limits
+            cached = num * (limits.prompt_tokens + self._clock) - self._births
+            self._direct = cached + num * steps <= limits.capacity
             if self._direct:
                 self.next_finish = self._start + self._times.seconds(steps, num, cached)
             else:
                 self.next_finish = finish_after_preemptions(
-                    self._times, self._limits, running, entries, self._clock, self._start, cached
+                    self._times, limits, running, entries, self._clock, self._start, cached
                 )
 
     def _walk_to_finish(self) -> None:

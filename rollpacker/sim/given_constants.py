@@ -19,14 +19,15 @@ CONSTANTS = ("train.fixed_s", "sync_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenConstants:
-    """What a file gives and no override does, and what the overrides change below it."""
+    """Constants that a scenario's file gives and no override sets, and whether an override takes
+    another model or GPU."""
 
     values: Mapping[str, Any]
-    """By key; those that an override sets are not here."""
+    """Value of each constant by its key. Constants that an override sets are left out."""
     model: tuple[str, str] | None
-    """The file's and the overrides', where they differ."""
+    """Names of the file's model and of the overrides' model. None: they are the same."""
     gpu: tuple[str, str] | None
-    """Likewise."""
+    """Names of the file's GPU and of the overrides' GPU. None: they are the same."""
 
     @property
     def resets(self) -> list[str]:
@@ -34,8 +35,8 @@ class GivenConstants:
         return [] if self.model is None else [f"{key}=null" for key in self.values]
 
     def describe(self) -> str:
-        """What became of these constants, for below a table; empty if they are where they
-        belong."""
+        """A sentence for below a table on what becomes of these constants. Empty if model and GPU
+        are the file's own."""
         if not self.values:
             return ""
         named = " and ".join(f"{key}={value:g}" for key, value in self.values.items())

@@ -1,4 +1,4 @@
-"""What models and GPUs are made of. The numbers are in `hardware.yaml`."""
+"""Shapes of models and datasheets of GPUs. The numbers are in `hardware.yaml`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ModelShape:
     params: float
     """Parameters, embeddings included."""
     dtype: str = "bfloat16"
-    """Of the weights and of the KV cache while generating; a key of `DTYPE_BYTES`."""
+    """Number format of the weights and of the KV cache while generating; a key of `DTYPE_BYTES`."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "kv_heads", "head_dim", "params"):
@@ -55,15 +55,15 @@ class GpuSpec:
     """One GPU by its datasheet."""
 
     memory_gb: float
-    """1e9 bytes."""
+    """Its memory, in 1e9 bytes."""
     bandwidth_tb_s: float
-    """Of its memory, 1e12 bytes per second."""
+    """Bandwidth of its memory, in 1e12 bytes per second."""
     tflops: float
     """bfloat16 with float32 accumulation, dense (no structured sparsity), 1e12 per second."""
     nvlink_gb_s: float
     """To the other GPUs of its node, both directions together, 1e9 bytes per second."""
     source: str = "datasheet"
-    """Of all the numbers above."""
+    """Where all numbers above come from."""
 
     def __post_init__(self) -> None:
         for name in ("memory_gb", "bandwidth_tb_s", "tflops", "nvlink_gb_s"):
@@ -85,4 +85,4 @@ MODELS: Mapping[str, ModelShape] = {k: ModelShape(**v) for k, v in _TABLES["mode
 """Published shapes, by name."""
 
 GPUS: Mapping[str, GpuSpec] = {k: GpuSpec(**v) for k, v in _TABLES["gpus"].items()}
-"""By name."""
+"""GPUs of the presets, by name."""

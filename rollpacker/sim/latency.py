@@ -77,14 +77,14 @@ class StepCost:
         return self.bytes_s + read_s + self.per_sequence_s * num_running
 
     def speedup(self, num_running: int) -> float:
-        """Of speculative decoding, for so many running sequences."""
+        """Speed-up by speculative decoding with this number of running sequences."""
         if self.drafts is not None:
             return self.drafts.speedup(num_running)
         return self.speculation_speedup if num_running <= self.speculation_max_live else 1.0
 
 
 class LatencyModel(Protocol):
-    """What the simulator asks of a machine. All times in seconds."""
+    """Questions that the simulator asks of a machine. All times are in seconds."""
 
     @property
     def train_fixed_s(self) -> float:
@@ -103,7 +103,7 @@ class LatencyModel(Protocol):
         """From telling samples to stop until an engine has let go of them."""
 
     def step_cost(self, tensor_parallel: int) -> StepCost:
-        """Of the decode steps of one engine on so many GPUs."""
+        """Cost of the decode steps of one engine on so many GPUs."""
 
     def kv_tokens(self, tensor_parallel: int) -> int | None:
         """Tokens that the KV cache of one engine holds; None if that never limits anything. Raises
@@ -137,7 +137,7 @@ class Calibration:
     per_sequence_s: float = _fitted(0.214e-3, "s per sequence", _STEPS)
     """Sampling and bookkeeping, per running sequence of a decode step."""
     bandwidth_share: float = _fitted(0.8, "share of the datasheet's", "assumed, not fitted")
-    """Of the memory bandwidth that decoding reaches."""
+    """Share of the memory bandwidth that decoding reaches."""
     tensor_parallel_layer_s: float = _fitted(0.02e-3, "s per layer", "assumed, not fitted")
     """All-reduces of one layer of a decode step, on two GPUs or more."""
     prefill_utilization: float = _fitted(
@@ -168,7 +168,8 @@ class Calibration:
     synchronous_judge_share: float = _fitted(
         0.62, "share of its rate", f"{_PAPER}, Fig. 4b, rewards of verl, and Fig. 9"
     )
-    """What a judge reaches when a step's calls come as one batch after the rollout."""
+    """Share of its rate that a judge reaches when a step's calls come as one batch after the
+    rollout."""
 
     def __post_init__(self) -> None:
         for constant in fields(self):
@@ -211,9 +212,11 @@ class DatasheetModel:
     prompt_tokens: int = 200
     """Mean length of a prompt."""
     shared_prefill_share: float = 0.6
-    """Of the prompt tokens, found in the cache because a sample of the same prompt was there."""
+    """Share of the prompt tokens that are found in the cache because a sample of the same prompt
+    was there."""
     kv_memory_share: float = 0.9
-    """Of a GPU's memory that weights and KV cache may fill together; 0.9 is what vLLM takes."""
+    """Share of a GPU's memory that weights and KV cache may fill together; 0.9 is vLLM's
+    default."""
     train_fixed_given_s: float | None = None
     """The fixed time of a training step where it is known; None: the power law."""
     sync_given_s: float | None = None

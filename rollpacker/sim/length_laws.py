@@ -148,7 +148,7 @@ def lengths_of(law: LengthLaw, cap: int) -> Lengths:
 
 
 def _place(score: float) -> int:
-    """Of a normal score, on the grid of `_SCORES`."""
+    """Index of a normal score on the grid of `_SCORES`."""
     return round((score + _MAX_SCORE) * _STEPS_PER_UNIT)
 
 

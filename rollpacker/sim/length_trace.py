@@ -13,7 +13,7 @@ from rollpacker.config.document import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What a trace file holds: lengths of responses, or lists of them by prompt."""
+    """Contents of a trace file: lengths of responses, or a list of lengths for each prompt."""
 
     lengths: tuple[int, ...] = ()
     pools: tuple[tuple[int, ...], ...] = ()

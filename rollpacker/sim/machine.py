@@ -1,4 +1,4 @@
-"""What a run is simulated on."""
+"""The machine that a run is simulated on."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ MIGRATION_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the run is simulated on."""
+    """Devices, their speed, and everything else of a machine that takes time in a simulation."""
 
     latency: LatencyModel
     gpus: int
-    """That generate."""
+    """Devices that generate."""
     train_gpus: int | None = None
-    """Of the trainer alone; None: it has those that generate, in turn."""
+    """Devices that only train. None: the trainer takes turns on the devices that generate."""
     prompt_tokens: int
     max_running: int | None = None
-    """Sequences that one engine decodes at once."""
+    """Sequences that one engine decodes at once. None: as many as its cache holds."""
     speculation: Speculation | None = None
     drafts: Drafts | None = None
     migration_s: float = MIGRATION_S
     """From a release to the moment when the trainer can use the devices."""
     resize_s: float = 0.0
-    """Until engines of another degree are there, where the core lays them out anew."""
+    """Seconds until engines with a new tensor-parallel degree have started."""
     check_slowdown: Mapping[str, float] = field(default_factory=dict)
-    """By source of the prompt: how much longer a check keeps its worker than the workload says."""
+    """Factor for each source of prompts by which a check keeps its worker longer than the workload
+    says."""
     pipeline: Pipeline | None = None
     """The trainer's stages; None: its work is shared out without a remainder."""
     checks: RecordedChecks | None = None
-    """Of a run; instead of what the workload says of them."""
+    """Recorded checks of a run, used instead of the workload's. None: checks are the workload's."""
     keep_rows: bool = True
     """Engines keep what they have of a sample while its environment answers."""
     carries_turns: bool = False
-    """Deferred trajectories take up what they had."""
+    """Deferred trajectories go on with the tokens that they had."""
     mismatch: float = 0.0
     """Chance per token and update that a token drawn before comes out differently under newer
     weights."""
 
     @property
     def trainer_gpus(self) -> int:
-        """That train, whoever else has them."""
+        """Devices that train, including devices that also generate."""
         return self.gpus if self.train_gpus is None else self.train_gpus

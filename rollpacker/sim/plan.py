@@ -1,11 +1,12 @@
-"""Which settings make a step fast without training on shorter responses than allowed.
+"""The search for settings that make a step fast without training on shorter responses than allowed.
 
 Searched are ideas that can be switched on one by one (`plan_ideas.py`), and the factors of the
-races:
+races. There is one search, over candidates x seeds:
 
-    each idea alone  ->  with all that may help: factors, few steps each  ->  the better ones, more
-        steps, and their neighbours  ->  ideas that nobody misses left out  ->  finalists, on fresh
-        seeds  ->  step by step and leave one out: what each idea is worth
+    each idea alone  ->  all that may help together, with each factor of a grid  ->  the better
+        ones and their neighbours, in which a factor is moved  ->  neighbours that lack one idea, as
+        long as nobody misses it  ->  finalists on fresh seeds  ->  the best one's neighbours that
+        lack one idea: what each is worth
 
 Two settings are always compared on the same seeds, so that they differ by their decisions alone and
 the uncertainty is that of the paired difference. What is compared is the *long-run* step time (on
@@ -16,16 +17,12 @@ exactly.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, as_completed
+from dataclasses import dataclass
 
-from rollpacker.sim.plan_effort import BUDGETS as BUDGETS
-from rollpacker.sim.plan_effort import WARM_STEPS
-from rollpacker.sim.plan_effort import Budget as Budget
-from rollpacker.sim.plan_effort import expected_steps as expected_steps
 from rollpacker.sim.plan_ideas import (
     FACTORS,
     OFF,
@@ -38,6 +35,7 @@ from rollpacker.sim.plan_ideas import (
 )
 from rollpacker.sim.plan_result import (
     MIN_GAIN,
+    Bound,
     Finding,
     Measure,
     Plan,
@@ -63,13 +61,64 @@ SCREEN_SLACK = 0.02
 FINAL_MARGIN = 0.002
 """A finalist's length shift keeps the bound by this much, so that fresh seeds seldom refuse it."""
 MOST_DONE = 0.99
-"""Of a plan's work, before its end."""
+"""Share of a plan's work that is reported at most before its end."""
 FINAL_SEED = 1000
 """Finalists are compared on seeds that the search has not seen."""
-
-
 MAX_STRETCH = 4
 """To see one round of the rarest kind, a simulation may be so many times longer than asked for."""
+WARM_STEPS = 8
+"""A pool begins without stragglers: its first rounds do not count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How much is simulated."""
+
+    fine: bool
+    """The larger grid of factors is tried."""
+    screen_steps: int
+    """Steps of each simulation of an idea alone, and of the grid."""
+    kept: int
+    """Candidates that pass each stage."""
+    second_steps: int
+    """Steps of each simulation of the better ones and their neighbours."""
+    finalists: int
+    seeds: int
+    """Seeds of each finalist."""
+    steps: int
+    """Steps of each simulation of a finalist; more if long rounds are rare."""
+
+
+BUDGETS = {
+    "quick": Budget(
+        fine=False, screen_steps=15, kept=4, second_steps=25, finalists=2, seeds=3, steps=20
+    ),
+    "normal": Budget(
+        fine=True, screen_steps=20, kept=12, second_steps=40, finalists=4, seeds=4, steps=40
+    ),
+    "thorough": Budget(
+        fine=True, screen_steps=40, kept=24, second_steps=100, finalists=8, seeds=8, steps=100
+    ),
+}
+
+
+def expected_steps(base: Base, budget: Budget) -> int:
+    """About how many steps a plan simulates: which ideas help, and with them how many neighbours
+    there are, comes out on the way."""
+    warm = WARM_STEPS if base.order_only else 0
+    grid = factor_grid(base, fine=budget.fine)
+    num_slots = len({idea.slot for idea in base.ideas})
+    middle = next((idea for idea in grid[len(grid) // 2 :] if idea is not OFF), OFF)
+    num_near = len(neighbours(base, Candidate(ideas=(middle,)))) * (2 if budget.fine else 1)
+    screened = len(base.ideas) + len(grid) + 2
+    # The better factors and their neighbours, those of the best of them, and without each slot.
+    seconds = 1 + budget.kept + num_near + num_near // 2 + num_slots
+    finals = 3 + budget.finalists + num_slots
+    return (
+        screened * (budget.screen_steps + warm)
+        + seconds * (budget.second_steps + warm)
+        + finals * budget.seeds * (budget.steps + warm)
+    )
 
 
 def plan(
@@ -90,7 +139,8 @@ def plan(
     if max_shift is not None and not 0 <= max_shift < 1:
         raise ValueError(f"--max-shift must be at least 0 and less than 1, not {max_shift}")
     with workers(evaluate, jobs) as pool:
-        search = _Search(base, evaluate, budget, max_shift, pool, progress)
+        share_of = expected_steps(base, budget)
+        search = _Search(_Simulations(base, evaluate, pool, progress, share_of), budget, max_shift)
         try:
             return search.run()
         except KeyboardInterrupt:
@@ -105,282 +155,245 @@ def compare(
     seeds: Sequence[int],
     steps: int,
     jobs: int = 1,
-    progress: Progress = lambda stage, done, total, share: None,
 ) -> list[Finding]:
-    """These candidates on the same seeds (counted from the base's own); savings are against the
-    first. More steps are simulated where they are needed to see every kind of round."""
+    """Simulate these candidates on the same seeds (counted from the base's own). Savings are
+    against the first candidate. More steps are simulated where they are needed to see every kind of
+    round."""
     with workers(evaluate, jobs) as pool:
-        search = _Search(base, evaluate, BUDGETS["quick"], None, pool, progress)
-        return search.compare(candidates, seeds, steps, "comparison")
+        simulations = _Simulations(base, evaluate, pool, lambda *of: None, 1)
+        return simulations.compare(candidates, seeds, steps, "comparison")
 
 
 class _Search:
-    def __init__(
-        self,
-        base: Base,
-        evaluate: Evaluate,
-        budget: Budget,
-        max_shift: float | None,
-        workers: Executor | None,
-        progress: Progress,
-    ) -> None:
-        self._base = base
-        self._evaluate = evaluate
+    def __init__(self, simulations: _Simulations, budget: Budget, max_shift: float | None) -> None:
+        self._simulations = simulations
+        self._base = simulations.base
         self._budget = budget
-        self._wanted_shift = max_shift
-        self._bound = -math.inf
-        """Least shift allowed, a negative number; on the seeds at hand."""
-        self._workers = workers
-        self._say = progress
-        self._num_expected = expected_steps(base, budget)
-        self._known: dict[tuple[str, int, int], Measure] = {}
-        self._num_simulated = 0
-        self._best_so_far: Finding | None = None
+        self._max_shift = max_shift
+        self._fastest_so_far: Finding | None = None
 
     def run(self) -> Plan:
         budget, base = self._budget, self._base
         alone = self._try_alone()
-        finalists = self._choose_factors(_together(alone, base.ideas))
-        if finalists:
-            needed = {idea.slot for idea in self._simplify(finalists[0]).ideas}
-            finalists = [
-                Candidate(ideas=tuple(idea for idea in c.ideas if idea.slot in needed | {FACTORS}))
-                for c in finalists
-            ]
+        finalists = self._search(_together(alone, base))
         seeds = range(FINAL_SEED, FINAL_SEED + budget.seeds)
-        now, found = self._finals(finalists, seeds)
-        without = self._without_tail(finalists, seeds)
-        kept = [f for f in found if self._keeps(f) and self._keeps_at_ends(f, seeds)]
-        keeps = self._current_keeps(now)
+        now, untailed, found = self._finals(finalists, seeds)
+        bound = self._bound(now)
+        kept = [f for f in found if self._keeps_at_ends(f, bound, seeds)]
+        shift = base.measured_shift
+        keeps = bound.keeps(now.shift if shift is None else shift)
         best, refused = choose(now, kept, current_keeps=keeps, trust=base.trust)
-        reasons = tuple[Reason, ...]() if best is now else self._explain(best, seeds)
-        if best is now and without is not None and not keeps:
-            best = without  # nothing else keeps the lengths
+        if best is now and not keeps:
+            best = untailed  # nothing else keeps the lengths
         oracle = None
         if base.oracle is not None:
             steps = math.ceil(budget.steps / base.oracle_period) * base.oracle_period
-            oracle = self.compare([Candidate(), base.oracle], seeds, steps, "oracle")[1]
+            pair = [Candidate(), base.oracle]
+            oracle = self._simulations.compare(pair, seeds, steps, "oracle")[1]
         taken = {idea.slot: idea.name for idea in best.candidate.ideas}
         return Plan(
+            base=base,
             current=now,
             best=best,
             ranked=tuple(kept),
             too_short=tuple(f for f in found if f not in kept),
-            reasons=reasons,
+            reasons=() if best in (now, untailed) else self._reasons(best, seeds),
             rejected=tuple((i, s) for i, s in alone if i.name != taken.get(i.slot)),
             oracle=oracle,
-            max_shift=None if math.isinf(self._bound) else -self._bound,
+            max_shift=bound.most,
+            untailed=untailed,
+            refused=refused,
             num_seeds=budget.seeds,
             num_steps=budget.steps,
-            num_simulated=self._num_simulated,
-            untailed=without,
-            has_tail_batching=self._base.tail_of(best.candidate).enabled,
-            capped_share=self._base.capped_share,
-            order_only=self._base.order_only,
-            mismatch=self._base.mismatch,
-            refused=refused,
-            trust=base.trust,
-            measured_shift=base.measured_shift,
-            prices=base.prices,
+            num_simulated=self._simulations.num_steps,
         )
 
     def so_far(self) -> str:
         """The fastest that was found, for who does not wait for the end."""
-        best = self._best_so_far
+        best = self._fastest_so_far
         if best is None or best.saved_s <= 0:
             return "nothing faster was found so far"
         share = best.saved_s / (best.cost_s + best.saved_s)
         changes = " ".join(f"{key}={json.dumps(v)}" for key, v in best.candidate.changes.items())
         return f"fastest so far, by {share:.1%} in few steps, nothing confirmed: {changes}"
 
-    def _current_keeps(self, now: Finding) -> bool:
-        """By what was measured of them, where it was."""
-        shift = self._base.measured_shift
-        if shift is not None:
-            now = dataclasses.replace(now, shift=shift, shift_error=0.0)
-        return self._keeps(now)
+    def _try_alone(self) -> list[tuple[Idea, float]]:
+        """The share of a step's time that each idea saves by itself, most first."""
+        ideas, steps = self._base.ideas, self._budget.screen_steps
+        candidates = [Candidate(), *(Candidate(ideas=(idea,)) for idea in ideas)]
+        now, *found = self._simulations.compare(candidates, range(1), steps, "ideas alone")
+        saved = zip(ideas, (one.saved_s / now.cost_s for one in found), strict=True)
+        return sorted(saved, key=lambda item: -item[1])
 
-    def _keeps_at_ends(self, found: Finding, seeds: Sequence[int]) -> bool:
-        """Whatever the mismatch is inside its band."""
-        ends = [
-            Idea(name=f"mismatch {rate:g}", slot="mismatch", changes={"carry.mismatch": rate})
-            for rate in self._base.mismatch_band
-        ]
-        candidates = [Candidate(), *(found.candidate.with_idea(end) for end in ends)]
-        at_ends = self.compare(candidates, seeds, self._budget.steps, "mismatch band")[1:]
-        return all(map(self._keeps, at_ends))
+    def _search(self, together: Candidate) -> list[Candidate]:
+        """The fastest candidates that keep the bound, with the ideas of the fastest one."""
+        budget = self._budget
+        grid = factor_grid(self._base, fine=budget.fine)
+        tried = [together, *(together.with_idea(idea) for idea in grid)]
+        kept = self._fastest(tried, budget.screen_steps, "factors", SCREEN_SLACK)
+        for stage, slack in (("closer", SCREEN_SLACK / 4), ("closest", -FINAL_MARGIN)):
+            near = [
+                best.with_idea(idea)
+                for best in kept[: 2 if budget.fine else 1]
+                for idea in neighbours(self._base, best)
+            ]
+            kept = self._fastest([*kept, *near], budget.second_steps, stage, slack) or kept
+        while kept:
+            best = kept[0]
+            fewer = [best.without(idea) for idea in best.ideas if idea.slot != FACTORS]
+            found = self._fastest(
+                [best, *fewer], budget.second_steps, "leave one out", -FINAL_MARGIN
+            )
+            if not found or found[0] == best:
+                break
+            kept = [found[0], *kept[1:]]
+        return _with_ideas_of_the_first(kept)
 
-    def _without_tail(self, finalists: Sequence[Candidate], seeds: Sequence[int]) -> Finding:
-        """The first finalist, or the current settings, without tail batching."""
-        best = finalists[0] if finalists else Candidate()
-        candidates = [Candidate(), best.with_idea(OFF)]
-        return self.compare(candidates, seeds, self._budget.steps, "no tail batching")[1]
+    def _fastest(
+        self, tried: list[Candidate], steps: int, stage: str, slack: float
+    ) -> list[Candidate]:
+        """The fastest candidates that keep the bound within `slack`, the fastest first, as many as
+        the budget keeps. Every idea must shorten the step by `MIN_GAIN`, or it counts against the
+        candidate."""
+        # Of several that change the same, the one with the fewest ideas.
+        by_ideas = sorted(tried, key=lambda candidate: -candidate.num_switches)
+        distinct = {candidate.key: candidate for candidate in by_ideas}.values()
+        seen = [c for c in distinct if self._simulations.sees_all(c, steps)]
+        now, *found = self._simulations.compare([Candidate(), *seen], range(1), steps, stage)
+        bound = self._bound(now)
+        fit = [f for f in found if bound.keeps(f.shift, f.shift_error, slack)]
+        fit.sort(key=lambda f: f.cost_s * (1 + MIN_GAIN) ** f.candidate.num_switches)
+        self._fastest_so_far = fit[0] if fit else self._fastest_so_far
+        return [f.candidate for f in fit[: self._budget.kept]]
 
     def _finals(
         self, finalists: Sequence[Candidate], seeds: Sequence[int]
-    ) -> tuple[Finding, list[Finding]]:
-        """The current settings and so many finalists on fresh seeds, the fastest first; further
-        ones as long as none keeps the bound."""
-        budget, found = self._budget, list[Finding]()
-        for start in range(0, max(len(finalists), 1), budget.finalists):
-            some = finalists[start : start + budget.finalists]
-            now, *more = self.compare([Candidate(), *some], seeds, budget.steps, "finalists")
-            self._set_bound(now.shift)
-            found += more
-            if any(self._keeps(f) for f in more):
+    ) -> tuple[Finding, Finding, list[Finding]]:
+        """The current settings, the first finalist without tail batching, and so many finalists on
+        fresh seeds, the fastest first; further ones as long as none keeps the bound."""
+        num, steps = self._budget.finalists, self._budget.steps
+        first = finalists[0] if finalists else Candidate()
+        found = list[Finding]()
+        for start in range(0, max(len(finalists), 1), num):
+            tried = [Candidate(), first.with_idea(OFF), *finalists[start : start + num]]
+            now, untailed, *some = self._simulations.compare(tried, seeds, steps, "finalists")
+            found += some
+            bound = self._bound(now)
+            if any(bound.keeps(f.shift, f.shift_error) for f in some):
                 break
-        return now, sorted(found, key=lambda f: f.cost_s)
+        return now, untailed, sorted(found, key=lambda f: f.cost_s)
 
-    def _try_alone(self) -> list[tuple[Idea, float]]:
-        """The share of a step's time that each idea saves by itself, most first."""
-        ideas = self._base.ideas
-        candidates = [Candidate(), *(Candidate(ideas=(idea,)) for idea in ideas)]
-        found = self.compare(candidates, range(1), self._budget.screen_steps, "ideas alone")
-        saved = [(f.candidate.ideas[0], f.saved_s / found[0].cost_s) for f in found[1:]]
-        return sorted(saved, key=lambda item: -item[1])
+    def _keeps_at_ends(self, found: Finding, bound: Bound, seeds: Sequence[int]) -> bool:
+        """The candidate keeps the bound, at both ends of the band of mismatches too."""
+        ends = [
+            Idea(f"mismatch {rate:g}", "mismatch", {"carry.mismatch": rate})
+            for rate in self._base.mismatch_band
+        ]
+        candidates = [Candidate(), *(found.candidate.with_idea(end) for end in ends)]
+        if not bound.keeps(found.shift, found.shift_error):
+            return False
+        at_ends = self._simulations.compare(candidates, seeds, self._budget.steps, "mismatch band")[
+            1:
+        ]
+        return all(bound.keeps(end.shift, end.shift_error) for end in at_ends)
 
-    def _choose_factors(self, chosen: Candidate) -> list[Candidate]:
-        """The few fastest factors with these switches, by successive halving."""
-        budget = self._budget
-        grid = factor_grid(self._base, fine=budget.fine)
-        tried = [chosen, *(chosen.with_idea(idea) for idea in grid)]
-        kept = self._fastest(tried, budget.screen_steps, budget.kept, "factors")
-        for stage, slack in (("closer", SCREEN_SLACK / 4), ("closest", -FINAL_MARGIN)):
-            around = [
-                chosen.with_idea(near)
-                for candidate in kept[: 2 if budget.fine else 1]
-                for near in neighbours(self._base, candidate)
-            ]
-            tried = _distinct([*kept, *around])
-            kept = self._fastest(tried, budget.second_steps, budget.kept, stage, slack) or kept
-        return kept
-
-    def _fastest(
-        self,
-        tried: list[Candidate],
-        steps: int,
-        count: int,
-        stage: str,
-        slack: float = SCREEN_SLACK,
-    ) -> list[Candidate]:
-        """So many of them that keep the bound within `slack`, the fastest first."""
-        seen = [c for c in tried if self._sees_all(c, steps)]
-        found = self.compare([Candidate(), *seen], range(1), steps, stage)
-        self._set_bound(found[0].shift)
-        fit = sorted((f for f in found[1:] if self._keeps(f, slack)), key=lambda f: f.cost_s)
-        self._best_so_far = fit[0] if fit else self._best_so_far
-        return [f.candidate for f in fit[:count]]
-
-    def _simplify(self, candidate: Candidate) -> Candidate:
-        """Without the ideas that nobody misses, one after the other, the last of the list first."""
-        order = [*self._base.ideas]
-        while True:
-            ideas = [idea for idea in candidate.ideas if idea in order]
-            without = [candidate.without(idea) for idea in ideas]
-            steps = self._budget.second_steps
-            found = self.compare(
-                [Candidate(), candidate, *without], range(1), steps, "leave one out"
-            )
-            self._set_bound(found[0].shift)
-            most_s = (1 + MIN_GAIN) * found[1].cost_s
-            needless = [
-                idea
-                for idea, left in zip(ideas, found[2:], strict=True)
-                if left.cost_s <= most_s and (self._keeps(left) or not self._keeps(found[1]))
-            ]
-            if not needless:
-                return candidate
-            candidate = candidate.without(max(needless, key=order.index))
-
-    def _explain(self, best: Finding, seeds: Sequence[int]) -> tuple[Reason, ...]:
-        """What every idea of the best setting is worth."""
-        steps, ideas = self._budget.steps, best.candidate.ideas
-        path = [Candidate(ideas=ideas[:size]) for size in range(len(ideas) + 1)]
-        without = [best.candidate.without(idea) for idea in ideas]
-        found = self.compare([best.candidate, *path, *without], seeds, steps, "reasons")
-        path_s = [f.cost_s for f in found[1 : 1 + len(path)]]
+    def _reasons(self, best: Finding, seeds: Sequence[int]) -> tuple[Reason, ...]:
+        """The worth of each idea of the best setting: the loss in its neighbour that lacks this
+        idea."""
+        ideas = best.candidate.ideas
+        tried = [best.candidate, *(best.candidate.without(idea) for idea in ideas)]
+        found = self._simulations.compare(tried, seeds, self._budget.steps, "reasons")[1:]
         return tuple(
             Reason(
                 idea=idea,
-                added_s=path_s[index] - path_s[index + 1],
-                left_out_s=-left_out.saved_s,
-                left_out_error_s=left_out.saved_error_s,
-                left_out_shift=left_out.shift,
+                left_out_s=-without.saved_s,
+                left_out_error_s=without.saved_error_s,
+                left_out_shift=without.shift,
             )
-            for index, (idea, left_out) in enumerate(
-                zip(ideas, found[1 + len(path) :], strict=True)
-            )
+            for idea, without in zip(ideas, found, strict=True)
         )
 
-    def _set_bound(self, current_shift: float) -> None:
+    def _bound(self, now: Finding) -> Bound:
         """The bound on the seeds at hand: the current settings' own shift is measured on them."""
-        if self._base.tail_batching.debias != "none":
-            self._bound = -math.inf
-        elif self._wanted_shift is None and self._base.order_only:
-            self._bound = -(self._base.tail_batching.max_length_shift or 0.0)
-        elif self._wanted_shift is None:
-            self._bound = min(current_shift, 0.0)
-        else:
-            self._bound = -self._wanted_shift
+        tail, most = self._base.tail_batching, self._max_shift
+        if tail.debias != "none":
+            return Bound(most=None, both_ways=self._base.order_only)
+        if most is None and self._base.order_only:
+            most = tail.max_length_shift or 0.0
+        elif most is None:
+            most = max(-now.shift, 0.0)
+        return Bound(most=most, both_ways=self._base.order_only)
 
-    def _keeps(self, found: Finding, slack: float = 0.0) -> bool:
-        """Not by luck alone: the seeds' noise counts against it."""
-        shift, error = found.shift, found.shift_error
-        if self._base.order_only and shift - error > -self._bound + slack:
-            return False
-        return shift - error >= self._bound - slack
 
-    # -- simulations -------------------------------------------------------------------
+class _Simulations:
+    """Simulates candidates, each once for a seed and a number of steps."""
+
+    def __init__(
+        self,
+        base: Base,
+        evaluate: Evaluate,
+        workers: Executor | None,
+        progress: Progress,
+        num_expected: int,
+    ) -> None:
+        self.base = base
+        self.num_steps = 0
+        """Steps that were simulated, in all."""
+        self._evaluate = evaluate
+        self._workers = workers
+        self._progress = progress
+        self._num_expected = num_expected
+        self._known: dict[tuple[str, int, int], Measure] = {}
 
     def compare(
-        self, candidates: Sequence[Candidate], seeds: Iterable[int], steps: int, stage: str
+        self, candidates: Sequence[Candidate], seeds: Sequence[int], steps: int, stage: str
     ) -> list[Finding]:
-        """All of them on the same seeds; savings are against the first."""
-        seeds = [self._base.seed + seed for seed in seeds]
-        wanted = {
-            (candidate.key, seed, self._num_steps(candidate, steps)): candidate
-            for seed in seeds  # one after the other: what they draw is kept (`Workload.of`)
-            for candidate in candidates
-        }
-        missing = {key: c for key, c in wanted.items() if key not in self._known}
-        prices = self._base.prices
-        self._progress(stage, 0, len(missing))
+        """Simulate all candidates on the same seeds. Savings are against the first candidate."""
+        base, prices = self.base, self.base.prices
+        keys = [
+            [(c.key, base.seed + seed, self._num_steps(c, steps)) for seed in seeds]
+            for c in candidates
+        ]
+        # One seed after the other: what a seed draws is kept (`Workload.of`).
+        by_seed = [
+            (of_one[place], candidate)
+            for place in range(len(seeds))
+            for of_one, candidate in zip(keys, candidates, strict=True)
+        ]
+        missing = {key: candidate for key, candidate in by_seed if key not in self._known}
+        self._say(stage, 0, len(missing))
         for done, (key, result) in enumerate(self._simulate(missing), start=1):
             self._known[key] = measure(
                 result,
                 self._shares(missing[key]),
                 num_warm=self._num_warm(missing[key]),
-                paired=self._base.order_only,
+                paired=base.order_only,
                 cost_s=total_s if prices is None else prices.busy_s,
             )
-            self._num_simulated += key[2]
-            self._progress(stage, done, len(missing))
-        rows = [
-            [self._known[c.key, seed, self._num_steps(c, steps)] for seed in seeds]
-            for c in candidates
-        ]
+            self.num_steps += key[2]
+            self._say(stage, done, len(missing))
+        rows = [[self._known[key] for key in of_one] for of_one in keys]
         return [finding(c, row, rows[0]) for c, row in zip(candidates, rows, strict=True)]
 
-    def _progress(self, stage: str, done: int, total: int) -> None:
-        self._say(stage, done, total, min(self._num_simulated / self._num_expected, MOST_DONE))
+    def sees_all(self, candidate: Candidate, steps: int) -> bool:
+        """No kind of round of this candidate is so rare that it would take too many steps."""
+        return self._least_steps(candidate) <= MAX_STRETCH * steps
+
+    def _say(self, stage: str, done: int, total: int) -> None:
+        self._progress(stage, done, total, min(self.num_steps / self._num_expected, MOST_DONE))
 
     def _num_steps(self, candidate: Candidate, steps: int) -> int:
-        """So many, or as many as it takes to see a round of every kind."""
+        """Steps to simulate: this many, or more if a round of some kind would not come up."""
         return max(steps, self._least_steps(candidate)) + self._num_warm(candidate)
 
     def _num_warm(self, candidate: Candidate) -> int:
-        """A pool begins without stragglers: its first rounds do not count."""
-        return WARM_STEPS if self._base.tail_of(candidate).pooled else 0
-
-    def _sees_all(self, candidate: Candidate, steps: int) -> bool:
-        """No kind of round of this candidate is so rare that it would take too many steps."""
-        return self._least_steps(candidate) <= MAX_STRETCH * steps
+        return WARM_STEPS if self.base.tail_of(candidate).pooled else 0
 
     def _least_steps(self, candidate: Candidate) -> int:
         return math.ceil(1 / min((self._shares(candidate) or {"": 1.0}).values())) + 2
 
     def _shares(self, candidate: Candidate) -> dict[str, float] | None:
-        return round_shares(self._base.tail_of(candidate), self._base.prompts_per_step)
+        return round_shares(self.base.tail_of(candidate), self.base.prompts_per_step)
 
     def _simulate(
         self, missing: Mapping[tuple[str, int, int], Candidate]
@@ -402,15 +415,22 @@ class _Search:
                 task.cancel()
 
 
-def _together(alone: Iterable[tuple[Idea, float]], order: Sequence[Idea]) -> Candidate:
-    """Every idea that may help, the best of each slot, in this order. `alone` has the best ideas
-    first."""
+def _together(alone: Sequence[tuple[Idea, float]], base: Base) -> Candidate:
+    """Every idea that may help, the best of each slot, in the base's order. `alone` has the best
+    ideas first."""
     best: dict[str, Idea] = {}
     for idea, saved in alone:
         if saved > -MAX_LOSS:
             best.setdefault(idea.slot, idea)
-    return Candidate(ideas=tuple(idea for idea in order if best.get(idea.slot) is idea))
+    return Candidate(ideas=tuple(idea for idea in base.ideas if best.get(idea.slot) is idea))
 
 
-def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
-    return list({candidate.key: candidate for candidate in candidates}.values())
+def _with_ideas_of_the_first(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Each candidate with its own factors and the ideas of the first one, without repetitions."""
+    found: dict[str, Candidate] = {}
+    for candidate in candidates:
+        own = [idea for idea in candidate.ideas if idea.slot == FACTORS]
+        first = [idea for idea in candidates[0].ideas if idea.slot != FACTORS]
+        made = Candidate(ideas=(*first, *own))
+        found.setdefault(made.key, made)
+    return list(found.values())

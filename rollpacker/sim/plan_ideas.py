@@ -1,4 +1,4 @@
-"""What a plan can try: ideas, each a few config keys set together, on a scenario or a recorded run.
+"""Ideas that a plan can try on a scenario or a recorded run, each a few config keys set together.
 
 The search (`sim/plan.py`) knows a system only by `Base` and `Evaluate`, so that both are planned by
 the same code. Everything here is in the core, on-policy, and can be written into a config.
@@ -11,13 +11,14 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from rollpacker.config.check import Checker
 from rollpacker.config.document import ConfigError, dotted
 from rollpacker.config.load import to_plain
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig, Tier
+from rollpacker.sim.plan_shared import PoolPrices
 from rollpacker.sim.presets import SYSTEMS
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.scenario import Scenario
@@ -25,26 +26,25 @@ from rollpacker.sim.simulate import simulate
 from rollpacker.sim.whatif import RunModel
 from rollpacker.sim.workload import Workload
 
-if TYPE_CHECKING:
-    from rollpacker.sim.plan_shared import PoolPrices
-
 Config = TypeVar("Config")
 
 FULLER_SHARE = 0.95
 """A step's share of samples that fuller streaming hides under the rollout: all but what finishes
 last."""
+EVERY_KIND = ["plain", "short", "cascade", "long", "flush"]
+"""Kinds of round, as a config lists them."""
 FACTORS = "factors"
 """The slot of the races' factors."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Idea:
-    """Something to change."""
+    """A few keys of the config that are changed together."""
 
     name: str
-    """In words."""
+    """A few words for tables."""
     slot: str
-    """Of two ideas with the same slot only one can be taken."""
+    """Ideas with the same slot exclude one another."""
     changes: Mapping[str, Any]
     """Dotted keys of the config and their new values, as plain values."""
 
@@ -64,12 +64,17 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """The same for candidates that change the same."""
+        """A text that is equal for candidates with equal changes."""
         return json.dumps(self.changes, sort_keys=True)
 
     @property
     def name(self) -> str:
         return ", ".join(idea.name for idea in self.ideas) or "current"
+
+    @property
+    def num_switches(self) -> int:
+        """Ideas that are switched on, the races' factors left out."""
+        return sum(idea.slot != FACTORS for idea in self.ideas)
 
     def with_idea(self, idea: Idea) -> Candidate:
         """With this one in its slot."""
@@ -88,12 +93,12 @@ class Evaluate(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """What the search knows of a system."""
+    """A system as the search knows it."""
 
     prompts_per_step: int
     samples_per_prompt: int
     tail_batching: TailBatchingConfig
-    """As it is now."""
+    """The current settings of tail batching."""
     ideas: tuple[Idea, ...]
     """Switches worth a try, factors and tiers left out."""
     oracle: Candidate | None = None
@@ -105,18 +110,19 @@ class Base:
     mismatch: float = 0.0
     """Chance per token and update that a carried token comes out differently."""
     mismatch_band: tuple[float, ...] = ()
-    """Its ends, where it is not known better."""
+    """Lower and upper end of the interval that `mismatch` lies in. Empty: it is known."""
     has_turns: bool = False
     """Samples are trajectories, to which the complement rule does not apply."""
     capped_share: float | None = None
-    """Of the policy's own responses, so many run to the cap; None: not known."""
+    """Share of the policy's own responses that run to the cap. None: not known."""
     trust: float | None = None
-    """By this share the simulated step is off: trained tokens per second must gain more. None: not
-    known."""
+    """Share by which the simulated step differs from the measured one. A setting must gain more
+    than that in trained tokens per second. None: not known."""
     measured_shift: float | None = None
     """Length shift of the current settings as a run measured it; None: it is simulated."""
     prices: PoolPrices | None = None
-    """Of pools that are shared; None: the step's seconds are compared."""
+    """Prices of shared pools, by which settings are compared. None: the step's seconds are
+    compared."""
 
     @property
     def order_only(self) -> bool:
@@ -164,46 +170,28 @@ class ScenarioEvaluate:
 
 
 def plan_base(scenario: Scenario) -> Base:
-    """What can be tried on a scenario."""
+    """Everything that can be tried on a scenario."""
     rollout, scheduler = scenario.rollout, scenario.reward_scheduler
-    ideas = [
-        *_tail_ideas(scenario.tail_batching),
-        *_stream_ideas(scenario, max_share=scenario.stream_trainer.max_share),
-    ]
+    ideas = _tail_and_stream_ideas(scenario)
     if scheduler.order != "closest" and scenario.rewards:
-        ideas.append(
-            Idea(
-                name="checks first of the prompt closest to its quota",
-                slot="order",
-                changes={"reward_scheduler.order": "closest"},
-            )
-        )
+        name = "checks first of the prompt closest to its quota"
+        ideas.append(Idea(name, "order", {"reward_scheduler.order": "closest"}))
     if not scheduler.overlap and scenario.rewards:
         ideas.append(
-            Idea(
-                name="checks beside the rollout",
-                slot="overlap",
-                changes={"reward_scheduler.overlap": True},
-            )
+            Idea("checks beside the rollout", "overlap", {"reward_scheduler.overlap": True})
         )
     if not scheduler.adaptive_timeout and any(stage.limit_s for stage in scenario.stages):
-        ideas.append(
-            Idea(
-                name="adaptive time limit of checks",
-                slot="timeout",
-                changes={"reward_scheduler.adaptive_timeout": True},
-            )
-        )
+        changes = {"reward_scheduler.adaptive_timeout": True}
+        ideas.append(Idea("adaptive time limit of checks", "timeout", changes))
     ideas += _degree_ideas(scenario)
     if rollout.speculation is not None:
-        kinds = ["plain", "short", "cascade", "long", "flush"]
         ideas += [
             Idea(
-                name="speculation in every round",
-                slot="speculation",
-                changes={"rollout.speculation.kinds": kinds},
+                "speculation in every round",
+                "speculation",
+                {"rollout.speculation.kinds": EVERY_KIND},
             ),
-            Idea(name="no speculation", slot="speculation", changes={"rollout.speculation": None}),
+            Idea("no speculation", "speculation", {"rollout.speculation": None}),
         ]
     return Base(
         prompts_per_step=rollout.prompts_per_step,
@@ -221,7 +209,7 @@ def plan_base(scenario: Scenario) -> Base:
 
 
 def _oracle(scenario: Scenario) -> Candidate:
-    """Which knows all lengths."""
+    """The scenario under the oracle, which knows all lengths."""
     switches = {
         name: {**to_plain(getattr(scenario, name)), **switch}
         for name, switch in SYSTEMS["oracle"].items()
@@ -229,64 +217,41 @@ def _oracle(scenario: Scenario) -> Candidate:
     switches["tail_batching"]["debias"] = "none"  # it selects nothing, and it streams
     if scenario.cluster.is_apart:
         switches["stream_trainer"]["enabled"] = False
-    return Candidate(ideas=(Idea(name="oracle", slot="oracle", changes=switches),))
+    return Candidate(ideas=(Idea("oracle", "oracle", switches),))
 
 
-def plan_base_of_run(config: RunConfig, model: RunModel | None = None) -> Base:
-    """What can be tried on a recorded run; `model` says how its responses fared."""
-    ideas = [
-        *_tail_ideas(config.tail_batching),
-        *_stream_ideas(config, max_share=config.stream_trainer.max_share),
-    ]
+def plan_base_of_run(config: RunConfig, model: RunModel) -> Base:
+    """Everything that can be tried on a recorded run. `model` has its lengths and mismatches."""
+    ideas = _tail_and_stream_ideas(config)
     return Base(
         prompts_per_step=config.rollout.prompts_per_step,
         samples_per_prompt=config.rollout.samples_per_prompt,
         tail_batching=config.tail_batching,
         ideas=tuple(idea for idea in ideas if _is_possible(config, idea)),
-        mismatch=0.0 if model is None else model.mismatch,
-        capped_share=None if model is None else model.capped_share,
+        mismatch=model.mismatch,
+        capped_share=model.capped_share,
     )
 
 
-def _tail_ideas(tail: TailBatchingConfig) -> list[Idea]:
-    if not tail.enabled or tail.race == "generated":
-        return []
-    changes = {"tail_batching.race": "generated"}
-    return [Idea(name="race on generated responses", slot="race", changes=changes)]
-
-
-def _stream_ideas(config: Scenario | RunConfig, *, max_share: float) -> list[Idea]:
-    stream = config.stream_trainer
-    section = "stream_trainer"
-    enabling = {} if stream.enabled else {f"{section}.enabled": True}
+def _tail_and_stream_ideas(config: Scenario | RunConfig) -> list[Idea]:
+    """Ideas for the race and for the stream trainer, sections that both kinds of config have."""
+    tail, stream = config.tail_batching, config.stream_trainer
+    on = {} if stream.enabled else {"stream_trainer.enabled": True}
     ideas = []
+    if tail.enabled and tail.race != "generated":
+        changes: dict[str, Any] = {"tail_batching.race": "generated"}
+        ideas.append(Idea("race on generated responses", "race", changes))
     if not stream.enabled:
-        ideas.append(Idea(name="gradients before the round's end", slot="stream", changes=enabling))
+        ideas.append(Idea("gradients before the round's end", "stream", on))
     if not (stream.enabled and stream.reward_wait):
-        ideas.append(
-            Idea(
-                name="training in the reward wait",
-                slot="reward_wait",
-                changes={**enabling, f"{section}.reward_wait": True},
-            )
-        )
-    if max_share < FULLER_SHARE:
-        ideas.append(
-            Idea(
-                name=f"fuller streaming (up to {FULLER_SHARE:.0%})",
-                slot="max_share",
-                changes={**enabling, f"{section}.max_share": FULLER_SHARE},
-            )
-        )
-    every = ["plain", "short", "cascade", "long", "flush"]
-    if set(stream.kinds) != set(every):
-        ideas.append(
-            Idea(
-                name="devices released in every kind of round",
-                slot="kinds",
-                changes={**enabling, f"{section}.kinds": every},
-            )
-        )
+        changes = {**on, "stream_trainer.reward_wait": True}
+        ideas.append(Idea("training in the reward wait", "reward_wait", changes))
+    if stream.max_share < FULLER_SHARE:
+        changes = {**on, "stream_trainer.max_share": FULLER_SHARE}
+        ideas.append(Idea(f"fuller streaming (up to {FULLER_SHARE:.0%})", "max_share", changes))
+    if set(stream.kinds) != set(EVERY_KIND):
+        changes = {**on, "stream_trainer.kinds": EVERY_KIND}
+        ideas.append(Idea("devices released in every kind of round", "kinds", changes))
     return ideas
 
 
@@ -295,18 +260,13 @@ def _degree_ideas(scenario: Scenario) -> list[Idea]:
     own, planner = scenario.rollout.tensor_parallel, scenario.parallelism_planner.enabled
     ideas = []
     if not planner:
-        ideas.append(
-            Idea(
-                name="parallelism planner",
-                slot="degree",
-                changes={"parallelism_planner.enabled": True},
-            )
-        )
+        changes: dict[str, Any] = {"parallelism_planner.enabled": True}
+        ideas.append(Idea("parallelism planner", "degree", changes))
     for degree in (own // 2, own, 2 * own):
         if degree < 1 or (degree == own and not planner):
             continue
         changes = {"rollout.tensor_parallel": degree, "parallelism_planner.enabled": False}
-        ideas.append(Idea(name=f"tensor parallel {degree}", slot="degree", changes=changes))
+        ideas.append(Idea(f"tensor parallel {degree}", "degree", changes))
     return ideas
 
 

@@ -1,4 +1,4 @@
-"""What a plan comes to: long-run step times, comparisons with the current settings, and reasons."""
+"""Results of a plan: long-run step times, comparisons with the current settings, and reasons."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
-from rollpacker.sim.plan_ideas import Candidate, Idea
-from rollpacker.sim.plan_shared import PoolPrices
+from rollpacker.sim.plan_ideas import Base, Candidate, Idea
 from rollpacker.sim.result import StepResult, SystemResult
 
 MIN_GAIN = 0.005
@@ -50,19 +49,20 @@ class Measure:
     """One simulation, boiled down."""
 
     cost_s: float
-    """What is compared, a mean in the long run: the step's seconds, or on shared pools `busy_s`."""
+    """The quantity that settings are compared by, as a long-run mean: seconds of a step, or
+    `busy_s` on shared pools."""
     step_s: float
-    """Mean step time, likewise."""
+    """Seconds of a step, as a long-run mean."""
     shift: float
-    """Mean trained length over the policy's own, minus 1, likewise."""
+    """Mean trained length over the policy's own, minus 1, as a long-run mean."""
     kinds_s: Mapping[str, float]
-    """Mean of what is compared by kind of round."""
+    """Mean of the compared quantity for each kind of round, in seconds."""
     tokens: float
-    """Response tokens that a step trains on, likewise."""
+    """Response tokens that a step trains on, as a long-run mean."""
 
 
 def total_s(step: StepResult) -> float:
-    """The step, whatever waits in it."""
+    """Seconds of the whole step, waits included."""
     return step.total_s
 
 
@@ -120,10 +120,10 @@ class Finding:
 
     candidate: Candidate
     cost_s: float
-    """What is compared, as `Measure.cost_s`."""
+    """Mean of `Measure.cost_s` over the seeds."""
     step_s: float
     saved_s: float
-    """Of what is compared: seconds a step that the current settings take more."""
+    """Seconds of `cost_s` that the current settings take more."""
     saved_error_s: float
     """Standard error of that over the seeds; nan with one seed."""
     shift: float
@@ -131,7 +131,7 @@ class Finding:
     shift_error: float
     """Standard error of its difference to that of the current settings; 0 with one seed."""
     kinds_s: Mapping[str, float]
-    """Mean of what is compared by kind of round."""
+    """Mean of the compared quantity for each kind of round, in seconds."""
     tokens: float
     """Response tokens that a step trains on."""
 
@@ -142,7 +142,7 @@ class Finding:
 
     @property
     def is_clear(self) -> bool:
-        """It is faster by more than noise."""
+        """The setting is faster by more than noise."""
         return self.saved_s > max(NOISE_ERRORS * self.saved_error_s, MIN_GAIN * self.cost_s)
 
 
@@ -190,12 +190,29 @@ def choose(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """How far the trained lengths may be from the policy's own."""
+
+    most: float | None
+    """Trained responses may be shorter by this share; None: by any."""
+    both_ways: bool
+    """Trained responses may not be longer by more than `most` either."""
+
+    def keeps(self, shift: float, error: float = 0.0, slack: float = 0.0) -> bool:
+        """The shift keeps the bound within the slack, and not by luck alone: `error`, its noise
+        over the seeds, counts against it."""
+        if self.most is None:
+            return True
+        if self.both_ways and shift - error > self.most + slack:
+            return False
+        return shift - error >= -self.most - slack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """What one idea is worth inside the best setting."""
+    """The worth of one idea inside the best setting."""
 
     idea: Idea
-    added_s: float
-    """Seconds a step that it saves when it is added to those listed before it."""
     left_out_s: float
     """Seconds a step that are lost if the best setting goes without it."""
     left_out_error_s: float
@@ -204,11 +221,12 @@ class Reason:
     """Length shift without it."""
 
 
-# size: one field for everything that is told of a plan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the search found."""
+    """The outcome of a search."""
 
+    base: Base
+    """The system that was searched."""
     current: Finding
     best: Finding
     """`current` if nothing is clearly faster within the bound."""
@@ -217,37 +235,29 @@ class Plan:
     too_short: tuple[Finding, ...]
     """Finalists that do not keep it."""
     reasons: tuple[Reason, ...]
-    """The best setting's ideas, in the order in which they were added."""
+    """The worth of each idea of the best setting."""
     rejected: tuple[tuple[Idea, float], ...]
     """Switches that were left out, with the share of a step's time that each saved by itself."""
     oracle: Finding | None
+    """A bound that knows all lengths; None: there is none for this system."""
     max_shift: float | None
     """Trained responses may be shorter by this share, and where only the order may change longer as
     well; None: any (debias undoes it)."""
     untailed: Finding | None = None
     """The best setting without tail batching; None: not known."""
-    has_tail_batching: bool = True
-    """The best setting has it."""
-    capped_share: float | None = None
-    """Of the policy's own responses, so many run to the cap."""
-    order_only: bool = False
-    """Nothing may be selected."""
     refused: Finding | None = None
-    """Its step is shorter than the current one's by more than noise, its trained tokens per second
-    gain no more than `trust`."""
-    trust: float | None = None
-    """As `Base.trust`."""
-    measured_shift: float | None = None
-    """As `Base.measured_shift`."""
-    mismatch: float = 0.0
-    """Chance per token and update that a carried token comes out differently."""
-    prices: PoolPrices | None = None
-    """As `Base.prices`."""
+    """A setting whose step is clearly shorter, but whose trained tokens per second gain no more
+    than `Base.trust`. None: nothing was refused for that."""
     num_seeds: int
     num_steps: int
-    """Of each of the last simulations."""
+    """Steps of each final simulation."""
     num_simulated: int
-    """Steps, in all."""
+    """Steps of all simulations together."""
+
+    @property
+    def has_tail_batching(self) -> bool:
+        """The best setting has it."""
+        return self.base.tail_of(self.best.candidate).enabled
 
     @property
     def pays(self) -> bool:
@@ -263,16 +273,16 @@ class Plan:
 
     @property
     def current_keeps(self) -> bool:
-        """The current settings keep the bound themselves."""
-        if self.max_shift is None:
-            return True
-        measured = self.measured_shift
-        shift = self.current.shift if measured is None else measured
-        return (abs(shift) if self.order_only else -shift) <= self.max_shift
+        """The current settings keep the bound themselves. What was measured of them counts, or else
+        what was simulated."""
+        bound = Bound(most=self.max_shift, both_ways=self.base.order_only)
+        measured = self.base.measured_shift
+        return bound.keeps(self.current.shift if measured is None else measured)
 
     @property
     def given_up(self) -> str | None:
-        """What the defaults promise and the best setting does not, in a sentence."""
+        """A sentence on a promise of the defaults that the best setting gives up. None: it gives up
+        nothing."""
         if self.best.candidate.changes.get("tail_batching.complement") is not False:
             return None
         return (
@@ -282,23 +292,16 @@ class Plan:
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """As `rollpacker plan --json` prints it."""
-        prices = (
-            None
-            if self.prices is None
-            else {
-                "rollout_per_h": self.prices.rollout_per_h,
-                "train_per_h": self.prices.train_per_h,
-            }
-        )
+        """The plan as `rollpacker plan --json` prints it."""
+        prices = self.base.prices
         return {
             "current": self._plain(self.current),
             "best": self._plain(self.best),
-            **({} if prices is None else {"shared_pools": prices}),
+            **({} if prices is None else {"shared_pools": prices.to_plain()}),
             "stays": self.stays,
             "gives_up": self.given_up,
             "tail_batching_pays": self.pays,
-            "mismatch": self.mismatch,
+            "mismatch": self.base.mismatch,
             "ranked": [self._plain(finding) for finding in self.ranked],
             "beyond_bound": [self._plain(finding) for finding in self.too_short],
             "oracle": None if self.oracle is None else self._plain(self.oracle),
@@ -306,7 +309,6 @@ class Plan:
                 {
                     "name": reason.idea.name,
                     "changes": dict(reason.idea.changes),
-                    "added_s": reason.added_s,
                     "left_out_s": reason.left_out_s,
                     "left_out_error_s": _finite(reason.left_out_error_s),
                     "left_out_shift": reason.left_out_shift,
@@ -324,10 +326,11 @@ class Plan:
 
     def _plain(self, finding: Finding) -> dict[str, Any]:
         shared: dict[str, float] = {}
-        if self.prices is not None:
+        prices = self.base.prices
+        if prices is not None:
             shared = {
                 "busy_s": finding.cost_s,
-                "price_per_1k_prompts": self.prices.price_of_1k_prompts(finding.cost_s),
+                "price_per_1k_prompts": prices.price_of_1k_prompts(finding.cost_s),
             }
         return {
             "name": finding.candidate.name,

@@ -16,7 +16,7 @@ from rollpacker.sim.result import SystemResult
 from rollpacker.sim.whatif import RunModel, asked_steps
 
 MAX_FINAL_STEPS = 250
-"""Of each final simulation; of a longer run every second, third, ... row is taken."""
+"""Steps of each final simulation at most. Of a longer run every second, third, ... row is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class RunEvaluate:
         return asked_steps(self.model, self.config) or self.model.fitted.num_steps
 
     def budget(self, budget: Budget) -> Budget:
-        """The same with finals of as many steps as the run had."""
+        """The budget with finals of as many steps as the run had."""
         return replace(budget, steps=min(self._num_steps, MAX_FINAL_STEPS))
 
 
@@ -79,8 +79,8 @@ def as_measured(model: RunModel) -> AsMeasured:
 
 
 def measured_base(config: RunConfig, model: RunModel, real: AsMeasured) -> Base:
-    """What can be tried, and what the run itself says: of its own settings how far its lengths
-    shifted, of any how far a simulation may be trusted."""
+    """Everything that can be tried, and what the run itself measured: of its own settings how far
+    its lengths shifted, of any how far a simulation may be trusted."""
     return replace(
         plan_base_of_run(config, model),
         trust=abs(real.offset),

@@ -21,32 +21,37 @@ from rollpacker.sim.result import StepResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPrices:
-    """What a job pays while it holds its nodes."""
+    """Prices that a job pays while it holds its nodes."""
 
     rollout_per_h: float
-    """Of all its rollout nodes."""
+    """Price of all its rollout nodes for an hour."""
     train_per_h: float
     prompts_per_step: int
 
     @property
     def per_h(self) -> float:
-        """Of all its nodes."""
+        """Price of all nodes of the job for an hour."""
         return self.rollout_per_h + self.train_per_h
 
+    def to_plain(self) -> dict[str, float]:
+        """The prices as `rollpacker plan --json` prints them."""
+        return {"rollout_per_h": self.rollout_per_h, "train_per_h": self.train_per_h}
+
     def busy_s(self, step: StepResult) -> float:
-        """Of one step. Waits for verdicts are no part of it."""
+        """Seconds of one step for which holding all nodes would cost as much. Waits for verdicts
+        are free."""
         rollout, train = step.rollout_s, step.train_s + step.sync_s
         return (rollout * self.rollout_per_h + train * self.train_per_h) / self.per_h
 
     def price_of_1k_prompts(self, busy_s: float) -> float:
-        """Of a thousand prompts trained on, with this in a step."""
+        """Price of training on a thousand prompts, where a step takes `busy_s`."""
         return busy_s * self.per_h / 3600 / self.prompts_per_step * 1000
 
 
 def pool_prices(
     pools: tuple[Pool, ...], devices: Mapping[Phase, int], prompts_per_step: int
 ) -> PoolPrices:
-    """Of the first pool of each phase; a job has whole nodes."""
+    """Prices of a job's nodes in the first pool of each phase. A job has whole nodes."""
     per_h = {}
     for phase, count in devices.items():
         pool = next(pool for pool in pools if pool.phase == phase)

@@ -20,7 +20,7 @@ SWITCHES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardKind:
-    """What a reward stage takes where the scenario does not say."""
+    """Values of a reward stage that the scenario does not set."""
 
     text: str
     seconds_quantiles: Mapping[float, float] | None = None
@@ -44,17 +44,17 @@ _STREAM = SYSTEMS["rollpacker-published"]["stream_trainer"]
 RELEASE_WINDOW: list[float] = _STREAM["window"]
 """Shares of finished samples between which devices are released."""
 STREAMED_SHARE: float = _STREAM["max_share"]
-"""At most so much of a step's training is hidden under its rollout."""
+"""Share of a step's training that is hidden under its rollout at most."""
 
 _LENGTHS = _TABLES["lengths"]
 _CAP: int = _LENGTHS["cap"]
 """Longest response of the paper's length measurement, in tokens."""
 LONGER_SHARE: float = _LENGTHS["longer_share"]
-"""Of the responses that ran into that cap, so many are taken to run past twice the cap."""
+"""Share of the responses that ran into that cap which are taken to run past twice the cap."""
 LUCKY_SHARE: float = _LENGTHS["lucky_share"]
-"""Of the responses that ran into that cap, so many did so by luck, and not for a hard prompt."""
+"""Share of the responses that ran into that cap by luck, and not for a hard prompt."""
 PROMPTS: dict[str, float] = _LENGTHS["prompts"]
-"""What the prompt has to do with the length of its responses: three fields of `LengthLaw`."""
+"""Three fields of `LengthLaw` that say how much a response's length depends on its prompt."""
 
 
 def length_laws(longer_share: float, lucky_share: float) -> dict[str, Mapping[float, int]]:
@@ -73,7 +73,7 @@ LENGTH_LAWS = length_laws(LONGER_SHARE, LUCKY_SHARE)
 REWARD_KINDS: Mapping[str, RewardKind] = {
     name: RewardKind(**facts) for name, facts in _TABLES["rewards"].items()
 }
-"""By the `kind` of a reward stage. The pools are of this size whatever the number of GPUs."""
+"""Kinds of reward by the `kind` of a stage. Pools have this size whatever the number of GPUs."""
 
 # -- listing -----------------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""Checks as a run recorded them, drawn again for another simulated response or call."""
+"""Checks as a run recorded them, drawn again for another simulated response or call.
+
+Both classes are picklable and hold no state: `luck` is a number in [0, 1) that chooses among what
+was recorded.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +15,18 @@ from rollpacker.report.reward_fit import Call, Calls, Check
 NEIGHBOURS = 0.1
 """Share of the recorded calls, those nearest in size, that a call is drawn from."""
 MIN_NEIGHBOURS = 8
+"""A call is drawn from at least so many recorded ones, where there are so many."""
 
 
 class RecordedChecks:
-    """What rewards said and took. Picklable, and without any state: `luck` lies in [0, 1)."""
+    """A run's verdicts on its responses, and the calls that brought them."""
 
     def __init__(
         self, by_row: Mapping[int, Sequence[Check]], calls: Calls | None, *, warm: bool = False
     ) -> None:
         """`calls` None: a check is a call of its own, since its kind has workers or a deadline.
         `warm`: the rewards' workers have had their first calls already."""
-        self.calls = calls
-        self.warm_ups = () if warm or calls is None else calls.warm_ups
-        """Seconds of the first calls."""
+        self.calls = None if calls is None else RecordedCalls(calls, warm=warm)
         self._by_row = {row: sorted(checks, key=_length) for row, checks in by_row.items()}
 
     @cached_property
@@ -31,7 +34,7 @@ class RecordedChecks:
         return sorted((c for checks in self._by_row.values() for c in checks), key=_length)
 
     def check(self, row: int, num_tokens: int, luck: float) -> Check | None:
-        """Of the recorded responses to this row, or else of all, one of the nearest length; None:
+        """A recorded check of the nearest length: of this row's responses, or else of all. None if
         nothing was recorded."""
         checks = self._by_row.get(row) or self._all
         if not checks:
@@ -43,16 +46,23 @@ class RecordedChecks:
         last = bisect_left(checks, length + 1, key=_length)
         return checks[first + int(luck * (last - first))]
 
-    @cached_property
-    def _recorded(self) -> dict[bool, Sequence[Call]]:
-        """By whether something was generated beside them, or all where those are few."""
-        assert self.calls is not None
-        every = self.calls.recorded
-        found: dict[bool, Sequence[Call]] = {}
-        for alone in (False, True):
-            some = [call for call in every if call.alone is alone]
-            found[alone] = some if len(some) >= MIN_NEIGHBOURS else every
-        return found
+
+class RecordedCalls:
+    """How long calls of several checks took."""
+
+    def __init__(self, calls: Calls, *, warm: bool = False) -> None:
+        self.num_workers = calls.num_workers
+        self.warm_ups = () if warm else calls.warm_ups
+        """Seconds of the first calls."""
+        self._line_s = calls.line_s
+        alone = [call for call in calls.recorded if call.alone]
+        beside = [call for call in calls.recorded if not call.alone]
+        self._recorded = {
+            is_alone: some if len(some) >= MIN_NEIGHBOURS else calls.recorded
+            for is_alone, some in ((True, alone), (False, beside))
+        }
+        """Recorded calls by whether nothing was generated beside them; all calls where those are
+        few."""
 
     def call_s(self, num_samples: int, luck: float, *, alone: bool) -> float:
         """Seconds of a call: those of a recorded one of about as many samples, in proportion.
@@ -65,12 +75,7 @@ class RecordedChecks:
             at = min(max(0, (at + last - num) // 2), len(recorded) - num)
             last = at + num
         drawn = recorded[at + int(luck * (last - at))]
-        usual_s = self._usual_s(num_samples) / self._usual_s(drawn.num_samples)
-        return drawn.seconds * usual_s
-
-    def _usual_s(self, num_samples: int) -> float:
-        assert self.calls is not None
-        return self.calls.fixed_s + self.calls.per_sample_s * num_samples + 1e-9
+        return drawn.seconds * self._line_s(num_samples) / self._line_s(drawn.num_samples)
 
 
 def _length(check: Check) -> int:

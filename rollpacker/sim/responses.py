@@ -18,7 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from rollpacker.bus import Routes
 from rollpacker.core.commands import Defer, Launch
@@ -31,7 +32,7 @@ MAX_REDRAWS = 16
 """An end at or before the floor is drawn once more at most so often, as in a real engine."""
 
 
-class Draw(NamedTuple):
+class Draw(msgspec.Struct, frozen=True, gc=False):
     """A response as it was when its prompt was deferred."""
 
     length: int
@@ -97,8 +98,8 @@ class Responses:
         self._workload = workload
         self._tail = tail or TailBatchingConfig(enabled=False, selection="published")
         self._mismatch = mismatch
-        self._left: dict[tuple[PromptId, int], Draw] = {}
-        """By place of the sample, for every deferred prompt."""
+        self._left: dict[PromptId, dict[int, Draw]] = {}
+        """For every deferred prompt, by place of the sample."""
         self._version = 0
         """Of the step at hand."""
 
@@ -112,8 +113,12 @@ class Responses:
         self._version = command.version
         self.samples += samples
         self.keys.update(zip(samples, keys, strict=True))
+        prompt, own = None, list[int]()
         for key, sample in zip(keys, samples, strict=True):
-            self._keys_of.setdefault(sample[0], []).append(key)
+            if sample.prompt is not prompt:  # those of a prompt are launched side by side
+                prompt = sample.prompt
+                own = self._keys_of.setdefault(prompt, [])
+            own.append(key)
         self.noises += self._noises(command)
         self._add_lengths(self.noises[keys.start :])
         self.done += command.carried or [0] * len(samples)
@@ -164,7 +169,8 @@ class Responses:
             return list(command.samples)
         if command.replaces:
             return [self.noises[self.keys[sample]] for sample in command.replaces]
-        return [self._tail.noise_of(sample) for sample in command.samples]
+        noise_of = self._tail.noise_of
+        return [noise_of(sample) if sample.attempt else sample for sample in command.samples]
 
     def _add_lengths(self, samples: Sequence[SampleId]) -> None:
         lengths, workload = self.lengths, self._workload
@@ -188,11 +194,18 @@ class Responses:
     def _take_up(self, keys: range, carried: bool) -> None:
         """Go on from what earlier launches of the same samples came to."""
         exact = carried and self._tail.carry == "exact"
+        noises = self.noises
+        prompt, left = None, dict[int, Draw]()
         for key in keys:
-            noise = self.noises[key]
-            draw = self._left.pop((noise.prompt, noise.index), None)
+            noise = noises[key]
+            if noise.prompt is not prompt:
+                prompt = noise.prompt
+                left = self._left.get(prompt, {})
+            draw = left.pop(noise.index, None) if left else None
             if draw is None:
                 continue
+            if not left:
+                del self._left[noise.prompt]
             self.lengths[key] = draw.length
             if draw.attempt != noise.attempt:
                 self.noises[key] = SampleId(noise.prompt, noise.index, draw.attempt)
@@ -205,10 +218,11 @@ class Responses:
 
     def _verify(self, key: int, num_tokens: int, num_updates: int) -> None:
         """Draw these tokens again under weights that are so many updates newer."""
-        rate = 1 - power(1 - self._mismatch, num_updates)
-        noise = self.noises[key]
+        noise, kept = self.noises[key], num_tokens
         noise = SampleId(noise.prompt, noise.index, self.samples[key].attempt)
-        kept = self._workload.first_mismatch(noise, num_tokens, rate)
+        if self._mismatch:
+            rate = 1 - power(1 - self._mismatch, num_updates)
+            kept = self._workload.first_mismatch(noise, num_tokens, rate)
         floor, ceiling = 0, math.inf
         if key in self.kept:
             self.verified.num_tokens += min(kept + 1, num_tokens)
@@ -244,4 +258,4 @@ class Responses:
             for key, tokens, floor in left:
                 noise, length = self.noises[key], self.lengths[key]
                 draw = Draw(length, tokens, self._version, noise.attempt, floor, ceiling)
-                self._left[noise.prompt, noise.index] = draw
+                self._left.setdefault(noise.prompt, {})[noise.index] = draw

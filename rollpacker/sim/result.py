@@ -1,4 +1,4 @@
-"""What a simulation found: one record per step, their mean, and idle device time by cause."""
+"""The result of a simulation: one record per step, their mean, and idle device time by cause."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StepResult:
     max_response_tokens: int
     """The longest response that was trained on."""
     tokens_generated: int
-    """Those of aborted and deferred samples included."""
+    """Tokens that were generated, those of aborted and deferred samples included."""
     tokens_trained: int
     num_trained: int
     """Samples."""
@@ -99,7 +99,7 @@ class SystemResult:
     tokens_trained: int
     trained_length_mean: float
     policy_length_mean: float
-    """Of the scenario's own law: what the policy would write if nobody selected."""
+    """Mean of the scenario's own length law: what the policy would write if nobody selected."""
     policy_length_p95: float
     tail_trained_share: float
     """Share of trained responses beyond the policy's own P95; 0.05 without selection."""
@@ -110,12 +110,12 @@ class SystemResult:
     num_releases: int
     """How often the stream plan released devices."""
     own_length_mean: float = math.nan
-    """Of as many responses to the prompts that were trained on, if nobody selected and no weights
-    changed; nan: not known."""
+    """Mean length of as many responses to the prompts that were trained on, if nobody selected and
+    no weights changed. nan: not known."""
     mismatch: float = 0.0
     """Share of the carried tokens drawn again that came out differently."""
     pipeline: PipelineResult | None = None
-    """Of the trainer's stages, if it has any."""
+    """Result of the trainer's stages. None: it has no stages."""
 
     @property
     def mean(self) -> dict[str, float]:
@@ -140,12 +140,12 @@ class SystemResult:
 
     @property
     def paired_shift(self) -> float:
-        """The same against the prompts that were trained on, whose lengths do not differ by chance:
-        0 if only the order changed."""
+        """Length shift against the very prompts that were trained on, which does not vary by
+        chance: 0 if only the order changed."""
         return self.trained_length_mean / self.own_length_mean - 1
 
     def to_plain(self) -> dict[str, Any]:
-        """As `rollpacker simulate --json` prints it."""
+        """The result as `rollpacker simulate --json` prints it."""
         mean = self.mean
         return {
             "steps": [

@@ -1,4 +1,4 @@
-"""What is simulated: a model on a cluster, its workload, and the system that runs it.
+"""A scenario is what is simulated: a model on a cluster, its workload, and the system that runs it.
 
 A scenario is a YAML file, checked like a run's config. `system` names a preset of the switches
 (`presets.SYSTEMS`); what the file or an override says of a switch wins over the preset.
@@ -42,7 +42,8 @@ from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 SHARE_TOLERANCE = 0.01
 """Shares may miss 1 by so much: 0.34 + 0.33 + 0.33 and three times 0.333 are both fine."""
 MAX_SAMPLES = 10_000_000
-"""Of a step, and of the steps that an oracle sorts together: what fits into memory."""
+"""Samples of a step at most, and of the steps that an oracle sorts together: more do not fit into
+memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +102,8 @@ class RewardScheduler:
     colocated_judge: bool = True
     """The judge shares the GPUs of the rollout."""
     order: Literal["fifo", "closest", "longest"] = "fifo"
-    """Who is checked next: who came first, whose prompt lacks the fewest verdicts, or whose check
-    is expected to take longest."""
+    """The response that is checked next: the first to come, one whose prompt lacks the fewest
+    verdicts, or the one whose check is expected to take longest."""
     cancel: bool = False
     """Checks that run for samples which are not needed any more are ended, as real runs do. Off by
     default: the constants were calibrated without."""
@@ -115,7 +116,7 @@ class ParallelismSwitch:
     enabled: bool = True
     """Off: every round has the degree of `rollout.tensor_parallel`."""
     resize_s: float = 0.0
-    """Until the engines of another degree are there."""
+    """Seconds until engines with a new tensor-parallel degree have started."""
 
     def __post_init__(self) -> None:
         check_seconds("resize_s", self.resize_s)
@@ -147,7 +148,7 @@ class CarrySpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleSpec:
-    """What only a simulator can know (`oracle.*`)."""
+    """Knowledge that only a simulator can have (`oracle.*`)."""
 
     reorder_window: int = 0
     """The prompts of so many steps are sorted by their longest response; 0: as they come."""
@@ -165,13 +166,13 @@ class Scenario:
     """Everything that a simulation depends on."""
 
     name: str
-    """Of the pictures and tables."""
+    """Title of the pictures and tables."""
     model: str | ModelShape
     """A preset's name, or a shape."""
     cluster: Cluster
     rollout: RolloutSpec
     lengths: LengthLaw | None = None
-    """Of every response, unless its reward stage has lengths of its own."""
+    """Length law of every response, unless its reward stage has lengths of its own."""
     rewards: tuple[RewardStage, ...] = ()
     """Ways in which answers are checked, mixed by share; none: every verdict is there at once."""
     turns: TurnsSpec | None = None
@@ -188,11 +189,11 @@ class Scenario:
     oracle: OracleSpec = field(default_factory=OracleSpec)
     carry: CarrySpec = field(default_factory=CarrySpec)
     unkind: UnkindConfig | None = None
-    """What goes wrong: engines that fail, verdicts that get lost; None: nothing."""
+    """Faults that happen: engines that fail, verdicts that get lost; None: none."""
     steps: int = 40
     """Optimizer steps that are simulated."""
     seed: int = 0
-    """Of prompts, lengths, verdicts and what goes wrong."""
+    """Seed of prompts, lengths, verdicts and faults."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "steps")
@@ -242,7 +243,8 @@ class Scenario:
 
     @property
     def trainer(self) -> Trainer:
-        """What the cost and the memory of the trainer's stages hang on."""
+        """The parts of the scenario that the cost and the memory of the trainer's stages depend
+        on."""
         return Trainer(self.train, self.cluster, self.shape)
 
     @property
@@ -258,7 +260,7 @@ class Scenario:
 
     @property
     def max_tokens(self) -> int:
-        """Of a response; of a trajectory, where there are turns."""
+        """Tokens of a response at most; with turns, of a trajectory."""
         return self.rollout.max_response_tokens if self.turns is None else self.turns.max_tokens
 
     @property

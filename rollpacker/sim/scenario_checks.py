@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from rollpacker.config.document import nearest
 
 MAX_SECONDS = 1e9
-"""Of any one thing."""
+"""Seconds that any one thing may take at most."""
 TRAINED_PARAMETER_BYTES = 18
 """bfloat16 weights, and in float32 gradients, master weights and Adam's two moments."""
 

@@ -23,9 +23,9 @@ from rollpacker.sim.workload import Workload
 from rollpacker.sim.workload_spec import RewardStage
 
 DEDICATED_JUDGE_SHARE = 0.8
-"""Of its rate, what a judge on devices of its own reaches, compared with one that shares all of
-them. Assumed so that the step times of Fig. 13a of the paper (without the sharing 0.82 to 0.98 of
-the steps' speed) come out in their middle."""
+"""Share of its rate that a judge on devices of its own reaches, compared with one that shares all
+devices. Assumed so that the step times of Fig. 13a of the paper (without the sharing 0.82 to 0.98
+of the steps' speed) come out in their middle."""
 
 
 def simulate(

@@ -133,7 +133,7 @@ class Simulation:
 
     def advance(self, until_s: float | None = None) -> None:
         """Go on to this time and with it; None: to the end of the run."""
-        take = self._bus.take if self._unkind is None else self._take_unkindly
+        take = self._bus.take_alone if self._unkind is None else self._take_unkindly
         self.clock.run(take, until_s)
 
     def result(self) -> SystemResult:
@@ -151,7 +151,7 @@ class Simulation:
 
     def _take_unkindly(self, event: Event) -> None:
         assert self._unkind is not None
-        self._bus.take(self._unkind.answer(event))
+        self._bus.take_alone(self._unkind.answer(event))
 
     def _on_step(self, committed: Event) -> None:
         done = len(self._tally.steps)

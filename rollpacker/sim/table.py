@@ -1,4 +1,4 @@
-"""What came of a simulation: plain tables of at most 100 columns, and a few sentences on what they
+"""Plain tables of at most 100 columns of what was simulated, and a few sentences on what they
 mean."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rollpacker.sim.result import (
 )
 
 Results = Mapping[str, SystemResult]
-"""By system, in the order in which they are shown; the first is what the others are compared
-with."""
+"""Result of each system, in the order in which they are shown. The others are compared with the
+first."""
 
 STAGES = {
     "rollout": "rollout_s",
@@ -142,7 +142,7 @@ def _idle_table(results: Results) -> list[list[str]]:
 
 
 def explain(results: Results) -> str:
-    """What the numbers say of the fastest system: where its step goes, how it compares, and what it
+    """A few sentences on the fastest system: where its step goes, how it compares, and what it
     trains on. The oracle is only compared with, as nobody can build it."""
     name = min(
         (name for name in results if name != ORACLE or len(results) == 1),
@@ -159,8 +159,8 @@ def explain(results: Results) -> str:
 
 
 def explain_what_if(results: Results) -> str:
-    """The same for a run as it was measured, the run simulated, and the run simulated with other
-    settings, in this order; without the last one where nothing was changed."""
+    """A few sentences on a run as it was measured, the run simulated, and the run simulated with
+    other settings, in this order. The last one is missing where nothing was changed."""
     measured, same, *others = results.values()
     changed = others[0] if others else same
     before, after = same.mean["total_s"], changed.mean["total_s"]
@@ -239,7 +239,7 @@ def _faster_than_the_oracle(results: Results) -> list[str]:
 
 
 def _shift(result: SystemResult) -> float:
-    """Of trained lengths: against the same prompts, where that is known."""
+    """Shift of trained lengths, against the same prompts where that is known."""
     return result.paired_shift if math.isfinite(result.paired_shift) else result.length_shift
 
 
@@ -278,7 +278,7 @@ def _what_is_trained(name: str, result: SystemResult) -> str:
 
 
 def _misses_the_longest(result: SystemResult) -> bool:
-    """The same prompts' lengths are kept, and the table has a shift all the same."""
+    """The lengths of the trained prompts are kept, and the table has a shift all the same."""
     return abs(_shift(result)) < _NOTABLE_SHIFT and result.length_shift < -_NOTABLE_SHIFT
 
 

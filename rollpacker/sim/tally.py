@@ -1,4 +1,4 @@
-"""What is counted while a run is simulated: the time of every step, and idle devices by cause.
+"""Counts of a simulated run: the time of every step, and idle devices by cause.
 
     committed     launch       engines empty   (launch ...)    train on   trained   committed
         |--- sync ---|---- rollout ---|-- reward wait --|--- ... ---|-- train --|--- sync ---|
@@ -64,7 +64,7 @@ class Tally:
         self.bubble[ENVIRONMENT] = self.bubble.get(ENVIRONMENT, 0.0) + device_s
 
     def rollout_goes_on(self, now_s: float) -> None:
-        """What seemed to be the end of the rollout was a wait for environments."""
+        """The rollout continues: its seeming end was a wait for environments."""
         step = self.step
         assert step.empty_since_s is not None
         waited_s = now_s - step.empty_since_s
@@ -120,7 +120,7 @@ class Tally:
     # -- the result --------------------------------------------------------------------
 
     def result(self, num_releases: int, mismatch: float = 0.0) -> SystemResult:
-        """Of the steps so far, at least one."""
+        """The result of the steps so far, of which there must be at least one."""
         steps = self.steps
         num_trained = sum(step.num_trained for step in steps)
         tokens_trained = sum(step.tokens_trained for step in steps)
@@ -145,7 +145,7 @@ class OpenStep:
 
     def __init__(self, began_s: float) -> None:
         self.kind = ""
-        """Of its latest round, as the degree is."""
+        """Kind of the step's latest round. `tensor_parallel` is that round's too."""
         self.tensor_parallel = 1
         self.began_s = self.rollout_from_s = began_s
         self.empty_since_s: float | None = None
@@ -156,7 +156,7 @@ class OpenStep:
         self.preemptions = 0
         self.tokens_generated = 0
         self.tokens_redrawn = 0
-        """Of ends that were not taken."""
+        """Tokens of ends that were drawn and refused."""
         self.tokens_trained = 0
         self.num_trained = 0
         self.max_trained = 0

@@ -1,4 +1,4 @@
-"""What a scenario says of the optimizer step."""
+"""The part of a scenario that describes the optimizer step."""
 
 from __future__ import annotations
 

@@ -24,15 +24,15 @@ NUM_SEEN = 512
 
 class Turn(NamedTuple):
     tokens: int
-    """Of the message."""
+    """Tokens of the message."""
     is_cut_off: bool
-    """It ran into a limit, and ends the trajectory."""
+    """The message ran into a limit, which ends the trajectory."""
     given: int
     """Tokens of the answer."""
     seconds: float
-    """Until it is there."""
+    """Seconds until the answer is there."""
     is_over: bool
-    """With it the episode is."""
+    """The episode is over with this answer."""
 
 
 AtRank = Callable[[Mapping[float, float], SampleId, int, int], NDArray[np.floating[Any]]]
@@ -42,7 +42,7 @@ Message = Callable[[SampleId, int], int]
 
 
 class Trajectories:
-    """Turns by sample."""
+    """The turns of every sample."""
 
     def __init__(
         self,
@@ -51,10 +51,9 @@ class Trajectories:
         spec: TurnsSpec,
         max_response_tokens: int,
     ) -> None:
-        self._at_rank, self._message = at_rank, message
-        self._spec, self._cap = spec, max_response_tokens
-        self.turns = functools.lru_cache(MAX_KEPT)(self._draw)
-        """Of a sample, under the ids that its noise has: up to its last message."""
+        draw = functools.partial(_draw, at_rank, message, spec, max_response_tokens)
+        self.turns = functools.lru_cache(MAX_KEPT)(draw)
+        """Turns of a sample up to its last message, by the id that its noise has."""
 
     def total(self, sample: SampleId) -> int:
         """Tokens of the trajectory, without those that are given after the last message."""
@@ -76,28 +75,31 @@ class Trajectories:
         totals = np.array([self.total(SampleId(prompt, 0, 0)) for prompt in prompts])
         return float(totals.mean()), float(np.percentile(totals, 95))
 
-    def _draw(self, sample: SampleId) -> tuple[Turn, ...]:
-        spec, at_rank = self._spec, self._at_rank
-        num = int(at_rank(spec.messages_quantiles, sample, 0, 1)[0])
-        most = num if spec.max_turns is None else min(num, spec.max_turns)
-        given = at_rank(spec.given_tokens_quantiles, sample, 1, most)
-        seconds = at_rank(spec.seconds_quantiles, sample, 2, most)
-        turns: list[Turn] = []
-        tokens = 0
-        for turn in range(most):
-            message = self._message(sample, turn)
-            room = spec.max_tokens - tokens
-            is_cut_off = message >= min(self._cap, room)
-            message = min(message, room)
-            answer = Turn(
-                tokens=message,
-                is_cut_off=is_cut_off,
-                given=int(given[turn]),
-                seconds=round(float(seconds[turn]), 6),
-                is_over=turn + 1 == num,
-            )
-            turns.append(answer)
-            tokens += message + answer.given
-            if is_cut_off or tokens >= spec.max_tokens:
-                break
-        return tuple(turns)
+
+def _draw(
+    at_rank: AtRank, message_of: Message, spec: TurnsSpec, cap: int, sample: SampleId
+) -> tuple[Turn, ...]:
+    """The turns of a sample. `cap`: tokens at which a message is cut off."""
+    num = int(at_rank(spec.messages_quantiles, sample, 0, 1)[0])
+    most = num if spec.max_turns is None else min(num, spec.max_turns)
+    given = at_rank(spec.given_tokens_quantiles, sample, 1, most)
+    seconds = at_rank(spec.seconds_quantiles, sample, 2, most)
+    turns: list[Turn] = []
+    tokens = 0
+    for turn in range(most):
+        message = message_of(sample, turn)
+        room = spec.max_tokens - tokens
+        is_cut_off = message >= min(cap, room)
+        message = min(message, room)
+        answer = Turn(
+            tokens=message,
+            is_cut_off=is_cut_off,
+            given=int(given[turn]),
+            seconds=round(float(seconds[turn]), 6),
+            is_over=turn + 1 == num,
+        )
+        turns.append(answer)
+        tokens += message + answer.given
+        if is_cut_off or tokens >= spec.max_tokens:
+            break
+    return tuple(turns)

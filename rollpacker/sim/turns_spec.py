@@ -1,4 +1,4 @@
-"""What a scenario says of turns with environments (`turns.*`)."""
+"""The part of a scenario that describes turns with environments (`turns.*`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TurnsSpec:
     seconds_quantiles: Mapping[float, float]
     """Seconds of the environment for an answer."""
     max_tokens: int
-    """Of a trajectory: sampled and given ones, without the prompt."""
+    """Tokens of a trajectory at most, sampled and given ones, without the prompt."""
     max_turns: int | None = None
     """Messages of a trajectory; None: no limit."""
     workers: int | None = None
@@ -32,13 +32,13 @@ class TurnsSpec:
     deadline: AdaptiveDeadlineConfig = field(
         default_factory=lambda: AdaptiveDeadlineConfig(min_s=60.0, factor=2.0, max_s=600.0)
     )
-    """Of an answer; the slowest so far says how long others may take. Its default is more patient
-    than that of checks: what is lost is a trajectory, not one verdict."""
+    """Deadline of an answer; the slowest so far says how long others may take. Its default is more
+    patient than that of checks: what is lost is a trajectory, not one verdict."""
     deterministic: bool = False
     """An environment that is lost is played again. False: its sample has failed."""
     keep_rows: bool = True
-    """What an engine has of a trajectory stays in its cache while the environment answers, and
-    takes no room there. False: it is computed anew for each turn."""
+    """A trajectory stays in its engine's cache while the environment answers, and takes no room
+    there. False: it is computed anew for each turn."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "max_tokens")
@@ -52,7 +52,7 @@ class TurnsSpec:
         )
 
     def acting(self, kinds: tuple[str, ...]) -> ActingConfig:
-        """What the core is told of them, for prompts of these sources."""
+        """The core's configuration of turns, for prompts of these sources."""
         kind = KindConfig(workers=self.workers, deadline=self.deadline)
         return ActingConfig(
             limits=TurnLimits(max_turns=self.max_turns, max_trajectory_tokens=self.max_tokens),

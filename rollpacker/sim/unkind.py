@@ -77,7 +77,7 @@ class Unkind:
         self._retries: dict[SampleId, int] = {}
         """Checks that were asked for again, and how often."""
         self._replays: dict[SampleId, int] = {}
-        """The same of acts."""
+        """Acts that were asked for again, and how often."""
 
     def routes(self) -> Routes:
         """The routes of the ports inside; launches and checks are overheard on their way."""
@@ -93,7 +93,7 @@ class Unkind:
         return routes
 
     def answer(self, event: Event) -> Event:
-        """What the core hears instead of this: mostly the event itself."""
+        """The event that the core receives instead of this one: mostly the event itself."""
         config = self.config
         match event:
             case SampleGenerated(sample=sample):

@@ -19,18 +19,17 @@ from rollpacker.config.document import ConfigError
 from rollpacker.config.load import differences, load_config, to_plain
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.checks.reward_schedule import RewardKindConfig
-from rollpacker.core.commands import Launch
-from rollpacker.core.events import SampleAborted, SampleGenerated
-from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job.config import JobConfig
 from rollpacker.core.lengths.counts import PromptLengths
 from rollpacker.core.lengths.fit import choose_length_model
 from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.portable import dot, exps, logs, total
-from rollpacker.core.records import LogError, Record
+from rollpacker.core.records import LogError
 from rollpacker.report.accounting import Accounting
+from rollpacker.report.carrying import add_up, step_carrying
 from rollpacker.report.fit import fit_run
 from rollpacker.report.fitted_run import FittedRun
+from rollpacker.report.history import iterate_steps
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.step_summary import StepSummary
 from rollpacker.sim.latency import MeasuredModel, StepCost
@@ -48,7 +47,7 @@ MODELLED = (
 )
 """Keys of a run's config that a simulation of it can follow."""
 COLOCATED = ("train.colocate", "train.processes", "train.replicas")
-"""These, too, if engines and the trainer share devices."""
+"""Further keys that a simulation can follow if engines and the trainer share devices."""
 SHORTEST_STEP_S = 1e-6
 NUM_AGAIN = 64
 """Lengths drawn for every row beside the recorded ones."""
@@ -68,7 +67,7 @@ class WhatIf:
     fit_text: str
     """The fitted constants, as a table."""
     model: RunModel
-    """What was simulated both times."""
+    """The run as something that can be simulated."""
     config: RunConfig
     """The settings with the overrides."""
     scenario: Mapping[str, Any]
@@ -123,10 +122,10 @@ class RunModel:
         in_order: bool = False,
         every: int = 1,
     ) -> SystemResult:
-        """The same for a whole config. With seed 0, or `in_order`, prompts come in the recorded
-        order, else in a random one: a few steps then stand for the whole run, in which lengths
-        drift. `every`: only every so many-th row, for fewer steps of the same drift. `mismatch`
-        None: as often as in the run."""
+        """Simulate so many steps of a whole config. With seed 0, or `in_order`, prompts come in the
+        recorded order, else in a random one: a few steps then stand for the whole run, in which
+        lengths drift. `every`: only every so many-th row, for fewer steps of the same drift.
+        `mismatch` None: as often as in the run."""
         rollout = config.rollout
         in_order = in_order or not seed
         rows = list(self._pools)[::every]
@@ -200,30 +199,14 @@ class RunModel:
     def mismatch(self) -> float:
         """Chance per token and update that a carried token came out differently in this run; 0 if
         nothing was carried."""
-        version, drawn = 0, dict[tuple[PromptId, int], int]()
-        carried: dict[SampleId, tuple[int, int]] = {}
-        num_mismatches = num_tokens = 0
-        for entry in EventLog(events_path(self.folder)):
-            if not isinstance(entry, Record):
-                continue
-            for command in entry.commands:
-                if isinstance(command, Launch):
-                    version = command.version
-                    for sample, tokens in zip(command.samples, command.carried, strict=False):
-                        age = version - drawn.get((sample.prompt, sample.index), version)
-                        carried[sample] = (tokens, age)
-            event = entry.event
-            if isinstance(event, SampleGenerated | SampleAborted):
-                tokens, age = carried.pop(event.sample, (0, 0))
-                drawn[event.sample.prompt, event.sample.index] = version
-                if event.num_kept is not None and tokens and age:
-                    num_mismatches += event.num_kept < tokens
-                    num_tokens += age * min(event.num_kept + 1, tokens)
-        return num_mismatches / num_tokens if num_tokens else 0.0
+        return add_up(
+            map(step_carrying, iterate_steps(EventLog(events_path(self.folder))))
+        ).mismatch_per_update
 
     @cached_property
     def capped_share(self) -> float:
-        """Of the recorded responses that were not stopped, so many ran to the cap."""
+        """Share of the recorded responses that ran to the cap, among those that were not
+        stopped."""
         pools = self.fitted.workload.pools.values()
         lengths = [tokens for pool in pools for tokens in pool]
         cap = self.config.rollout.max_response_tokens

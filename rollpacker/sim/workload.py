@@ -204,7 +204,7 @@ class Workload:
     def verdict(self, sample: SampleId) -> tuple[float, bool]:
         """Seconds that checking the response keeps a worker, without any deadline (0.0 where there
         is no check), and whether it is right. One that no check ends on in time is not."""
-        prompt, index, attempt = sample
+        prompt, index, attempt = sample.prompt, sample.index, sample.attempt
         place = prompt.row if self._rows is None else self._place(prompt)
         seconds, correct = self._verdicts(place // BLOCK_ROWS, attempt, index // CHUNK)
         at = place % BLOCK_ROWS * CHUNK + index % CHUNK
@@ -222,7 +222,7 @@ class Workload:
     def message(self, sample: SampleId, turn: int) -> int:
         """Tokens of the model's message in this turn, counted from 0: in turn 0 the length of the
         response, later that of a further one."""
-        prompt, index, attempt = sample
+        prompt, index, attempt = sample.prompt, sample.index, sample.attempt
         place = prompt.row if self._rows is None else self._place(prompt)
         chunk = turn * TURN_CHUNKS + index // CHUNK
         lengths = self._lengths(place // BLOCK_ROWS, attempt, chunk)

@@ -1,4 +1,5 @@
-"""What a scenario says of its prompts: how long their responses are, and how these are checked."""
+"""The part of a scenario that describes prompts: how long their responses are, and how these are
+checked."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ OWN_PROMPTS = {
     "hard_prompts": 0.0,
     "hard_prompt_cap_probability": 0.15,
 }
-"""What the prompt has to do with lengths that are no preset."""
+"""How much lengths that are no preset depend on their prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +34,8 @@ class LengthLaw:
     prompt. Of the second kind the prompts come in the file's order, and what follows here has no
     effect. The path is relative to the folder that the command is run in."""
     within_prompt_correlation: float | None = None
-    """Of the normal scores of two responses to one prompt: 0 is all luck, 1 is all the prompt.
-    None, here and below: as fitted for a preset; without one 0.05, and no hard prompts."""
+    """Correlation of the normal scores of two responses to one prompt: 0 is all luck, 1 is all the
+    prompt. None, here and below: as fitted for a preset; without one 0.05, and no hard prompts."""
     hard_prompts: float | None = None
     """This share of the prompts is hard: ..."""
     hard_prompt_cap_probability: float | None = None
@@ -76,7 +77,7 @@ class RewardStage:
     kind: Literal["math", "code", "judge", "none"]
     """Names the times and the pool of the checks; none: every verdict is there at once."""
     share: float
-    """Of the prompts."""
+    """Share of the prompts that are checked in this way."""
     seconds_quantiles: Mapping[float, float] | None = None
     """Seconds of one check by quantile (math, code); the logarithm is linear between them, and
     beyond both ends it stays."""

@@ -1,1 +1,1 @@
-"""Where a run is shown besides its own folder: one file per tracking library."""
+"""Trackers show a run outside of its own folder: one file per tracking library."""

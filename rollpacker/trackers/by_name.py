@@ -16,5 +16,5 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def make_tracker(config: TrackerConfig) -> Tracker:
-    """No library is imported before the run starts."""
+    """The tracker of a config. No library is imported before the run starts."""
     return TRACKERS[config.name](config)

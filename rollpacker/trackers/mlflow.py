@@ -25,7 +25,7 @@ from rollpacker.trackers.sending import (
 )
 
 MAX_PARAMS = 100
-"""MLflow takes so many in one call."""
+"""Most parameters that MLflow takes in one call."""
 MAX_PARAM_CHARACTERS = 500
 _STATUSES = {"ok": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
@@ -78,7 +78,7 @@ class MlflowTracker(Tracker):
         self.shown.log_batch(self._run_id, metrics=metrics)
 
     def send_samples(self, step: int, table: SamplesTable) -> None:
-        """In the form of MLflow's `log_table`, which needs pandas."""
+        """Send the table in the form of MLflow's `log_table`, which itself needs pandas."""
         file = f"samples/step_{step:06d}.json"
         values = {"columns": table.columns, "data": table.rows}
         self.shown.log_text(self._run_id, json.dumps(values), file)
@@ -101,8 +101,9 @@ class MlflowTracker(Tracker):
 
 
 def metric_name(name: str, *, in_files: bool = False) -> str:
-    """As MLflow allows it: `eval/pass@1` is `eval/pass_at_1` there. In a store of files a name's
-    parts are folders, and no metric may be named as another one's folder: dots part them there."""
+    """A name of a metric that MLflow allows: `eval/pass@1` becomes `eval/pass_at_1`. In a store of
+    files a name's parts are folders, and no metric may be named as another one's folder: dots part
+    them there."""
     name = _NOT_IN_NAMES.sub("_", name.replace("@", "_at_"))
     return name.replace("/", ".") if in_files else name
 

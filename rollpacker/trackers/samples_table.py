@@ -1,4 +1,4 @@
-"""What a step trained on, as a table for a page that somebody else's program draws."""
+"""Makes a table of the samples of a step, for a page that somebody else's program draws."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MAX_CHARACTERS = 8000
 _UNSEEN = {"Cc", "Cs", "Co", "Cn"}
 """Categories of Unicode that no page shows as what they are."""
 _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f")
-"""They reorder what stands around them."""
+"""Characters that reorder what stands around them."""
 
 
 class SamplesTable(NamedTuple):
-    """Every row has a value for each column: a number, a text or None."""
+    """A table in which every row has a value for each column: a number, a text or None."""
 
     columns: list[str]
     rows: list[list[float | str | None]]

@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 OPEN_S = 60.0
-"""How long a library may take to open its run."""
+"""Seconds that a library may take to open its run."""
 CALL_S = 120.0
-"""How long it may take over any one thing after that."""
+"""Seconds that a library may take over any one thing after that."""
 CLOSE_S = 60.0
-"""How long the run's end waits for what is still to be sent."""
+"""Seconds that the run's end waits for what is still to be sent."""
 
 Leaves = Iterator[tuple[str, Any]]
 Status = Literal["ok", "interrupted", "failed"]
@@ -47,7 +47,8 @@ all of them."""
 
 
 class TrackerProblem(Exception):
-    """Why a tracker cannot be used, and what to do about it, in words that follow its name."""
+    """A tracker cannot be used. The message says why and what to do about it, in words that follow
+    its name."""
 
 
 def check_connection(url: str, cure: str) -> None:
@@ -69,13 +70,13 @@ def check_connection(url: str, cure: str) -> None:
 
 
 class Opening(NamedTuple):
-    """What a library is told of the run that it is to show."""
+    """The run as a library gets it to show."""
 
     project: str
     run_name: str
     config: dict[str, Any]
     folder: Path
-    """Where the library may keep files; it exists."""
+    """An existing folder in which the library may keep files."""
     run_id: str | None
     """The library's own name of the run that is gone on with. None: a new run."""
     last_step: int
@@ -83,8 +84,8 @@ class Opening(NamedTuple):
 
 
 class Tracker(Callback):
-    """What all trackers share. A library's own file overrides some of the methods from `check` to
-    `finish`; they are called in the tracker's thread only, one at a time, and may raise
+    """The parts that all trackers share. A library's own file overrides some of the methods from
+    `check` to `finish`; they are called in the tracker's thread only, one at a time, and may raise
     anything."""
 
     name: ClassVar[str]
@@ -100,7 +101,8 @@ class Tracker(Callback):
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._late_at: float | None = None
-        """When what the thread is doing has taken too long. None: it does nothing."""
+        """Time on the monotonic clock at which the thread's task has taken too long. None: the
+        thread does nothing."""
         self._given_up = False
         self._record: dict[str, Any] = {"run_id": None, "sent": NOTHING}
         self._hooks = (sys.excepthook, sys.exit)
@@ -110,7 +112,8 @@ class Tracker(Callback):
         return missing(self.name, extra=self.name, what=f"the tracker {self.name}")
 
     def check(self) -> str:
-        """Where the run would be shown. Raises `TrackerProblem`, within seconds."""
+        """The place where the run would be shown, in words. Raises `TrackerProblem`, within
+        seconds."""
         raise NotImplementedError
 
     def open(self, run: Opening) -> tuple[str, str]:
@@ -162,7 +165,7 @@ class Tracker(Callback):
             self._give_up(f"it did not take everything within {CLOSE_S:g} s of the run's end")
 
     def _put(self, task: Callable[..., None], *arguments: Any, limit_s: float = CALL_S) -> None:
-        """Have the thread do it, unless the library has not come back from what was before."""
+        """Give the thread a task, unless the library takes too long over an earlier one."""
         if (late_at := self._late_at) is not None and time.monotonic() > late_at:
             self._give_up("it did not answer in time")
         if not self._given_up:

@@ -49,7 +49,8 @@ class SwanlabTracker(Tracker):
         self.shown.finish(state=_STATES[status], error=error)
 
     def _settings(self) -> Any:
-        """No question on the terminal, and what the terminal shows is not sent away."""
+        """Settings with no question on the terminal, under which what the terminal shows is not
+        sent away."""
         ours = {"interactive": False, "terminal": {"proxy_type": "none"}}
         mode = {key: self.config.options[key] for key in ("mode",) if key in self.config.options}
         return self.library.Settings(**{**ours, **mode, **self.config.options.get("settings", {})})

@@ -1,4 +1,4 @@
-"""What a run's trackers are told to do (`trackers`). Light: no tracking library."""
+"""The config of a run's trackers (`trackers`). Light: no tracking library."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class TrackerConfig:
 
     name: TrackerName
     project: str | None = None
-    """None: `rollpacker`."""
+    """The library's project. None: `rollpacker`."""
     run_name: str | None = None
-    """None: the run's name."""
+    """The name of the run in the library. None: the run's name."""
     samples_every_steps: int | None = 10
-    """How often a table of samples is sent. None: never."""
+    """Steps between two tables of samples that are sent. None: no table is sent."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the library's own call that opens a run, such as `entity` or `tags`."""
 

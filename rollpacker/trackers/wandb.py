@@ -18,8 +18,9 @@ from rollpacker.trackers.sending import (
 )
 
 ROWS_PER_STEP = 4
-"""At most: evaluation, samples, the step itself, and a picture. In offline mode W&B does not know
-how many rows the run has when it goes on, and would count from 0 again."""
+"""Most rows of W&B's history per step: evaluation, samples, the step itself, and a picture. In
+offline mode W&B does not know how many rows the run has when it goes on, and would count from 0
+again."""
 
 
 class WandbTracker(Tracker):

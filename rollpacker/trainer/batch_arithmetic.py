@@ -1,4 +1,5 @@
-"""What a step launches and trains on, from the config alone."""
+"""Arithmetic of a step, from the config alone: prompts and samples that it launches, and tokens
+that it trains on."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchArithmetic:
-    """What one step launches and trains on. Token numbers are upper bounds, for responses that all
-    reach the limit."""
+    """Prompts, samples and tokens of one step. Token numbers are upper bounds, for responses
+    that all reach the limit."""
 
     short_prompts: int
     short_samples_per_prompt: int
@@ -44,7 +45,7 @@ class BatchArithmetic:
 
 
 def batch_arithmetic(config: RunConfig) -> BatchArithmetic:
-    """What a step of this run launches and trains on."""
+    """Compute the prompts, samples and tokens of a step of this run."""
     prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
     tail = config.tail_batching
     short_prompts = tail.factors.num_prompts(prompts)
@@ -92,7 +93,7 @@ def _most_carried(config: RunConfig) -> int:
 
 
 def tail_notes(config: RunConfig) -> list[str]:
-    """What the arithmetic of a step does not tell of tail batching and streaming."""
+    """Notes about tail batching and streaming that the arithmetic of a step does not show."""
     tail, stream = config.tail_batching, config.stream_trainer
     notes = []
     if tail.chooses:

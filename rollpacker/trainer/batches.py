@@ -39,9 +39,11 @@ __all__ = [
 
 Layout = Literal["auto", "sorted", "packed"]
 Packs = Callable[[Sequence[int], int], list[list[int]]]
-"""Of lengths and a budget: rows of each micro-batch, by index."""
+"""A function of row lengths and a budget in tokens. It returns the rows of each micro-batch, by
+index."""
 Budget = Callable[[Sequence[int], Packs], int]
-"""Of the lengths of a call's rows, and of how a budget would put them together."""
+"""A function that chooses a budget in tokens from the lengths of a call's rows and the function
+that would put them together."""
 
 
 class Batcher:
@@ -77,9 +79,9 @@ class Batcher:
         return "packed" if self._packed else "sorted"
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Which rows each micro-batch takes, by index. `lengths` are `row_length`s: tokens that go
-        through the model. Depends on them and the order of equal ones alone; a row longer than the
-        budget has a micro-batch of its own."""
+        """Plan which rows each micro-batch takes, by index. `lengths` are `row_length`s: tokens
+        that go through the model. The plan depends on them and the order of equal ones alone; a
+        row longer than the budget has a micro-batch of its own."""
         packs = plan_packs if self.layout == "packed" else _sorted_runs
         chosen = self._max_tokens
         return packs(lengths, chosen if isinstance(chosen, int) else chosen(lengths, packs))
@@ -107,7 +109,8 @@ class Batcher:
 
 
 def budget_of(config: TrainConfig, of_stages: Callable[..., int] | None) -> int | Budget:
-    """What `Batcher` takes as `max_tokens`. `of_stages`: `Stage.budget`."""
+    """The `max_tokens` of a `Batcher`. `of_stages` is `Stage.budget`, or None outside of
+    pipeline stages."""
     if config.micro_batch_tokens != "auto":
         return config.micro_batch_tokens
 

@@ -29,10 +29,9 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollpacker.trainer.model import no_progress_bars
-from rollpacker.trainer.sharding import Shards, any_rank, full_tensors
+from rollpacker.trainer.sharding import Shards, any_rank, full_tensors, placed_like
 from rollpacker.trainer.trainer import TrainerError, TrainerStateError
 
 if TYPE_CHECKING:
@@ -150,8 +149,8 @@ def load_trainer_tensors(
     *,
     part: bool = False,
 ) -> dict[str, Tensor]:
-    """What `save_trainer` wrote, in new tensors that are placed and sharded as those of `like`.
-    `part`: of a pipeline stage, no more than `like` has.
+    """Read the tensors that `save_trainer` wrote into new ones, placed and sharded as those of
+    `like`. With `part`, this is a pipeline stage, and no more is read than `like` has.
 
     Raises `TrainerStateError` if files cannot be read, or if names, shapes or dtypes are others.
     """
@@ -283,12 +282,7 @@ def _copy_by_transformers(
     source = state_tensors(read)
     _check_shapes(source, target, folder)
     for name, value in target.items():
-        whole = source[name]
-        if isinstance(value, DTensor):  # every process has the whole tensor and cuts its own shard
-            whole = distribute_tensor(
-                whole.to(value.device), value.device_mesh, value.placements, src_data_rank=None
-            )
-        value.copy_(whole)
+        value.copy_(placed_like(value, source[name]))
 
 
 def _cause(failure: CheckpointException) -> str:

@@ -62,7 +62,8 @@ def compile_layers(model: nn.Module, *, backend: Backend = "inductor") -> bool:
 
 
 class _Attempt:
-    """What a model's layers share: whether compiling has failed."""
+    """State that the compiled layers of one model share: the backend, and whether compiling has
+    failed."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -148,7 +149,7 @@ class _CompiledForward:
 
 
 class _CompilingFailed(Exception):
-    """Its cause says why."""
+    """Compiling a layer failed. The exception's cause says why."""
 
 
 def _needs_grad(value: object) -> bool:

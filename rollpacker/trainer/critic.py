@@ -13,11 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from rollpacker.trainer.batches import MicroBatch
 from rollpacker.trainer.model import ModelError, load_model, no_load_report, no_progress_bars
+from rollpacker.trainer.sharding import placed_like
 from rollpacker.trainer.trainer import ModelConfig, TrainerStateError
 
 BODY = "model."
@@ -47,7 +47,7 @@ class Critic(nn.Module):
         return self.from_hidden_states(output.last_hidden_state, batch)
 
     def from_hidden_states(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        """The same from hidden states [B, W, D] after the last norm."""
+        """Values [N], as `forward` gives them, from hidden states [B, W, D] after the last norm."""
         hidden = hidden.flatten(0, 1).index_select(0, batch.positions)
         # A value in bfloat16 would have three digits; the head costs next to nothing.
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -87,7 +87,7 @@ def load_critic_weights(critic: Critic, folder: Path) -> None:
     critic of another architecture."""
     saved = _read(folder, critic)
     for name, value in critic.state_dict().items():
-        value.copy_(_placed_like(value, saved[name]))
+        value.copy_(placed_like(value, saved[name]))
 
 
 def _body(model: PreTrainedModel) -> PreTrainedModel:
@@ -142,11 +142,3 @@ def _plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     plain = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
     assert issubclass(plain, PreTrainedModel)
     return plain
-
-
-def _placed_like(target: Tensor, whole: Tensor) -> Tensor:
-    if not isinstance(target, DTensor):
-        return whole
-    whole = whole.to(device=target.device, dtype=target.dtype)
-    # Every rank has read the same file, so nothing has to be sent.
-    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)

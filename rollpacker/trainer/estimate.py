@@ -1,5 +1,4 @@
-"""What a step will launch, train and need in memory, from the config and the model's config.json
-alone.
+"""Estimate of a step's work and memory, from the config and the model's config.json alone.
 
 Behind `--dry-run`: loads no weights (safetensors headers give the exact number of parameters), and
 torch only to run the model's layers without data (`trainer/layer_trace.py`). Memory is what
@@ -36,32 +35,32 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
 
 CARRIED_TOKEN_BYTES = 12
-"""What a token that waits for its prompt's next launch takes: itself and its log-prob, as
+"""Bytes of a token that waits for its prompt's next launch: itself and its log-prob, as
 `run/ports/carried.py` keeps them."""
 _PROC_NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What `--dry-run` prints."""
+    """The estimate that `--dry-run` prints."""
 
     device: str
     dtype: str
     num_parameters: int | None
     batch: BatchArithmetic
     memory: Memory
-    """What the run's own process holds. Without parts if nothing is known of the model."""
+    """Memory of the run's own process. It has no parts if nothing is known of the model."""
     processes: int
     """Processes that the trainer has of its own; 0 if it works in the run's process."""
     ranks: tuple[Memory, ...]
-    """What each of the trainer's processes holds: one record for all of them, or one for each
+    """Memory of each of the trainer's processes: one record for all of them, or one for each
     pipeline stage, whose processes follow each other. Empty if there are none, or if nothing is
     known of their memory."""
     sweep: Sweep | None
     """The largest sweep through the pipeline stages. None: there are none, or their memory is not
     known."""
     notes: tuple[str, ...]
-    """What could not be known, and what looks wrong."""
+    """Notes about facts that could not be known, and about settings that look wrong."""
 
     @property
     def whole(self) -> bool:
@@ -79,7 +78,7 @@ class Estimate:
         return self.memory.size_bytes + others
 
     def rank(self, number: int) -> Memory:
-        """What this one of the trainer's processes holds, as far as it is known."""
+        """Memory of one of the trainer's processes, by its number, as far as it is known."""
         if not self.ranks:
             return Memory()
         return self.ranks[number * len(self.ranks) // self.processes]
@@ -259,7 +258,7 @@ def _engine_memory(models: TrainingMemory, notes: list[str]) -> list[MemoryPart]
 
 
 def _carried_memory(config: RunConfig, on_cuda: bool, notes: list[str]) -> list[MemoryPart]:
-    """What deferred prompts keep for their next launch."""
+    """Memory of the tokens that deferred prompts keep for their next launch."""
     prompts = batch_arithmetic(config).most_carried
     if not prompts:
         return []

@@ -64,7 +64,7 @@ _MATMUL_SIZE = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlopModel:
-    """What a token costs in training, forward and backward."""
+    """FLOPs that a token costs in training, forward and backward."""
 
     body: float
     """FLOPs per token in the layers' matrices."""

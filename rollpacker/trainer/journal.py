@@ -1,4 +1,5 @@
-"""What the trainer's ranks were told since their last checkpoints: to be told again to others.
+"""The journal of calls to the trainer's ranks since their last checkpoints, from which new ranks
+can repeat them.
 
 A checkpoint is the trainer at some version. What has brought it to later ones are calls, and the
 same calls bring new ranks there, with the same bits where the arithmetic is the same each time.
@@ -30,7 +31,7 @@ NUM_SEGMENTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RecordedCall:
     """See `Ranks.send`."""
 
     method: str
@@ -47,12 +48,12 @@ class Segment:
         self.end = 0
         """Bytes of those that a finished step has."""
 
-    def calls(self) -> Iterator[Call]:
-        """Those of finished steps."""
+    def calls(self) -> Iterator[RecordedCall]:
+        """Read the calls of finished steps."""
         self.file.seek(0)
         while self.file.tell() < self.end:
             method, numbers, sizes = json.loads(self.file.readline())
-            yield Call(method, [self.file.read(size) for size in sizes], numbers)
+            yield RecordedCall(method, [self.file.read(size) for size in sizes], numbers)
 
 
 class Journal:
@@ -88,7 +89,8 @@ class Journal:
         self._segments = [first]
 
     def saved(self, version: int) -> None:
-        """There is one more checkpoint to begin from, or there will be in a moment."""
+        """Begin a segment: there is one more checkpoint to start from, or there will be in a
+        moment."""
         self._keep(NUM_SEGMENTS - 1)
         self._segments.append(Segment(version, self._folder))
 
@@ -96,8 +98,9 @@ class Journal:
         """Whether ranks of this version can be brought to the last one."""
         return any(segment.version == version for segment in self._segments)
 
-    def since(self, version: int) -> Iterator[Call]:
-        """What brings ranks of this version to the last one. What came after that is forgotten.
+    def since(self, version: int) -> Iterator[RecordedCall]:
+        """Read the calls that bring ranks of this version to the last one. Calls of an unfinished
+        step are forgotten.
 
         Raises `TrainerProcessError` if it does not reach back so far.
         """
@@ -136,7 +139,7 @@ class KeptState:
 
     def __init__(self, parent: Path | None = None) -> None:
         self.version: int | None = None
-        """Of the trainer that wrote it. None: there is none."""
+        """The version of the trainer that wrote the state. None: there is no state."""
         self._root = None if parent is None else parent / RELAYOUT
         self._is_temporary = parent is None
         self.drop()  # what a run that was killed has left
@@ -155,13 +158,13 @@ class KeptState:
         return folder
 
     def keep(self, version: int) -> None:
-        """It is written. What was kept before is removed."""
+        """Mark the state of this version as written. The state that was kept before is removed."""
         if self.version is not None:
             shutil.rmtree(self.folder(self.version), ignore_errors=True)
         self.version = version
 
     def give_up(self, version: int) -> None:
-        """It was written for nothing, unless it is kept."""
+        """Remove the state of this version, which was written for nothing, unless it is kept."""
         if version != self.version:
             shutil.rmtree(self.folder(version), ignore_errors=True)
 

@@ -113,10 +113,10 @@ class RankPlace(NamedTuple):
     """Where a rank is started."""
 
     local_rank: int
-    """Its number on its host: its device there."""
+    """The rank's number on its host, which is also the number of its device there."""
     host: Host
     environment: Mapping[str, str]
-    """What it finds besides."""
+    """Environment variables that the rank finds besides its host's own."""
 
 
 class Ranks:
@@ -133,14 +133,15 @@ class Ranks:
         self._address = address
         self.all: list[Member] = []
         self._started: list[Member] = []
-        """Those that are children of this process."""
+        """Ranks that are children of this process."""
         self._calling = threading.Lock()
         self._starting = threading.Lock()
         self._is_closed = False
         self._why_lost: str | None = None
         self._listener: Listener | None = None
         self._store: TCPStore | None = None
-        """It must live as long as the ranks: this process serves it unless torchrun does."""
+        """The store in which the ranks meet. This process serves it unless torchrun does, so it
+        must live as long as the ranks."""
         torchrun = Torchrun.from_environment()
         if torchrun is not None and torchrun.rank > 0:
             raise ValueError(
@@ -187,7 +188,7 @@ class Ranks:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """By rank: the number of the place at which it lives."""
+        """The number of the place at which each rank lives, by rank."""
         return self._order
 
     def start_anew(self, order: Sequence[int] | None = None) -> None:
@@ -211,8 +212,8 @@ class Ranks:
             self._start_all()
 
     def how_lost(self) -> str | None:
-        """Which one has ended between two calls, and how. None: none of those that RollPacker has
-        started."""
+        """Name a rank that has ended between two calls, and how it ended. None if none of those
+        that RollPacker has started has ended."""
         if not self.can_start_anew:
             return None
         if self._why_lost is not None:
@@ -289,7 +290,7 @@ class Ranks:
         return self.send(method, [codec().encode((method, one)) for one in arguments], numbers)
 
     def send(self, method: str, calls: Sequence[bytes], numbers: Sequence[int] = ()) -> list[Any]:
-        """The same with calls of this method as bytes, which may be sent more than once.
+        """Make calls of this method that are bytes already, and may be sent more than once.
 
         Raises what a rank raised: the first that names samples if there is one. A rank that ends
         meanwhile ends all: `RanksLost`, or `TrainerProcessError` under torchrun. So does an error

@@ -1,4 +1,4 @@
-"""What a model's decoder layers hold in memory while they are trained: found by running them on
+"""Memory that a model's decoder layers hold while they are trained, found by running them on
 torch's meta device, which has shapes and no data.
 
     config.json -> the model, without weights -> forward (what is kept) -> backward (the peak)
@@ -85,7 +85,7 @@ def _traced(config: str, settings: TraceSettings) -> LayerTrace:
     for there in (*model.parameters(), *model.buffers()):
         live.leave_out(there)
     between: list[int] = []
-    """What was live at the entry of each layer, and at the exit of the last."""
+    """Live bytes at the entry of each layer, and at the exit of the last."""
     for layer in decoder.layers:
         layer.register_forward_pre_hook(lambda *_: between.append(live.now))
     decoder.layers[-1].register_forward_hook(lambda *_: between.append(live.now))
@@ -114,8 +114,8 @@ def _period(kinds: Sequence[str]) -> int:
 
 
 def _waiting_bytes(decoder: Any, ids: torch.Tensor) -> int:
-    """Of all layers, the inputs of trained linear layers, one that several share once, and the
-    gradients of their outputs."""
+    """Bytes of all layers' inputs of trained linear layers (an input that several share counts
+    once) and of the gradients of their outputs."""
     import torch
     from torch import nn
 

@@ -70,14 +70,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class OpenStep:
-    """What a learner has accumulated since its last update.
+    """Samples, sums and gradient scale that a learner has accumulated since its last update.
 
     It is dropped as a whole when the step ends, one way or the other.
     """
 
     sums: StepSums = field(default_factory=StepSums)
     gradient_scale: float = 1.0
-    """What the gradient so far must still be multiplied by."""
+    """Factor by which the gradient so far must still be multiplied."""
     parts: list[tuple[float, list[TrainSample]]] = field(default_factory=list)
     """The samples of each call, with what their weights were multiplied by since."""
     finite: bool = True
@@ -426,7 +426,7 @@ class Learner:
         bad = [
             f"sample {sample.sample}: advantage is {value}"
             for sample in samples
-            for value in _as_tuple(sample.advantage)
+            for value in sample.advantages
             if not math.isfinite(value)
         ]
         if self._any_of_replica(bool(bad)):  # others would wait for this rank's passes
@@ -482,7 +482,3 @@ def _all_finite(norms: Mapping[str, float]) -> bool:
 
 def _by_length(sample: TrainSample) -> tuple[int, SampleId]:
     return len(sample.prompt_tokens) + len(sample.response_tokens), sample.sample
-
-
-def _as_tuple(advantage: float | tuple[float, ...]) -> tuple[float, ...]:
-    return advantage if isinstance(advantage, tuple) else (advantage,)

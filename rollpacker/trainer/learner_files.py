@@ -1,4 +1,5 @@
-"""What a learner writes for others: weights for an engine, and the files of a checkpoint."""
+"""Tensors that a learner writes for others: weights for an engine, and the files of a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerFiles:
-    """What is written and read. With several ranks everything here is a joint call; rank 0 has the
-    whole and writes it."""
+    """Writer and reader of a learner's weights and checkpoints. With several ranks every method
+    is a joint call; rank 0 has the whole and writes it."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -83,8 +84,9 @@ class LearnerFiles:
     # -- weights for an engine -------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What training changes, whole and by the model's names, on rank 0: weights in the run's
-        dtype, of a model with adapters those alone, as they are. All ranks must iterate to the end.
+        """The weights that training changes, whole and by the model's names, on rank 0: in the
+        run's dtype, and of a model with adapters those alone, as they are. All ranks must iterate
+        to the end.
 
         The engine has the same adapters. Merging them into weights of half precision would round
         small updates away, and the engine would not compute what the trainer does.
@@ -115,8 +117,9 @@ class LearnerFiles:
         return {name: checkpoint.tensors_sha256(values) for name, values in tensors.items()}
 
     def lora_merge_loss(self) -> float | None:
-        """What the merged weights of a checkpoint lack, if there are adapters and a merge rounds
-        by more than their own arithmetic does (`lora.merge_squares`)."""
+        """Share of the adapters' change that the merged weights of a checkpoint lack. None if
+        there are no adapters, or if a merge rounds no more than its own arithmetic does
+        (`lora.merge_squares`)."""
         rounds = self._adapted and self.run_dtype in (torch.bfloat16, torch.float16)
         if not rounds:
             return None
@@ -152,8 +155,8 @@ class LearnerFiles:
         checkpoint.save_trainer(tensors, numbers, folder / "trainer", self.shards)
 
     def load(self, folder: Path) -> int:
-        """What `save` wrote. Returns the version. Raises `TrainerError` if what lies there is not
-        this model's."""
+        """Read a checkpoint that `save` wrote. Returns its version. Raises `TrainerError` if it
+        is not this model's."""
         state = checkpoint.load_trainer_state(folder / "trainer")
         if self._adapted:
             load_adapter(self.model, folder / "adapter", part=self.stage is not None)

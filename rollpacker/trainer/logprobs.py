@@ -23,8 +23,8 @@ BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitTransform:
-    """What a model does to its output layer's result: multiplies it, then bends it to within the
-    soft cap."""
+    """The transform between output layer and logits: the result is multiplied by `scale`, then
+    bent to within the soft cap."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -152,7 +152,8 @@ class _OutputLayer:
 
 
 def _whole_softmax(logits: Tensor, table: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_RunningSoftmax.results`; `table` [N, V] is the log-softmax of `logits`."""
+    """Results as those of `_RunningSoftmax.results`. `table` [N, V] is the log-softmax of
+    `logits`."""
     chosen = table.gather(-1, targets[:, None])
     norms = logits.gather(-1, targets[:, None]) - chosen
     return chosen[:, 0], torch.linalg.vecdot(table.exp(), table).neg_(), norms[:, 0]
@@ -161,7 +162,7 @@ def _whole_softmax(logits: Tensor, table: Tensor, targets: Tensor) -> tuple[Tens
 def _softmax_in_blocks(
     hidden: Tensor, output: _OutputLayer, targets: Tensor, columns: list[slice]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_RunningSoftmax.results`."""
+    """Results as those of `_RunningSoftmax.results`, from blocks of columns."""
     softmax = _RunningSoftmax(targets, full_precision(hidden.dtype))
     for part in columns:
         softmax.add(output.logits(hidden, part), part.start)
@@ -211,8 +212,8 @@ def _gradient(
     grad_entropy: Tensor | None,
     entropy: Tensor,
 ) -> Tensor:
-    """Of a block of logits [rows, columns]; `index` says in which column each row's target is, if
-    it is in the block at all."""
+    """Gradient of a block of logits [rows, columns]. `index` is the column of each row's target,
+    inside the block or outside of it."""
     result = log_probs.exp()
     if grad_entropy is None:
         assert grad is not None

@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollpacker.imports import require
 from rollpacker.trainer.quantization import dequantized
+from rollpacker.trainer.sharding import placed_like, whole
 from rollpacker.trainer.trainer import LoraConfig, TrainerStateError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ADAPTER = "default"
 """peft's own name for an only adapter."""
 _FILE_PREFIX = "base_model.model."
-"""What peft writes before a module's path, since its files are made by a wrapper."""
+"""Prefix that peft writes before a module's path, since its files are made by a wrapper."""
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 
@@ -138,17 +138,17 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def merge_squares(model: nn.Module) -> tuple[float, float]:
-    """What a merge would lose of the adapters' change by rounding to the weights' own precision,
-    and that change (0 before the first update): squares of their norms. Of a sharded model all
-    processes have to take part."""
+    """Two squared norms: of what a merge would lose of the adapters' change by rounding to the
+    weights' own precision, and of that change (0 before the first update). All processes of a
+    sharded model have to take part."""
     lost, changed = [torch.zeros(())], [torch.zeros(())]
     for module in _adapted_modules(model).values():
         weight = dequantized(module.get_base_layer().weight)
         change = module.get_delta_weight(_ADAPTER).to(_wide(weight))
         exact = weight + change
         rounded = exact.to(weight.dtype).to(exact.dtype)
-        lost.append(_whole(torch.linalg.vector_norm(rounded - exact)).cpu())
-        changed.append(_whole(torch.linalg.vector_norm(change)).cpu())
+        lost.append(whole(torch.linalg.vector_norm(rounded - exact)).cpu())
+        changed.append(whole(torch.linalg.vector_norm(change)).cpu())
     loss, change = (torch.stack(parts).double().square().sum() for parts in (lost, changed))
     return loss.item(), change.item()
 
@@ -164,7 +164,7 @@ def save_adapter(
     `PeftModel.from_pretrained`. Of a sharded model all processes have to take part, and one to
     write; `union` adds there what other pipeline stages have."""
     own = (
-        (name, _whole(value).contiguous().cpu())
+        (name, whole(value.detach()).contiguous().cpu())
         for name, value in adapter_parameters(model).items()
     )
     tensors = {_FILE_PREFIX + name.replace(f".{_ADAPTER}", ""): value for name, value in union(own)}
@@ -203,7 +203,7 @@ def load_adapter(model: nn.Module, folder: Path, *, part: bool = False) -> None:
             f"{different[0]} is missing in one of the two or has another shape"
         )
     for name, parameter in parameters.items():
-        _copy_into(parameter, tensors[name])
+        parameter.copy_(placed_like(parameter, tensors[name]))
 
 
 def _adapted_modules(model: nn.Module) -> dict[str, Any]:
@@ -224,17 +224,3 @@ def _tied_modules(model: nn.Module) -> set[str]:
 
 def _wide(value: Tensor) -> torch.dtype:
     return torch.float64 if value.dtype == torch.float64 else torch.float32
-
-
-def _whole(value: Tensor) -> Tensor:
-    value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _copy_into(parameter: Tensor, value: Tensor) -> None:
-    value = value.to(device=parameter.device, dtype=parameter.dtype)
-    if isinstance(parameter, DTensor):
-        value = distribute_tensor(
-            value, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
-    parameter.copy_(value)

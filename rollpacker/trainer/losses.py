@@ -20,7 +20,8 @@ from rollpacker.trainer.trainer import TrainSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """What the models say of the N response tokens of some samples, sample after sample; [N] each.
+    """Outputs of the models for the N response tokens of some samples, sample after sample; [N]
+    each.
 
     Gradients flow through `log_probs`, `entropy` and `values`.
     """
@@ -120,7 +121,7 @@ def no_losses(outputs: Outputs) -> Losses:
 
 
 def describe_bad_losses(losses: Losses, samples: Sequence[TrainSample]) -> str:
-    """Which samples made the loss or a log-prob non-finite."""
+    """Name the samples that made the loss or a log-prob non-finite."""
     finite = losses.per_token.isfinite() & losses.log_ratio.isfinite()
     lengths = [s.num_targets for s in samples]
     rows = torch.split(finite, lengths)

@@ -11,13 +11,14 @@ import torch
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
-"""What `clear_refs` takes to set the peak of the resident set to what is resident now."""
+"""Written to `clear_refs`, this sets the peak of the resident set to the current resident set."""
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 """The unit of `ru_maxrss`."""
 
 
 class PeakMemory:
-    """Of a CUDA device, what torch's allocator held for tensors; else the process's resident set.
+    """Peak of the memory that torch's allocator held for tensors on a CUDA device; on a CPU, of the
+    process's resident set.
 
     Where the system cannot set the resident set's peak back (`resets` is False: everywhere but on
     Linux), the peak since the process began stands in for it.
@@ -27,7 +28,7 @@ class PeakMemory:
         self._cuda = device if device.type == "cuda" else None
         self.resets = True
         self.mark_bytes = 0
-        """What was held at the last `reset`."""
+        """Bytes that were held at the last `reset`."""
         self.reset()
 
     def reset(self) -> None:

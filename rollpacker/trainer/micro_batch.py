@@ -18,8 +18,8 @@ from rollpacker.spans import Spans, num_outside, outside
 from rollpacker.trainer.trainer import ScoreRequest
 
 MICRO_BATCH_OVERHEAD_TOKENS = 192
-"""What starting a micro-batch costs, in padded tokens: worth this much padding to avoid one
-more."""
+"""Cost of starting a micro-batch, in padded tokens: one more micro-batch is worth avoiding this
+much padding."""
 
 
 class Row(NamedTuple):
@@ -30,7 +30,8 @@ class Row(NamedTuple):
     response: Sequence[int]
     """At least one of them was drawn."""
     given: Spans = ()
-    """Of the response, what the model was given: context for what follows, and no target."""
+    """Spans of the response's tokens that the model was given: they are context for what
+    follows, and no targets."""
 
     @property
     def num_targets(self) -> int:
@@ -38,7 +39,7 @@ class Row(NamedTuple):
 
 
 def row_of(sample: ScoreRequest) -> Row:
-    """What goes through the models of a sample."""
+    """The tokens of a sample that go through the models."""
     return Row(sample.prompt_tokens, sample.response_tokens, sample.given)
 
 
@@ -96,7 +97,7 @@ class MicroBatch:
     lengths: tuple[int, ...]
     """Tokens of each row, without padding."""
     model_inputs: Mapping[str, Any] = field(default_factory=dict)
-    """What the model's forward takes besides `input_ids`: nothing for right-padded rows."""
+    """Arguments of the model's forward besides `input_ids`. Right-padded rows need none."""
 
     @property
     def num_tokens(self) -> int:

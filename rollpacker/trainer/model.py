@@ -390,7 +390,8 @@ def _check_fields(config_class: type[PreTrainedConfig], settings: Mapping[str, o
 
 
 def _checked_path(path: str, setting: str = "model.path") -> str:
-    """What transformers can load by: a sound folder, or a name that may be one of the hub."""
+    """A path that transformers can load from: a sound folder, or a name that may be one of the
+    hub."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
@@ -420,7 +421,7 @@ def model_device(name: str) -> torch.device:
 
 
 def model_dtype(name: str, device: torch.device) -> torch.dtype:
-    """What `model.dtype` means on this device."""
+    """The dtype that `model.dtype` means on this device."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, name)

@@ -93,7 +93,7 @@ class ModelSet:
 
     @property
     def frozen(self) -> list[Policy]:
-        """Those that only score."""
+        """The policies that only score: reference and teacher."""
         return [one.policy for one in (self.reference, self.teacher) if one is not None]
 
     def besides_the_policy(self) -> Iterator[nn.Module]:
@@ -107,7 +107,7 @@ class ModelSet:
         return layers_in_training(self.checkpointed)
 
     def outputs(self, batch: MicroBatch) -> Outputs:
-        """What the losses are made of."""
+        """Run the models for the losses of a micro-batch."""
         reference = None
         if self.algorithm.reference_in_loss:
             reference = self._reference_log_probs(batch)
@@ -117,8 +117,8 @@ class ModelSet:
 
     @torch.no_grad()
     def scores(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """What the advantages need to know of the batch's N targets, by the fields of
-        `TokenScores`; [N] each."""
+        """Run the models for the scores of the batch's N targets that the advantages need, by
+        the fields of `TokenScores`; [N] each."""
         columns: dict[str, Tensor] = {}
         if self.algorithm.reference_in_scores:
             columns["ref_log_probs"] = self._reference_log_probs(batch)

@@ -28,7 +28,7 @@ class DecoderShape:
 
     layers: int
     attention_layers: int
-    """Those that keep keys and values. The others keep a state of one size for every row."""
+    """Layers that keep keys and values. The other layers keep a state of one size for every row."""
     hidden: int
     feed_forward: int
     query: int

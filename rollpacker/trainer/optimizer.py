@@ -8,26 +8,25 @@ master. Parameters may be plain tensors or, all of them, FSDP2's `DTensor`s.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from rollpacker.trainer.quantization import (
+    IN_A_LAYER,
     adamw_8bit,
     moments_like,
     moments_of,
     restore_moments,
 )
+from rollpacker.trainer.sharding import placed_like, whole
 from rollpacker.trainer.trainer import NonFiniteError, TrainConfig, TrainerStateError
 from rollpacker.weights.host_store import HostStore, local
 
 _FULL_PRECISION = (torch.float32, torch.float64)
-_IN_A_LAYER = re.compile(r"\.\d+\.")
-"""Layers are the only numbered modules: model.layers.3.mlp.up_proj.weight."""
 
 
 def build_optimizer(
@@ -124,7 +123,7 @@ class MasterOptimizer:
         shards = [local(gradient) for gradient in gradients.values()]
         if gradient_scale != 1.0 and shards:
             torch._foreach_mul_(shards, gradient_scale)
-        norm = _gathered(torch.nn.utils.get_total_norm(list(gradients.values())))
+        norm = whole(torch.nn.utils.get_total_norm(list(gradients.values())))
         if whole_norm is not None:
             norm = torch.full_like(norm, whole_norm)
         norm_value = norm.item()
@@ -172,9 +171,9 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """What `state` gave, exactly and as copies; `DTensor`s where the parameters are. Gradients
-        are forgotten. Raises `TrainerStateError` if it belongs to other parameters or to another
-        `train.optimizer`."""
+        """Load a state that `state` gave, exactly and as copies; `DTensor`s where the parameters
+        are. Gradients are forgotten. Raises `TrainerStateError` if it belongs to other
+        parameters or to another `train.optimizer`."""
         self.reload()
         per_name: dict[str, dict[str, Tensor]] = {}
         for full_name, value in tensors.items():
@@ -237,7 +236,7 @@ class MasterOptimizer:
                 self._weights[name].copy_(master)
 
     def _orthogonalized_names(self) -> set[str]:
-        names = {n for n, m in self._masters.items() if m.ndim == 2 and _IN_A_LAYER.search(n)}
+        names = {n for n, m in self._masters.items() if m.ndim == 2 and IN_A_LAYER.search(n)}
         if not names:
             raise ValueError(
                 "train.optimizer=muon is for the matrices inside a model's layers, and this model "
@@ -305,7 +304,8 @@ class MirrorGradient:
     def __init__(self, weight: nn.Parameter) -> None:
         self._weight = weight
         self._sum: Tensor | None = None
-        """Of a weight in half precision."""
+        """The float32 sum of gradients of a weight in half precision. None: there is none yet,
+        or the weight is in full precision."""
         if weight.dtype not in _FULL_PRECISION:
             _after_gradient(weight, self._add)
 
@@ -379,11 +379,6 @@ def _decayed(masters: list[Tensor], weight_decay: float) -> list[dict[str, Any]]
 
 
 def _muon(matrices: list[Tensor], weight_decay: float) -> torch.optim.Optimizer:
-    if not hasattr(torch.optim, "Muon"):
-        raise ValueError(
-            f"train.optimizer=muon needs torch.optim.Muon, which torch {torch.__version__} lacks: "
-            "install torch 2.9 or later, or set train.optimizer=adamw"
-        )
     if isinstance(matrices[0], DTensor):
         return _ShardedMuon(matrices, weight_decay)
     return torch.optim.Muon(
@@ -419,12 +414,13 @@ class _ShardedMuon(torch.optim.Optimizer):
         nesterov = gradient.lerp(buffer, group["momentum"])
         assert isinstance(nesterov, DTensor)
         update = _orthogonal_update(nesterov.full_tensor(), group["lr"])
-        shard = distribute_tensor(update, matrix.device_mesh, matrix.placements, src_data_rank=None)
+        shard = placed_like(matrix, update)
         matrix.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(shard)
 
 
 def _orthogonal_update(gradient: Tensor, learning_rate: float) -> Tensor:
-    """What torch's Muon without momentum and decay adds to a matrix with this gradient."""
+    """The change that torch's Muon without momentum and decay makes to a matrix with this
+    gradient."""
     change = torch.zeros_like(gradient, requires_grad=True)
     change.grad = gradient
     torch.optim.Muon(
@@ -438,12 +434,8 @@ def _orthogonal_update(gradient: Tensor, learning_rate: float) -> Tensor:
     return change.detach()
 
 
-def _gathered(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _describe_non_finite(gradients: Mapping[str, Tensor]) -> str:
     for name, gradient in gradients.items():
-        if _gathered(gradient.isfinite().logical_not().sum()).item():
+        if whole(gradient.isfinite().logical_not().sum()).item():
             return f", first in {name}"
     return " (each gradient is finite, their norm is not)"

@@ -1,4 +1,4 @@
-"""What ranks report at the end of a step, and the step's metrics made of it."""
+"""Reports of ranks at the end of a step, and the step's metrics made of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What one rank reports. The norms are those of the whole step, on every rank alike."""
+    """Report of one rank about an update. The norms are those of the whole step, the same on
+    every rank."""
 
     sums: StepSums
     grad_norm: float
@@ -24,7 +25,7 @@ class StepOutcome:
     lora_merge_loss: float | None = None
     """`lora.merge_squares` as a ratio of norms, after the update, where a merge rounds."""
     stage_times: StageTimes | None = None
-    """Of a model in pipeline stages."""
+    """Times of this rank's pipeline stage. None: the model is not in stages."""
 
 
 def step_metrics(outcomes: Sequence[StepOutcome], peak_flops: float | None) -> dict[str, float]:

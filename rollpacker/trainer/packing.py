@@ -33,7 +33,7 @@ KINDS: tuple[PackedKind, ...] = ("varlen", "flex", "grouped")
 _names: dict[tuple[PackedKind, str | None], str] = {}
 """Names that transformers knows our functions by: one per kind and implementation replaced."""
 _replaced: dict[str, str | None] = {}
-"""What each of those names stands in for."""
+"""The implementation that each of our names stands in for."""
 
 
 def pack(rows: Sequence[Row], device: torch.device) -> MicroBatch:
@@ -83,8 +83,8 @@ def why_not(
 
 
 def layers_with_state(model: PreTrainedModel) -> str | None:
-    """Which of its layers are no attention over the keys and values of a row, such as linear
-    attention, a convolution or a recurrence; None if all are attention."""
+    """Name the model's layers that are no attention over the keys and values of a row, such as
+    linear attention, a convolution or a recurrence. None if all are attention."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or ()
     foreign = sorted(set(types) - {"full_attention", "sliding_attention"})
     if foreign:

@@ -58,8 +58,8 @@ class Passes(Protocol):
         ...
 
     def rescale(self, factor: float) -> bool:
-        """What `sums` are still to grow by is multiplied by this factor. Whether nothing is under
-        way, so that gradients may be multiplied now."""
+        """Multiply by this factor all that `sums` are still to grow by. Returns whether nothing
+        is under way, so that gradients may be multiplied now."""
         ...
 
     def finish(self) -> bool:
@@ -156,7 +156,7 @@ class LocalPasses:
 
 
 def token_scores(columns: Mapping[str, Tensor], batch: MicroBatch) -> list[TokenScores]:
-    """Of each row, from what the models said of all targets; [N] each."""
+    """Scores of each row of a batch, from the models' numbers for all targets; [N] each."""
     split = {
         name: torch.split(values.double().cpu(), list(batch.num_targets))
         for name, values in columns.items()

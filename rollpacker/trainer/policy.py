@@ -21,7 +21,8 @@ from rollpacker.trainer.micro_batch import MicroBatch
 
 CHECKED_TOKENS = 8
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""Of the largest logit. Both ways round alike up to the order of sums."""
+"""The largest difference allowed between logits made in blocks and the model's own, as a share
+of the largest logit. Both are rounded alike but for the order of sums."""
 LOW_PRECISION_TOLERANCE = 0.05
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ class Policy(nn.Module):
     def from_hidden_states(
         self, hidden: Tensor, batch: MicroBatch, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """The same from hidden states [B, W, D] after the last norm, in blocks."""
+        """Log-probs and entropies, as `forward` gives them, from hidden states [B, W, D] after
+        the last norm. The logits are made in blocks."""
         head = _base_model(self.model).get_output_embeddings()
         return chunked_log_probs(
             hidden.flatten(0, 1).index_select(0, batch.positions),
@@ -135,7 +137,8 @@ def _base_model(model: Any) -> Any:
 
 
 def _logit_transform(config: Any) -> LogitTransform:
-    """As the families name it: Granite divides, Cohere and Falcon-H1 multiply, Gemma caps."""
+    """The transform of a model's logits, by the config keys of its family: Granite divides,
+    Cohere and Falcon-H1 multiply, Gemma caps."""
     scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     for name in ("logit_scale", "lm_head_multiplier"):
         scale *= getattr(config, name, None) or 1.0

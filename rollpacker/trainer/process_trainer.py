@@ -77,12 +77,14 @@ class ProcessTrainer:
         self._kept = KeptState(journal_in)
         self._replicas = setup.train.replicas
         self.overseer = _overseer(setup)
-        """Of a model in pipeline stages."""
+        """Watches links and stages of a model in pipeline stages. None: the model is not in
+        stages."""
         self._arranged: Arrangement | None = None
-        """What the ranks were told, or begin with."""
+        """The arrangement that the ranks were told last, or begin with."""
         self._relayout = Relayout.of(setup, can_switch=ranks.can_start_anew)
         self._switch_s = 0.0
-        """What a switch takes: as the last one did; before the first, as ranks took to begin."""
+        """Seconds that a switch of the layout takes: those of the last one, or before the first,
+        those in which the ranks began."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         try:
             self._layout = BufferLayout.of(engine_weights)
@@ -306,7 +308,7 @@ class ProcessTrainer:
         assert version == self.version, (version, self.version)
 
     def _begin(self, tell: Callable[[], None]) -> None:
-        """Of ranks that were started. `tell`: see `restore`."""
+        """Set up ranks that were started. `tell` is that of `restore`."""
         began = time.perf_counter()
         if not self._ranks.all:  # else they are
             self._ranks.connect()
@@ -354,7 +356,7 @@ class ProcessTrainer:
     def _metrics(
         self, told: Sequence[tuple[StepOutcome, float | None]], step: int
     ) -> dict[str, float]:
-        """What ranks said of an update of this step, as its metrics."""
+        """The metrics of the update that made this step, from the ranks' reports."""
         outcomes = [outcome for outcome, _ in told]
         metrics = step_metrics(outcomes, told[0][1])
         if self.overseer is not None:

@@ -19,7 +19,7 @@ MIN_8BIT_ELEMENTS = 4096
 """Smaller parameters keep float32 moments."""
 BLOCK_8BIT, BLOCK_4BIT, BLOCK_OF_SCALES = 256, 64, 256
 """Elements that share a scale; of the 4-bit matrices, 256 scales share one of their own."""
-_IN_A_LAYER = re.compile(r"\.\d+\.")
+IN_A_LAYER = re.compile(r"\.\d+\.")
 """Layers are the only numbered modules: model.layers.3.mlp.up_proj."""
 _MOMENTS = ("state1", "state2")
 _SCALES = ("absmax1", "absmax2")
@@ -65,8 +65,8 @@ def moments_like(master: Tensor) -> dict[str, Tensor]:
 
 
 def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What of the optimizer's state of one parameter must be kept; the code's table need not be.
-    Not copies, but for `step`."""
+    """The tensors of the optimizer's state of one parameter that a checkpoint needs, without the
+    code's table. They are no copies, but for `step`."""
     found = {name: state[name] for name in (*_MOMENTS, *_SCALES) if name in state}
     return found | {"step": torch.tensor(float(state["step"]))}
 
@@ -101,7 +101,7 @@ def quantize_layers(model: nn.Module, device: torch.device, dtype: torch.dtype) 
     plain = [
         (name, module)
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and _IN_A_LAYER.search(f"{name}.")
+        if type(module) is nn.Linear and IN_A_LAYER.search(f"{name}.")
     ]
     for name, module in plain:
         model.set_submodule(name, _quantized(package, module, device, dtype))
@@ -133,7 +133,7 @@ def _quantized(package: Any, module: nn.Linear, device: torch.device, dtype: tor
 
 
 def num_elements(parameter: Tensor) -> int:
-    """Of the matrix that these codes stand for; of any other tensor its own."""
+    """Elements of the matrix that these codes stand for; of a plain tensor its own elements."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
 

@@ -18,7 +18,7 @@ OF_TOKENS = (
     *("rollout_log_probs", "advantage", "ref_log_probs", "values", "returns"),
     "old_log_probs",
 )
-"""What a `TrainSample` has one number of for each drawn token, as far as it has a tuple there."""
+"""Fields of a `TrainSample` that have one number for each drawn token where they are a tuple."""
 
 
 def rows_of(sample: Sample) -> list[Sample]:

@@ -182,8 +182,8 @@ def _for_own(
     reward_parts: Mapping[SampleId, Mapping[str, float | None]],
     config: AlgorithmConfig,
 ) -> dict[str, object]:
-    """What a function from outside of the package may ask for besides rewards and scores; [N], or
-    [K] of all samples' tokens."""
+    """Tensors that an advantage function from outside of the package may ask for besides rewards
+    and scores; [N], or [K] of all samples' tokens."""
     if config.own_advantages is None:
         return {}
     parts = [reward_parts.get(response.sample, {}) for response in responses]
@@ -209,7 +209,7 @@ def _flat_scores(
     scores: Mapping[SampleId, TokenScores] | None,
     config: AlgorithmConfig,
 ) -> dict[str, Tensor | None]:
-    """What other models said, sample after sample; None for what was not asked."""
+    """Scores of other models, sample after sample. None for scores that were not asked for."""
     if not config.needs_scores:
         return {}
     names = ("log_probs", "ref_log_probs", "teacher_log_probs", "values")
@@ -287,7 +287,7 @@ def _by_sample(
 
 
 def _metrics(step: StepAdvantages, samples: Sequence[TrainSample]) -> dict[str, float]:
-    num_zero = sum(not any(_as_tuple(sample.advantage)) for sample in samples)
+    num_zero = sum(not any(sample.advantages) for sample in samples)
     return {
         "critic/advantages/mean": step.advantages.mean().item(),
         "critic/advantages/max": step.advantages.max().item(),
@@ -295,7 +295,3 @@ def _metrics(step: StepAdvantages, samples: Sequence[TrainSample]) -> dict[str, 
         "critic/zero_advantages": num_zero / len(samples),
         **step.metrics,
     }
-
-
-def _as_tuple(advantage: float | tuple[float, ...]) -> tuple[float, ...]:
-    return advantage if isinstance(advantage, tuple) else (advantage,)

@@ -16,7 +16,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from rollpacker.trainer.trainer import TrainConfig
 
 _NEED_METRICS = ("reduce_lr_on_plateau", "greedy")
-"""They follow the loss, not the step."""
+"""Schedules that follow the loss, not the step."""
 KNOWN = tuple(t.value for t in SchedulerType if t.value not in _NEED_METRICS)
 _WITH_FLOOR = ("linear", "cosine")
 _GIVEN = ("optimizer", "last_epoch", "num_warmup_steps", "num_training_steps")

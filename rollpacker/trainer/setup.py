@@ -31,7 +31,7 @@ class LearnerSetup:
     threads: int | None = None
     """Torch's threads on a CPU."""
     order_csv: str | None = None
-    """What the file holds that `train.pipeline.order` names, if it names one."""
+    """Text of the file that `train.pipeline.order` names. None: it names none."""
 
     def device(self) -> torch.device:
         """Where this process computes."""

@@ -52,7 +52,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from rollpacker.trainer.trainer import TrainerError
@@ -75,7 +75,8 @@ class Shards:
     device: torch.device
     """This process's own."""
     pipelines: DeviceMesh | None = None
-    """Of a model in stages: [stages, processes of each]. `mesh` is then the own stage's."""
+    """Mesh [stages, processes of each] of a model in pipeline stages; `mesh` is then the own
+    stage's. None: the model is not in stages."""
 
     @property
     def leads(self) -> bool:
@@ -153,7 +154,8 @@ class ShardedGradients:
         self._sum_at_backward()
 
     def _sum_at_backward(self) -> None:
-        """As during a step: over the processes of this replica at most."""
+        """Have each backward pass sum over the processes of this replica at most, as during a
+        step."""
         self._fsdp.set_requires_gradient_sync(self._at_every_backward)
         self._fsdp.set_requires_all_reduce(self._is_complete)
 
@@ -186,8 +188,8 @@ class ShardedGradients:
                     parameter._unsharded_param.grad = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """What this process has not summed yet. Whole parameters that a forward pass has left are
-        freed."""
+        """Gradients that this process has not summed yet. Whole parameters that a forward pass
+        has left are freed."""
         if self._fsdp._get_fsdp_state()._is_root is not None:  # there was a forward
             _free_after_forward(self._root)
         for group in _parameter_groups(self._root):
@@ -287,6 +289,20 @@ def sum_in_full_precision(root: nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
+def whole(value: Tensor) -> Tensor:
+    """A `DTensor` gathered from all processes, which have to take part; any other tensor itself."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def placed_like(target: Tensor, value: Tensor) -> Tensor:
+    """A whole tensor on the target's device and in its dtype, and of a `DTensor` cut into shards as
+    the target is. Every process has the whole, so nothing is sent."""
+    value = value.to(device=target.device, dtype=target.dtype)
+    if not isinstance(target, DTensor):
+        return value
+    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+
+
 @torch.no_grad()
 def full_tensors(
     named: Iterable[tuple[str, Tensor]], shards: Shards | None, dtype: torch.dtype | None = None
@@ -301,9 +317,9 @@ def full_tensors(
         value = value.detach()
         if dtype is not None and value.is_floating_point():
             value = value.to(dtype)
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        gathered_value = whole(value)
         if shards is None or shards.leads:
-            yield name, whole.cpu()
+            yield name, gathered_value.cpu()
 
 
 def same_number(count: int, shards: Shards | None) -> int:

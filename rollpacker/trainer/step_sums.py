@@ -1,4 +1,4 @@
-"""What a step's micro-batches add up to, and the step's metrics made of it.
+"""Sums over a step's micro-batches, and the step's metrics made of them.
 
 Only sums, smallest and largest values are kept, so that several ranks' merge into the whole step's.
 """
@@ -25,6 +25,11 @@ WEIGHT, WEIGHT_SQUARED = "mismatch_weight", "mismatch_weight_squared"
 """Sums of the loss that `sampling/ess` is made of."""
 OUTSIDE_SUM = "mismatch_outside"
 """The sum that becomes `sampling/mismatch_outside`. Any other becomes `actor/` and its name."""
+_ADDED = (
+    *("response_tokens", "real_tokens", "padded_tokens", "micro_batches"),
+    *("recomputed_micro_batches", "samples", "ranks", "flops"),
+)
+"""Fields of `StepSums` that are added up over ranks."""
 
 
 @dataclass(slots=True)
@@ -37,7 +42,7 @@ class StepSums:
     micro_batches: int = 0
     recomputed_micro_batches: int = 0
     samples: int = 0
-    """Those whose weight was given."""
+    """Samples whose weight was given."""
     ranks: int = 1
     flops: float = 0.0
     seconds: float = 0.0
@@ -104,14 +109,8 @@ class StepSums:
         first, *others = parts
         merged = copy.deepcopy(first)
         for part in others:
-            merged.response_tokens += part.response_tokens
-            merged.real_tokens += part.real_tokens
-            merged.padded_tokens += part.padded_tokens
-            merged.micro_batches += part.micro_batches
-            merged.recomputed_micro_batches += part.recomputed_micro_batches
-            merged.samples += part.samples
-            merged.ranks += part.ranks
-            merged.flops += part.flops
+            for name in _ADDED:
+                setattr(merged, name, getattr(merged, name) + getattr(part, name))
             merged.seconds = max(merged.seconds, part.seconds)
             merged.min_log_ratio = min(merged.min_log_ratio, part.min_log_ratio)
             merged.max_log_ratio = max(merged.max_log_ratio, part.max_log_ratio)
@@ -224,5 +223,5 @@ def _effective_size(total: float, squares: float, count: int) -> float:
 
 
 def _to_numbers(scalars: Sequence[Tensor]) -> list[float]:
-    """Their values, read in one transfer from the device."""
+    """Values of tensors as numbers, read in one transfer from the device."""
     return torch.stack([value.double() for value in scalars]).tolist()

@@ -7,17 +7,17 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rollpacker.trainer.optimizer import MirrorGradient, build_optimizer
-from rollpacker.trainer.sharding import ShardedGradients, Shards, shard
+from rollpacker.trainer.sharding import ShardedGradients, Shards, shard, whole
 from rollpacker.trainer.trainer import TrainConfig, TrainerError
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Trained:
-    """Its gradients, its optimizer and what a checkpoint keeps of it; sharded or not."""
+    """A module that is trained: its gradients, its optimizer and its part of a checkpoint;
+    sharded or not."""
 
     def __init__(
         self,
@@ -67,14 +67,15 @@ class Trained:
             self._mirror.forget()
 
     def mirror_gradient(self) -> Tensor | None:
-        """Of the parameter that another stage owns, in full precision. None: it has none yet."""
+        """Gradient of the parameter that another stage owns, in full precision. None: it has
+        none yet."""
         assert self._mirror is not None
         return self._mirror.gradient
 
     def norm(self) -> float:
         """The norm of the whole gradient so far, without that of a mirror."""
         norm = torch.nn.utils.get_total_norm(list(self.optimizer.gradients().values()))
-        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        return whole(norm).item()
 
     def non_finite(self) -> list[str]:
         """Parameters whose gradient so far, as far as it is in this process, is not finite."""
@@ -132,7 +133,7 @@ class Trained:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """What `state` gave. Raises `TrainerError` if masters are missing."""
+        """Load a state that `state` gave. Raises `TrainerError` if masters are missing."""
         rest = dict(tensors)
         for name, parameter in self._masters():
             if f"master.{name}" not in rest:

@@ -42,7 +42,7 @@ class RanksLost(TrainerProcessError):
 
 
 class TrainerStateError(TrainerError):
-    """What a checkpoint holds cannot be read, or is not of this model."""
+    """The files of a checkpoint cannot be read, or belong to another model."""
 
 
 class NonFiniteError(TrainerError):
@@ -130,11 +130,11 @@ class PipelineConfig:
     layers: Literal["auto"] | tuple[int, ...] = "auto"
     """Layers of each stage; auto: stages of about the same work."""
     order: str = "ready"
-    """What a stage does next. ready: what is ready, backwards for inputs first. 1f1b: one forward,
-    one backward by turns. zero-bubble: backwards for weights fill in, planned as if every op took
-    as long and links nothing. adapted: planned before each sweep for what the last steps measured.
-    Else a CSV of torch's format, such as `rollpacker plan --csv` writes, for as many micro-batches
-    as each sweep has."""
+    """The order of a stage's ops. ready: the first ready op, backwards for inputs first. 1f1b:
+    one forward, one backward by turns. zero-bubble: backwards for weights fill in, planned as if
+    every op took as long and links nothing. adapted: planned before each sweep for what the last
+    steps measured. Else a CSV of torch's format, such as `rollpacker plan --csv` writes, for as
+    many micro-batches as each sweep has."""
     live_tokens: int | Literal["auto"] = "auto"
     """Tokens whose activations a stage keeps at most; more of them bridge slower links. auto: two
     micro-batches for each stage from this one to the last."""
@@ -302,7 +302,7 @@ class ScoreRequest:
     prompt_tokens: tuple[int, ...]
     response_tokens: tuple[int, ...]
     given: Spans = ()
-    """Of the response's tokens, those that the model did not draw, but was given."""
+    """Spans of the response's tokens that the model was given and did not draw."""
     rewritten: Rewritten = ()
     """Where in them it saw another prompt: each is trained on as a row of its own (`rows`)."""
 
@@ -314,8 +314,9 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What advantages may depend on besides rewards; one number per drawn token each. None:
-    the algorithm does not need it. Log-probs are at the sampling temperature."""
+    """Scores of a response's drawn tokens, one number for each, that advantages may depend on
+    besides rewards. A field is None where the algorithm does not need it. Log-probs are at the
+    sampling temperature."""
 
     log_probs: tuple[float, ...] | None = None
     """The policy's own, as the trainer computes them."""
@@ -342,14 +343,20 @@ class TrainSample(ScoreRequest):
     ref_log_probs: tuple[float, ...] | None = None
     """The reference model's, if they were asked for before."""
     loss_weight: float = 1.0
-    """What is in `token_weight` besides the denominator: undoes the selection by length."""
+    """Factor in `token_weight` that undoes the selection by length; the rest of it is the
+    denominator."""
     values: tuple[float, ...] | None = None
     """The critic's estimates that the advantages were made of."""
     returns: tuple[float, ...] | None = None
-    """What the critic should have said."""
+    """Values that the critic should have given for the drawn tokens. None: there is no critic."""
     old_log_probs: tuple[float, ...] | None = None
     """The trainer's own under the weights that sampled. None: the policy was not updated since, so
     they are what it says now."""
+
+    @property
+    def advantages(self) -> tuple[float, ...]:
+        """The advantage as a tuple: of all drawn tokens together, or one number each."""
+        return self.advantage if isinstance(self.advantage, tuple) else (self.advantage,)
 
 
 class Trainer(Protocol):
@@ -365,8 +372,9 @@ class Trainer(Protocol):
     async def score(
         self, requests: Sequence[ScoreRequest], replicas: Sequence[int] | None = None
     ) -> list[TokenScores]:
-        """What advantages need to know of these, under the weights as they are, in their order. Not
-        called if they need nothing. `replicas`: those that compute; None: all."""
+        """Score responses for the advantages, under the weights as they are, in the requests'
+        order. It is not called if the algorithm needs no scores. `replicas` are those that
+        compute; None: all."""
         ...
 
     async def accumulate(
@@ -442,9 +450,10 @@ class HandOver:
     """Weights on their way to an engine."""
 
     weights: Mapping[str, Tensor] | WeightSource | None
-    """What training changes, by the names of the model's parameters. None: the engine reads the
-    trainer's own tensors. Tensors are valid until the next call to the trainer; a source is until
-    the next `hand_over`, so that an engine which joins meanwhile can read it too."""
+    """The weights that training changes, by the names of the model's parameters. None: the
+    engine reads the trainer's own tensors. Tensors are valid until the next call to the trainer;
+    a source is until the next `hand_over`, so that an engine which joins meanwhile can read it
+    too."""
     probe: str | None
     """SHA-256 of a fixed sample of their elements (`weight_probe`), in the engine's dtype. None:
     the engine's tensors are the trainer's, so there is nothing to compare."""

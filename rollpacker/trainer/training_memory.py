@@ -1,4 +1,4 @@
-"""What a process holds in memory, part by part, from the config and the models' `config.json`.
+"""Memory of a process, part by part, from the config and the models' `config.json`.
 
 There is one model of it for a trainer in the run's own process, a rank, a pipeline stage and an
 engine.
@@ -67,11 +67,11 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What one process, or one engine on one of its devices, holds at the peak of a step."""
+    """Memory that one process, or one engine on one of its devices, holds at the peak of a step."""
 
     parts: tuple[MemoryPart, ...] = ()
     name: str = ""
-    """Which of several unlike processes this is, such as "stage 1". Empty if all are alike."""
+    """Name of this process among several unlike ones, such as "stage 1". Empty if all are alike."""
     layers: int = 0
     """The policy's layers in a pipeline stage; 0 outside of stages."""
     live_tokens: int = 0
@@ -189,7 +189,7 @@ class TrainingMemory:
 
     config: RunConfig
     dtype: Literal["bfloat16", "float32"]
-    """What is computed in."""
+    """The dtype that is computed in."""
     on_cuda: bool
     decoders: tuple[Decoder, ...]
     """The policy first. Empty if the policy's size is not known."""
@@ -244,7 +244,8 @@ class TrainingMemory:
         return 4 if (self.config.train.processes or 1) > 1 else self.element
 
     def notes(self) -> list[str]:
-        """What is not counted of quantized weights and of adapters, and what loading takes."""
+        """Notes about parts of quantized weights and of adapters that are not counted, and about
+        memory that loading takes."""
         policy, model, notes = self.policy, self.config.model, []
         if policy is None:
             return []
@@ -352,7 +353,7 @@ class TrainingMemory:
     # -- what is there during a step -----------------------------------------------------------
 
     def rank(self, notes: list[str]) -> Memory:
-        """What a process holds that trains whole models, or a shard of each. Activations are not
+        """Memory of a process that trains whole models, or a shard of each. Activations are not
         among its parts if the model cannot be traced; `notes` then say why."""
         parts = [part for decoder in self.decoders for part in self.at_rest(decoder)]
         sweep, policy = Sweep.of(self.config, 1), self.policy
@@ -375,7 +376,7 @@ class TrainingMemory:
         )
 
     def _graphs(self, decoders: Sequence[Decoder], sweep: Sweep, notes: list[str]) -> Graphs:
-        """What policy and critic keep in the largest micro-batch of a sweep. Empty if the policy
+        """Traces of policy and critic in the largest micro-batch of a sweep. Empty if the policy
         cannot be traced; a critic that cannot is taken for one like the policy."""
         found: list[tuple[Decoder, LayerTrace]] = []
         for decoder in decoders:
@@ -398,7 +399,7 @@ class TrainingMemory:
     # -- pipeline stages -----------------------------------------------------------------------
 
     def stages(self, notes: list[str]) -> tuple[tuple[Memory, ...], Sweep] | None:
-        """What each process of each pipeline stage holds, and their largest sweep. None if the
+        """Memory of each process of each pipeline stage, and the stages' largest sweep. None if the
         policy's shape is not known or what its layers keep; the policy's `layers` and the cap of
         live tokens are then unchecked.
 
@@ -466,7 +467,7 @@ class TrainingMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Working:
-    """What a sweep takes in one process besides what is there at rest."""
+    """Memory that a sweep takes in one process besides what is there at rest."""
 
     models: TrainingMemory
     decoders: Sequence[Decoder]
@@ -638,8 +639,8 @@ def cache_rows(models: TrainingMemory) -> tuple[int, int, int | None]:
 
 
 def engine_memory(config: RunConfig, devices: int, *, on_cuda: bool) -> Memory | None:
-    """What one engine on this many devices holds on each of them, until it ends. None: the model is
-    not known."""
+    """Memory that one engine on this many devices holds on each of them, until it ends. None:
+    the model is not known."""
     models = TrainingMemory.of(config, on_cuda=on_cuda, notes=[])
     policy = models.policy
     if policy is None or policy.shape is None:
@@ -659,10 +660,10 @@ def engine_memory(config: RunConfig, devices: int, *, on_cuda: bool) -> Memory |
 
 
 def rank_memory(config: RunConfig, *, on_cuda: bool) -> Memory | None:
-    """What one process of the trainer holds, where the config says how many there are. None: the
-    model is not known. In pipeline stages the processes are unlike: on CUDA it is the largest, and
-    on a CPU, where they share memory, the mean. Raises `ValueError` as `TrainingMemory.stages`
-    does."""
+    """Memory of one process of the trainer, where the config says how many there are. None: the
+    model is not known. In pipeline stages the processes are unlike: on CUDA it is the largest,
+    and on a CPU, where they share memory, the mean. Raises `ValueError` as
+    `TrainingMemory.stages` does."""
     models = TrainingMemory.of(config, on_cuda=on_cuda, notes=[])
     if config.train.pipeline.stages == 1:
         memory = models.rank([])

@@ -28,7 +28,7 @@ ROWS_KEYWORD = "packed_rows"
 BLOCK_SIZE = 128
 """Tokens per side of a FlexAttention block."""
 GROUP_OVERHEAD_TOKENS = 80
-"""What one more group costs attention, in padded tokens."""
+"""Cost of one more group in attention, in padded tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,8 @@ class PackedRows:
         return self._block_masks[window]
 
     def _new_block_mask(self, window: int | None) -> BlockMask:
-        """Which blocks have something visible follows from the rows' starts: no [N, N] is made."""
+        """Build the mask from the rows' starts, which say which blocks have something visible:
+        no [N, N] is made."""
         total = int(self._starts[-1])
         row_of = np.repeat(np.arange(len(self.lengths)), self.lengths)
         first = np.arange(0, total, BLOCK_SIZE)
@@ -304,8 +305,9 @@ IMPLEMENTATIONS: dict[str, PackedAttention] = {
 
 
 def packed_attention_function(kind: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """What transformers calls in every layer: attention over packed rows where the call has them,
-    else `otherwise`, so that an engine may use the model in a thread of its own meanwhile."""
+    """Build the function that transformers calls in every layer: attention over packed rows
+    where the call has them, else `otherwise`, so that an engine may use the model in a thread of
+    its own meanwhile."""
     implementation = IMPLEMENTATIONS[kind]
 
     def attend(

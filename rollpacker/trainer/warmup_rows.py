@@ -138,7 +138,8 @@ class RowParser:
         return turns
 
     def _turn(self, before: Messages, message: dict[str, Any], tools: Any) -> tuple[str, str, bool]:
-        """What the assistant says next. Its calls are what the template makes of them."""
+        """The next text of the assistant. Its tool calls are written as the template writes
+        them."""
         asked, text = self._rendered(before, tools, to_go_on=True), message["content"]
         if message.get("tool_calls"):
             text = self._rendered([*before, message], tools, to_go_on=False)

@@ -46,12 +46,12 @@ class Place:
     """Bytes from the beginning."""
     shape: tuple[int, ...]
     dtype: str
-    """As torch calls it: float32, bfloat16."""
+    """The name that torch has for it, such as float32 or bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferLayout:
-    """What a process must know to map the buffer."""
+    """All that a process must know to map the buffer."""
 
     path: str
     inode: int
@@ -63,7 +63,7 @@ class BufferLayout:
 
     @classmethod
     def of(cls, like: Iterable[tuple[str, Tensor]]) -> BufferLayout:
-        """Room for tensors of these names, shapes and dtypes, in memory that is still to be had
+        """Return the layout for tensors of these names, shapes and dtypes, without memory so far
         (`Host.hold`, workers/host.py)."""
         places, end = {}, ALIGNMENT
         for name, value in like:
@@ -74,11 +74,11 @@ class BufferLayout:
         return cls(path="", inode=0, size_bytes=end + ALIGNMENT, places=places)
 
     def memory(self) -> Memory:
-        """Memory of this machine for such a buffer. Raises what `Memory` does."""
+        """Make memory of this machine for such a buffer. Raises what `Memory` does."""
         return Memory(self.size_bytes)
 
     def at(self, memory: Memory) -> BufferLayout:
-        """The same in this memory."""
+        """Return the layout of the same buffer in this memory."""
         return replace(self, path=memory.path, inode=memory.inode)
 
 
@@ -91,7 +91,7 @@ class WeightSource:
 
 
 class WeightBuffer:
-    """`tensors`: by name, views of the shared memory."""
+    """A buffer that this process has mapped. `tensors` has views of the shared memory by name."""
 
     def __init__(self, layout: BufferLayout) -> None:
         """Map what `create` made. Raises `StaleWeightsError` if it is gone."""
@@ -108,7 +108,7 @@ class WeightBuffer:
             raise StaleWeightsError(f"the trainer's shared weights are gone: {error}") from error
         self.layout = layout
         self._memory: Memory | None = None
-        """Where this object made it."""
+        """The memory, if this object has made it."""
         self.tensors: dict[str, Tensor] = {}
         for name, place in layout.places.items():
             dtype: torch.dtype = getattr(torch, place.dtype)
@@ -129,7 +129,7 @@ class WeightBuffer:
         return buffer
 
     def source(self, version: int) -> WeightSource:
-        """What an engine is given to read this version."""
+        """Return the source from which an engine reads this version."""
         return WeightSource(version=version, layout=self.layout)
 
     @contextmanager
@@ -158,7 +158,7 @@ class WeightBuffer:
 
 
 class WeightReader:
-    """Reads sources; maps a buffer once, however many versions come through it."""
+    """Reads weights from sources. It maps a buffer once, however many versions come through it."""
 
     def __init__(self) -> None:
         self._buffer: WeightBuffer | None = None
@@ -226,8 +226,8 @@ def _reserved(size: int) -> tuple[int, str]:
 
 
 def _available_bytes() -> float:
-    """What the kernel says that new work can have without swapping; infinite where it says
-    nothing."""
+    """Return the bytes that new work can have without swapping, as the kernel says; infinite where
+    it says nothing."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -22,7 +22,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _itself(tensor: Tensor) -> Tensor:
-    """What holds the storage: of a `DTensor` its local shard, no view of it."""
+    """Return the tensor that holds the storage: for a `DTensor` its local shard, and no view of
+    it."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -34,7 +35,8 @@ class HostStore:
         self.source = source
         self._copies: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._away: dict[int, tuple[Tensor, Tensor]] = {}
-        """By identity: tensors whose storage is empty, each with the copy of that."""
+        """Tensors whose storage is empty, each with the copy of its storage, by the tensor's
+        identity."""
         self.is_readable = False
 
     def offload(self, tensors: Iterable[Tensor]) -> int:

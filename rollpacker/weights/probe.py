@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 SAMPLED_ELEMENTS = 64
-"""Of every tensor; a smaller one is taken whole."""
+"""Number of elements that are looked at in each tensor. A smaller tensor is taken whole."""
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 OUTPUT_LAYERS = ("lm_head.weight", "embed_out.weight")
 

@@ -37,6 +37,7 @@ class Controller:
         self._pid = os.getpid()
 
     def request(self) -> Message:
+        self._end_in_fork()
         try:
             return self.line.receive()
         except LineEnded:
@@ -47,12 +48,16 @@ class Controller:
 
     def say(self, call: int, payload: bytes, kind: int = ANSWER) -> None:
         """Reply with what is JSON already."""
-        if os.getpid() != self._pid:  # a child that the function forked came back here too
-            os._exit(0)
+        self._end_in_fork()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the function may have closed or replaced it
                 stream.flush()
         try:
             self.send(kind, call, payload)
         except LineEnded:
+            os._exit(0)
+
+    def _end_in_fork(self) -> None:
+        """End this process if it is a child that the function forked, and that came back here."""
+        if os.getpid() != self._pid:
             os._exit(0)

@@ -16,6 +16,8 @@ from pathlib import Path
 from rollpacker.workers import guardian
 
 _MAX_SIGNAL = 64
+BY_SIGNAL = "was stopped by a signal"
+"""The words for a process that SIGSTOP holds, as the predicate of a sentence."""
 END_S = 2.0
 """A process that was told to end is waited for so long, then ended by force."""
 

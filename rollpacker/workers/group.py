@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rollpacker.workers.child import BY_SIGNAL
 from rollpacker.workers.host import Process
 from rollpacker.workers.kinds import CALL, ERROR
 from rollpacker.workers.line import Line, LineEnded, ready
@@ -109,11 +110,9 @@ def _look_for_stopped(waiting: Iterable[Member], stopped: dict[int, float], duri
             stopped.pop(member.number, None)
         elif member.number not in stopped:
             stopped[member.number] = time.monotonic()
-            logger.warning(
-                "%s was stopped by a signal; the run waits (kill -CONT %d)", member, member.pid
-            )
+            logger.warning("%s %s; the run waits (kill -CONT %d)", member, BY_SIGNAL, member.pid)
         elif time.monotonic() - stopped[member.number] > STOPPED_S:
-            raise MemberLost(f"{member} was stopped by a signal during {during!r}, and stayed so")
+            raise MemberLost(f"{member} {BY_SIGNAL} during {during!r}, and stayed so")
 
 
 def _ended(member: Member, during: str) -> MemberLost:

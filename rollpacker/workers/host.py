@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Process(Protocol):
-    """What an owner can see and do of a process that it has had started; see `Child`."""
+    """A process as its owner sees it, on this host or on another. `Child` has the docstrings."""
 
     pid: int
     """On its own host. The owner sets it once it knows of a descendant that does the work; before,
@@ -31,8 +31,8 @@ class Process(Protocol):
     def how_ended(self, wait_s: float = 0.0) -> str | None: ...
 
     def went_with_host(self) -> bool:
-        """Of one that has ended: whether it did not by itself, but counts as ended since its host
-        cannot be reached any more."""
+        """Whether a process that has ended did not end by itself, but counts as ended since its
+        host cannot be reached any more."""
         ...
 
     def kill(self) -> None: ...

@@ -131,8 +131,8 @@ class Line:
         self._flush()
 
     def post_together(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """As `post`, together with what else is posted before the loop looks around again: each
-        sending is a system call."""
+        """Send a message without waiting, in one system call with what else is posted before the
+        loop looks around again."""
         self._unsent += packed(kind, number, payload)
         if not self._is_flushing and self._loop is not None:
             self._is_flushing = True

@@ -27,11 +27,16 @@ class LoopUse:
         global _running
         with _lock:
             if _running is None:
-                _running = _Running()
+                _running = _Running(asyncio.SelectorEventLoop())
+                _running.thread.start()
             _running.num_users += 1
             self._running = _running
-        self.loop: asyncio.AbstractEventLoop = self._running.loop
         self._is_ended = False
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that all users share."""
+        return self._running.loop
 
     def soon(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call it in the loop. Nothing is called once the loop has closed. In any thread."""
@@ -49,31 +54,28 @@ class LoopUse:
             is_last = self._running.num_users == 0
             if is_last and _running is self._running:
                 _running = None
-                self._running.loop.call_soon_threadsafe(self._running.loop.stop)
-        if is_last:
-            self._running.wait()
+                self.loop.call_soon_threadsafe(self.loop.stop)
+        if is_last and threading.current_thread() is not self._running.thread:
+            self._running.thread.join()
 
 
 class _Running:
-    """The thread, and its loop."""
+    """The thread, its loop, and how many use it."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.num_users = 0
-        self.loop = asyncio.SelectorEventLoop()
-        self._thread = threading.Thread(target=self._run, name="rollpacker-lines", daemon=True)
-        self._thread.start()
+        self.loop = loop
+        self.thread = threading.Thread(
+            target=_run, args=(loop,), name="rollpacker-lines", daemon=True
+        )
 
-    def _run(self) -> None:
-        try:
-            self.loop.run_forever()
-            self.loop.run_until_complete(self.loop.shutdown_default_executor())
-        finally:
-            self.loop.close()
 
-    def wait(self) -> None:
-        """Wait for the end of the thread, unless it is this one."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()
 
 
 def at_once(

@@ -1,4 +1,4 @@
-"""Which network interface torch's gloo listens on, where all its processes are on one machine.
+"""The network interface that torch's gloo listens on, where all its processes are on one machine.
 
 Left to itself gloo takes the address that the host's name resolves to, which others on the network
 reach, and it asks nobody for a token.

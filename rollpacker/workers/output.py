@@ -38,7 +38,8 @@ class OutputQuota:
 
 
 class Output:
-    """A pipe that a process prints to. The process is started with `writer` as its output."""
+    """A pipe that a process prints to. The process is started with `writer` as its output,
+    which is closed here once that has a copy of its own."""
 
     def __init__(self, quota: OutputQuota, heard: Callable[[str], None]) -> None:
         """`heard` is called with each line."""
@@ -51,10 +52,6 @@ class Output:
 
     def fileno(self) -> int:
         return self._reader
-
-    def started(self) -> None:
-        """Close `writer`: the process has its own copy by now, or never will."""
-        os.close(self.writer)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Let this loop read whenever something was printed."""

@@ -80,7 +80,7 @@ class Program:
             os._exit(0)
 
     def setup(self) -> Any:
-        """What the owner says first."""
+        """Return the first message of the owner, which says what is to be made."""
         try:
             return self._codec.decode(self.line.receive().payload)
         except LineEnded:
@@ -100,7 +100,7 @@ class Program:
             self.end_with(FAILED, f"it could not be made: {self.text_of(error)}")
 
     def text_of(self, error: BaseException) -> str:
-        """What the owner is told of an error."""
+        """Return the text for the owner of an error (`text_of`)."""
         return text_of(error, self._own)
 
     def end_with(self, kind: int, text: str) -> NoReturn:
@@ -112,8 +112,8 @@ class Program:
 
 
 def text_of(error: BaseException, own: type[Exception] | tuple[()]) -> str:
-    """What an owner is told of an error: the words of one of the type `own`. Any other is a bug,
-    whose traceback is printed here, since it does not survive the way."""
+    """Return the text for the owner of an error: its words if it is of a type in `own`. Any other
+    error is a bug, whose traceback is printed here, since it does not survive the way."""
     if isinstance(error, own):
         return str(error)
     traceback.print_exception(error)

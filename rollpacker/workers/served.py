@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollpacker.workers.child import BY_SIGNAL
 from rollpacker.workers.frames import Message
 from rollpacker.workers.host import Host
 from rollpacker.workers.kinds import ANSWER, CALL, CANCEL, FAILED, HELLO, READY, REFUSED, SETUP
@@ -48,9 +49,9 @@ class Loss:
     """Why a process is lost."""
 
     process: str
-    """Its name and process id."""
+    """Name and process id of the process."""
     what: str = ""
-    """What it did, as the predicate of a sentence about the process. Empty if `said` says it."""
+    """The deed of the process, as the predicate of a sentence about it. Empty if `said` says it."""
     said: str = ""
     """The process's own words."""
     is_refused: bool = False
@@ -72,7 +73,7 @@ class ProcessLost(Exception):
 
 
 class Owner(Protocol):
-    """Who has a process. All methods are called in the loop."""
+    """The owner of a process, who hears from it. All methods are called in the loop."""
 
     def on_ready(self, said: Any) -> None:
         """The process has made what it was to make; `said` comes with that, or is None."""
@@ -206,7 +207,7 @@ class Served:
         if silent_s <= self._heartbeat_s:
             self._use.loop.call_later(every_s, self._look, now)
             return
-        why = "a signal has stopped it" if self.child.is_stopped() else "it may hang"
+        why = f"it {BY_SIGNAL}" if self.child.is_stopped() else "it may hang"
         self.lose(f"has not answered for {silent_s:.1f} s: {why}")
 
     def _must_be_ready(self) -> None:
@@ -258,6 +259,7 @@ class Served:
         await self._use.loop.run_in_executor(None, self.close)
 
     def close(self) -> None:
-        """The same in any thread that may wait, after `end`. Idempotent."""
+        """Wait for its end, and close what this process holds of it, in any thread that may wait.
+        `end` comes before. Idempotent."""
         self.child.close()
         self._line.close()

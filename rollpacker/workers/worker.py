@@ -66,10 +66,11 @@ class WorkerProcess:
         """Lines that it printed before `attach`."""
         self._output = Output(quota, self._heard_line)
         self._load: bytes | None = load
-        """What it is to load, until somebody listens to it: a long message waits for the worker,
-        and an event loop must not."""
+        """The bytes that it is to load, or None once they are sent. They are sent when somebody
+        listens to it: a long message waits for the worker, and an event loop must not."""
         self._first: bytes | None = None
-        """What one on another host is told before that: where it finds modules."""
+        """The message to a worker on another host before the load: where it finds modules. None for
+        one on this host."""
         paths = [path for path in sys.path if isinstance(path, str)]
         if host is not None:
             os.close(self._output.writer)
@@ -96,7 +97,7 @@ class WorkerProcess:
             raise
         finally:
             theirs.close()
-            self._output.started()
+            os.close(self._output.writer)
 
     def _heard_line(self, line: str) -> None:
         (self._said_before.append if self._said is None else self._said)(line)
@@ -123,7 +124,7 @@ class WorkerProcess:
         raise TimeoutError
 
     def rename(self, name: str) -> None:
-        """What messages call it, now that it has said who it is."""
+        """Change its name in messages, once it has said who it is."""
         assert isinstance(self.child, Child), "nobody renames one on another host"
         self.child.name = name
 

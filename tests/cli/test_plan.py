@@ -20,6 +20,7 @@ from rollpacker.cli.plan import _comment
 from rollpacker.cli.plan_text import explain
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.sim import plan as planning
 from rollpacker.sim import plan_ideas, plan_result
 from rollpacker.sim.plan_run import RunEvaluate
@@ -77,7 +78,7 @@ def test_what_it_writes_loads_and_simulates_to_the_same(
 def test_the_table_and_the_reasons(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(scenario), "--budget", "quick", "--jobs", "1"]) == 0
     text = capsys.readouterr().out
-    for part in ("current", "oracle", "Best: ", "Changes:", "Why, one after the other", "Bound: "):
+    for part in ("current", "oracle", "Best: ", "Changes:", "Why (what is lost", "Bound: "):
         assert part in text
     assert all(len(line) <= 80 for line in text.split("Best: ")[0].splitlines())
 
@@ -225,6 +226,12 @@ def finding(step_s: float, shift: float, *ideas: plan_ideas.Idea) -> plan_result
 def made_plan(best: plan_result.Finding, max_shift: float) -> plan_result.Plan:
     now = finding(100.0, -0.3)
     return plan_result.Plan(
+        base=plan_ideas.Base(
+            prompts_per_step=8,
+            samples_per_prompt=4,
+            tail_batching=TailBatchingConfig(selection="published"),
+            ideas=(),
+        ),
         current=now,
         best=now if best.candidate == now.candidate else best,
         ranked=(),
@@ -280,15 +287,14 @@ CUT = plan_ideas.order_idea(2.0, complement=False)
 def measured_plan(
     *kept: plan_result.Finding, trust: float | None, shift: float | None = None
 ) -> plan_result.Plan:
-    base = made_plan(finding(100.0, 0.028), 0.01)
+    made = made_plan(finding(100.0, 0.028), 0.01)
     now = dataclasses.replace(finding(100.0, 0.028), saved_s=0.0)
     base = dataclasses.replace(
-        base, current=now, order_only=True, trust=trust, measured_shift=shift, ranked=kept
+        made.base, tail_batching=TailBatchingConfig(), trust=trust, measured_shift=shift
     )
-    best, refused = plan_result.choose(
-        now, kept, current_keeps=base.current_keeps, trust=base.trust
-    )
-    return dataclasses.replace(base, best=best, refused=refused)
+    made = dataclasses.replace(made, base=base, current=now, ranked=kept)
+    best, refused = plan_result.choose(now, kept, current_keeps=made.current_keeps, trust=trust)
+    return dataclasses.replace(made, best=best, refused=refused)
 
 
 def test_a_gain_in_trained_tokens_within_the_trust_is_not_recommended() -> None:

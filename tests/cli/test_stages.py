@@ -54,7 +54,6 @@ def test_a_pipe_gets_none(run: Path, tmp_path: Path) -> None:
     assert errors_of("report", str(run), terminal=False) == ""
 
 
-def test_compare_names_the_run_that_it_reads(run: Path, tmp_path: Path) -> None:
-    out = str(tmp_path / "compare.html")
-    told = errors_of("compare", str(run), str(run), "--out", out, terminal=True)
+def test_compare_names_the_run_that_it_reads(run: Path) -> None:
+    told = errors_of("compare", str(run), str(run), terminal=True)
     assert "reading" in told and "[red]run" in told

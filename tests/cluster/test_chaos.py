@@ -31,7 +31,7 @@ from typing import Any
 
 import pytest
 
-from rollpacker.cluster.decide.cluster import MAX_LOSSES
+from rollpacker.cluster.decide.cluster_turns import MAX_LOSSES
 from rollpacker.cluster.seats.mailbox_seat import LEASE_S
 from rollpacker.workers.child import children
 from tests.cluster.lab import RayLab, in_threads

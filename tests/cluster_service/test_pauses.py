@@ -9,7 +9,8 @@ import pytest
 
 from rollpacker.cluster.commands.show import doing
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import MAX_LOSSES, Cluster
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.cluster_turns import MAX_LOSSES
 from rollpacker.cluster.service import book, service
 from rollpacker.cluster.service.service import BUSY, Service
 from tests.cluster_service import lab

@@ -12,7 +12,8 @@ import pytest
 from msgspec import structs
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import MAX_LOSSES, Cluster
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.cluster_turns import MAX_LOSSES
 from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.seats.mail_file import FileMailbox

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rollpacker.cluster.decide.cluster import Cluster, Event
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.events import Event
 from rollpacker.cluster.service import past
 from rollpacker.cluster.service.service import Service
 from tests.cluster_service.test_service import Clock, House, clock, look_always, submit

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollpacker.cluster.decide.cluster import Cancelled, Cluster, Command, Event
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.events import Cancelled, Command, Event
 from rollpacker.cluster.seats.mailbox import SERVICE
 from rollpacker.cluster.seats.mailbox_seat import LEASE_S
 from rollpacker.cluster.service.service import AWAY_S

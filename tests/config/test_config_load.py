@@ -385,7 +385,7 @@ def test_tail_batching_and_streaming_load_and_survive_saving(tmp_path: Path) -> 
     )
     assert auto.tail_batching.prompt_factor == "auto" and auto.tail_batching.chooses
     assert auto.stream_trainer.max_share == 0.75
-    ours = load(tmp_path, "tail_batching.prompt_factor=auto", "tail_batching.tiers=[]")
+    ours = load(tmp_path, "tail_batching.prompt_factor=1.75", "tail_batching.tiers=[]")
     assert ours.tail_batching.sample_factor == 1 and ours.tail_batching.carry == "exact"
     for one in (config, auto, ours):
         save_config(one, tmp_path / "saved.yaml")
@@ -401,6 +401,7 @@ def test_tail_batching_and_streaming_load_and_survive_saving(tmp_path: Path) -> 
             ],
             "must both be auto, or neither",
         ),
+        (["tail_batching.prompt_factor=auto"], "goes with selection=published"),
         (["tail_batching={selection: published, carry: exact}"], "goes with selection=none"),
         (["tail_batching={stragglers: pool, tiers: [{}]}"], "stragglers=pool has no tiers"),
         (["tail_batching.tiers=[{prompt_factor: 0.5}]"], "tiers.0.prompt_factor"),
@@ -412,7 +413,7 @@ def test_tail_batching_and_streaming_load_and_survive_saving(tmp_path: Path) -> 
             [
                 "stream_trainer.enabled=true",
                 "stream_trainer.reward_wait=true",
-                "tail_batching.debias=density",
+                "tail_batching.debias=moments",
             ],
             "does not go with stream_trainer.enabled: a sample's weight is known when its round",
         ),

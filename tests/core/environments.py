@@ -132,7 +132,7 @@ class Environments:
 
     def who(self, sample: SampleId) -> SampleId:
         """By whom answers are drawn."""
-        return sample._replace(attempt=0) if self.dialogues.repeats else sample
+        return SampleId(sample.prompt, sample.index, 0) if self.dialogues.repeats else sample
 
     def cancel(self, command: CancelAct) -> None:
         assert command.samples

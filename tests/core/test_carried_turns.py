@@ -81,7 +81,7 @@ def test_a_shorter_launch_does_not_lose_what_longer_ones_had() -> None:
     world = World(job_config(tail_batching=tail), num_rows=100, dialogues=slow)
     check_run(world.run())
     found = carried(world)
-    nexts = [(n, found.get(s._replace(attempt=s.attempt + 1))) for s, n in found.items()]
+    nexts = [(n, found.get(SampleId(s.prompt, s.index, s.attempt + 1))) for s, n in found.items()]
     grown = [(n, then) for n, then in nexts if then is not None]
     assert grown and all(then >= n for n, then in grown)
     assert any(then == n for n, then in grown) and any(then > n for n, then in grown)

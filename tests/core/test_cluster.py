@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import (
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.events import (
     Asked,
     Close,
-    Cluster,
     Command,
     Committed,
     Ended,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import Asked, Command, Grant, Left, StayedAway, Submitted
 from rollpacker.cluster.decide.cluster_turns import PATIENCE, PATIENCE_S
+from rollpacker.cluster.decide.events import Asked, Command, Grant, Left, StayedAway, Submitted
 from rollpacker.cluster.decide.job import ClusterJob, Phase, RoundTimes
 from rollpacker.cluster.decide.turns import ORDERS, Order, Turns
 from tests.core.test_cluster import POOLS, Watched

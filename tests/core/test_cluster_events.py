@@ -22,8 +22,9 @@ from typing import Any
 
 import pytest
 
-from rollpacker.cluster.decide import cluster as core
+from rollpacker.cluster.decide import events
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
+from rollpacker.cluster.decide.cluster import Cluster
 from rollpacker.cluster.decide.forecast import Rest
 from rollpacker.cluster.decide.job import ClusterJob, Phase, RoundTimes, Times
 from rollpacker.cluster.decide.nodes import Node, Pool, memory_gib
@@ -89,9 +90,9 @@ class Witness:
     """What the commands said, and nothing else."""
 
     jobs: dict[str, ClusterJob] = field(default_factory=dict)
-    on: dict[str, core.Start] = field(default_factory=dict)
+    on: dict[str, events.Start] = field(default_factory=dict)
     asked: dict[str, Phase] = field(default_factory=dict)
-    tokens: dict[str, core.Grant] = field(default_factory=dict)
+    tokens: dict[str, events.Grant] = field(default_factory=dict)
     held: dict[Node, str] = field(default_factory=dict)
     open: set[Node] = field(default_factory=set)
     overtaken: dict[str, int] = field(default_factory=dict)
@@ -117,25 +118,25 @@ class Witness:
         self.let_go(name)
         self.on.pop(name, None)
 
-    def obey(self, command: core.Command) -> None:
+    def obey(self, command: events.Command) -> None:
         """Raises `AssertionError` for what must not be."""
         match command:
-            case core.Open():
+            case events.Open():
                 assert self.open.isdisjoint(command.nodes), command
                 self.open.update(command.nodes)
-            case core.Close():
+            case events.Close():
                 assert self.open.issuperset(command.nodes), command
                 self.open.difference_update(command.nodes)
-            case core.Start():
+            case events.Start():
                 self._started(command)
-            case core.Grant():
+            case events.Grant():
                 self._granted(command)
-            case core.GiveUp():
+            case events.GiveUp():
                 self.leaves(command.job)
-            case core.Stop() if not command.of_cancelled:
+            case events.Stop() if not command.of_cancelled:
                 self.leaves(command.job)
 
-    def _started(self, start: core.Start) -> None:
+    def _started(self, start: events.Start) -> None:
         self.moves += start.job in self.on
         assert start.job not in self.tokens, "it holds nodes that it does not leave"
         self.on[start.job] = start
@@ -150,7 +151,7 @@ class Witness:
                 assert gib <= pool.host_memory_gib, (node, users)
                 self.peak_gib = max(self.peak_gib, gib)
 
-    def _granted(self, grant: core.Grant) -> None:
+    def _granted(self, grant: events.Grant) -> None:
         name = grant.job
         assert grant.token > self.last_token and name not in self.tokens, grant
         assert self.asked.pop(name) == grant.phase, grant
@@ -178,7 +179,7 @@ class Drive:
     """Random events, as unkind as they may be."""
 
     def __init__(self, policy: Policy, rng: random.Random, unkind: float) -> None:
-        self.cluster = core.Cluster(POOLS, policy, max_group=MAX_GROUP)
+        self.cluster = Cluster(POOLS, policy, max_group=MAX_GROUP)
         self.witness = Witness()
         self._rng = rng
         self._unkind = unkind
@@ -189,7 +190,7 @@ class Drive:
         self.now_s = 0.0
         self.counts: dict[str, int] = {}
 
-    def tell(self, event: core.Event) -> None:
+    def tell(self, event: events.Event) -> None:
         """And see what is commanded."""
         self.counts[type(event).__name__] = self.counts.get(type(event).__name__, 0) + 1
         for command in self.cluster.handle(event):
@@ -202,7 +203,7 @@ class Drive:
         """One event."""
         self.now_s += self._rng.expovariate(0.1)
         for name in self.cluster.overdue(self.now_s):
-            self.tell(core.StayedAway(self.now_s, name))
+            self.tell(events.StayedAway(self.now_s, name))
         on = self.witness.on
         present = len(on) + len(self.cluster.waiting)
         if comes and present < MAX_JOBS and (not on or self._rng.random() < 0.02):
@@ -229,7 +230,7 @@ class Drive:
             priority=rng.choice((0, 1)),
         )
         self.witness.jobs[name] = job
-        self.tell(core.Submitted(self.now_s, job))
+        self.tell(events.Submitted(self.now_s, job))
 
     def _be_unkind(self) -> None:
         rng, on = self._rng, self.witness.on
@@ -239,25 +240,25 @@ class Drive:
             self.witness.let_go(name)
             if name in self._cancelled:
                 self.witness.leaves(name)
-            self.tell(core.Lost(self.now_s, name))
+            self.tell(events.Lost(self.now_s, name))
         elif on and what < 0.6:
             name = rng.choice([*on])
             self._cancelled.add(name)
-            self.tell(core.Cancelled(self.now_s, name))
+            self.tell(events.Cancelled(self.now_s, name))
         elif what < 0.8 and len(self._drained) < 5:
             node = rng.choice(NODES)
             self._drained.add(node)
-            self.tell(core.Drained(self.now_s, node, has_host=rng.random() < 0.5))
+            self.tell(events.Drained(self.now_s, node, has_host=rng.random() < 0.5))
         elif what > 0.995:
             pool = rng.choice(self.cluster.pools)
-            self.tell(core.Grown(self.now_s, pool.name, pool.nodes + 1))
+            self.tell(events.Grown(self.now_s, pool.name, pool.nodes + 1))
         elif self._drained:
             self.restore(rng.choice(sorted(self._drained)))
 
     def restore(self, node: Node) -> None:
         """Jobs may come to it again."""
         self._drained.discard(node)
-        self.tell(core.Restored(self.now_s, node))
+        self.tell(events.Restored(self.now_s, node))
 
     def restore_all(self) -> None:
         """Every node that is drained."""
@@ -269,26 +270,26 @@ class Drive:
         grant = witness.tokens.get(name)
         if grant is not None:
             witness.let_go(name)
-            self.tell(core.Left(self.now_s, name, grant.phase, grant.token))
+            self.tell(events.Left(self.now_s, name, grant.phase, grant.token))
             if grant.phase == "train":
                 self._commit(name)
         elif name not in witness.asked:
             witness.asked[name] = phase = rng.choice(ASKS)
-            self.tell(core.Asked(self.now_s, name, phase))
+            self.tell(events.Asked(self.now_s, name, phase))
         elif rng.random() < 0.02:
             phase = witness.asked[name]
             witness.let_go(name)
-            self.tell(core.Withdrew(self.now_s, name, phase))
+            self.tell(events.Withdrew(self.now_s, name, phase))
 
     def _commit(self, name: str) -> None:
         done = self._done[name] = self._done.get(name, 0) + 1
         if done >= STEPS or name in self._cancelled:
             self.witness.leaves(name)
-            self.tell(core.Ended(self.now_s, name))
+            self.tell(events.Ended(self.now_s, name))
             return
         times = self.witness.jobs[name].draw(self._rng.random(), self._rng.random())
         seen: Times = times.longer(1 + done / STEPS)
-        self.tell(core.Committed(self.now_s, name, sum(seen), seen))
+        self.tell(events.Committed(self.now_s, name, sum(seen), seen))
 
     def check_end(self) -> None:
         """Nothing is left."""

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import Ended, Left, Submitted
-from rollpacker.cluster.decide.events import Asked, Committed
+from rollpacker.cluster.decide.events import Asked, Committed, Ended, Left, Submitted
 from rollpacker.cluster.decide.job import ClusterJob, Phase, RoundTimes, Times
 from rollpacker.codec import to_plain
 from tests.core.test_cluster import POOLS, Watched

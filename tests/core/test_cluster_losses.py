@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import (
-    LOSSES_S,
-    MAX_LOSSES,
+from rollpacker.cluster.decide.cluster_turns import LOSSES_S, MAX_LOSSES
+from rollpacker.cluster.decide.events import (
     Asked,
     Cancelled,
     Close,

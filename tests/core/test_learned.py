@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import Committed, Ended, Start, Submitted
+from rollpacker.cluster.decide.events import Committed, Ended, Start, Submitted
 from rollpacker.cluster.decide.group import Sharing
 from rollpacker.cluster.decide.job import ClusterJob, RoundTimes, Times
 from rollpacker.cluster.decide.learned import MATERIAL, WINDOW, LearnedTimes

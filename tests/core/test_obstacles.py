@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import Cancelled, Cluster, Start, Submitted
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.events import Cancelled, Start, Submitted
 from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
 from tests.core.test_cluster import POOLS
 

@@ -27,27 +27,44 @@ num_popped = 0
 class Searched(PromptQueue):
     """Searches all that wait, and compares."""
 
-    __slots__ = ()
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = dict[PromptId, dict[SampleId, int]]()
+        """Prompts in the order of arrival, and the tokens of their samples."""
 
-    def pop(self, urgency: Callable[[PromptId], float | None], mean: float) -> SampleId:
+    def add(self, sample: SampleId, num_tokens: int) -> None:
+        super().add(sample, num_tokens)
+        self.samples.setdefault(sample.prompt, {})[sample] = num_tokens
+
+    def remove(self, sample: SampleId) -> None:
+        super().remove(sample)
+        self.forget(sample)
+
+    def forget(self, sample: SampleId) -> None:
+        del self.samples[sample.prompt][sample]
+        if not self.samples[sample.prompt]:
+            del self.samples[sample.prompt]
+
+    def pop(self, rank: Callable[[PromptId], float | None], mean: float) -> SampleId:
         global num_popped
 
         def place(prompt: PromptId) -> tuple[float, int]:
-            found = urgency(prompt)
-            return mean if found is None else found, max(self._samples[prompt].values())
+            found = rank(prompt)
+            return mean if found is None else found, -max(self.samples[prompt].values())
 
-        prompt = max(self._samples, key=place)  # the first of several: the order of arrival
-        waiting = self._samples[prompt]
+        prompt = min(self.samples, key=place)  # the first of several: the order of arrival
+        waiting = self.samples[prompt]
         expected = max(waiting, key=waiting.__getitem__)
-        assert super().pop(urgency, mean) == expected
+        assert super().pop(rank, mean) == expected
         num_popped += 1
+        self.forget(expected)
         return expected
 
 
 @given(st.data())
 def test_the_heap_finds_whom_a_search_finds(data: st.DataObject) -> None:
-    """Urgencies that are told of change, the mean does without being told."""
-    queue, urgencies = Searched(), dict[PromptId, float | None]()
+    """Ranks that are told of change, the mean does without being told."""
+    queue, ranks = Searched(), dict[PromptId, float | None]()
     waiting = list[SampleId]()
     few = st.integers(0, 3)
     for index in range(data.draw(st.integers(1, 40))):
@@ -58,12 +75,12 @@ def test_the_heap_finds_whom_a_search_finds(data: st.DataObject) -> None:
                 waiting.append(sample)
             case "change":
                 prompt = PromptId("train", 0, data.draw(few))
-                urgencies[prompt] = data.draw(st.none() | few.map(float))
+                ranks[prompt] = data.draw(st.none() | few.map(float))
                 queue.look_again(prompt)
             case "remove" if waiting:
                 queue.remove(waiting.pop(data.draw(st.integers(0, len(waiting) - 1))))
             case "pop" if waiting:
-                waiting.remove(queue.pop(urgencies.get, float(data.draw(few))))
+                waiting.remove(queue.pop(ranks.get, float(data.draw(few))))
         assert len(queue) == len({sample.prompt for sample in waiting})
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import Asked, Committed, Ended, Left, Start, Stop, Submitted
+from rollpacker.cluster.decide.events import Asked, Committed, Ended, Left, Start, Stop, Submitted
 from rollpacker.cluster.decide.forecast import Rest
 from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.cluster.decide.nodes import Pool

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import Cluster, Command, Ended, Start, Submitted
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.events import Command, Ended, Start, Submitted
 from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.cluster.decide.waiting import Devices, Waiting, devices
 from tests.core.test_coexecution import H20, H800, job

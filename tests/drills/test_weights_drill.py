@@ -8,8 +8,10 @@ import os
 from pathlib import Path
 
 import pytest
-from rollpacker.engines.embedded.own_weights import OwnWeights
 
+from rollpacker.engines.embedded.attention import install_attention
+from rollpacker.engines.embedded.engine import TorchEngine
+from rollpacker.engines.engine import EngineConfig
 from rollpacker.trainer.torch_trainer import TorchTrainer
 from rollpacker.weights import buffer
 from tests.trainer.tiny import samples, step, tiny_model, trainer
@@ -32,19 +34,22 @@ def test_an_engine_takes_a_trainers_weights_by_it(
     monkeypatch.setattr(Filed, "folder", tmp_path, raising=False)
     monkeypatch.setattr(buffer, "Memory", Filed)
     own = TorchTrainer(trainer().learner, in_place=False, shared=True)
-    engine = OwnWeights(tiny_model(seed=1))
-    before = engine.probe()
+    model = tiny_model(seed=1)
+    install_attention(model)
+    engine = TorchEngine(model=model, tokenizer=None, config=EngineConfig(max_slots=1))
+    before = engine.weight_probe()
     probes = []
     for version in (0, 1):
         hand_over = asyncio.run(own.hand_over())
         assert isinstance(hand_over.weights, buffer.WeightSource)
         assert hand_over.weights.version == version
         assert Path(hand_over.weights.layout.path).parent == tmp_path
-        engine.take(version, hand_over.weights)
-        assert engine.probe() == hand_over.probe
-        probes.append(engine.probe())
+        asyncio.run(engine.update_weights(version, hand_over.weights))
+        assert engine.weight_probe() == hand_over.probe
+        probes.append(engine.weight_probe())
         if version == 0:
             step(own, samples())
+    asyncio.run(engine.close())
     own.close()
     assert len({before, *probes}) == 3, "each version is other weights"
     assert len(list(tmp_path.iterdir())) == 1, "the newest version takes the place of the last"

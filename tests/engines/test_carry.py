@@ -169,7 +169,7 @@ def test_samples_with_one_noise_draw_the_same_tokens() -> None:
     model = tiny_model()
     asked = request(3)
     other = dataclasses.replace(
-        asked, sample=asked.sample._replace(index=5, attempt=2), noise=asked.sample
+        asked, sample=SampleId(asked.sample.prompt, 5, 2), noise=asked.sample
     )
     one, two = generate(model, [asked, other])
     assert one.tokens == two.tokens

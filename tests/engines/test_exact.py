@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from rollpacker.core.ids import SampleId
 from rollpacker.engines.embedded.attention import install_attention
 from rollpacker.engines.embedded.engine import SLOW_ON_CUDA
 from rollpacker.engines.embedded.plain_forward import FAMILIES
@@ -101,7 +102,7 @@ def test_another_seed_or_attempt_draws_other_tokens() -> None:
     model = tiny_model()
     asked = request(3)
     again = GenerationRequest(
-        sample=asked.sample._replace(attempt=1),
+        sample=SampleId(asked.sample.prompt, asked.sample.index, 1),
         prompt_tokens=asked.prompt_tokens,
         sampling=asked.sampling,
     )

@@ -24,7 +24,7 @@ from rollpacker.engines.embedded.buckets import (
 )
 from rollpacker.engines.embedded.extend_step import ExtendStep, NewTokens, Span, plan_spans
 from rollpacker.engines.embedded.kv_slots import KVSlots, LayerShape
-from rollpacker.run.parts import threads
+from rollpacker.run.parts import policy
 from rollpacker.run.parts.policy import measure_threads
 from tests.engines.tiny import END, generate, request, tiny_model
 
@@ -180,7 +180,7 @@ def test_wider_slots_become_fewer_and_more_become_narrower_when_memory_is_short(
 
 def test_threads_are_chosen_by_time_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     before, now = torch.get_num_threads(), 0.0
-    monkeypatch.setattr(threads, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(policy, "time", SimpleNamespace(perf_counter=lambda: now))
 
     def takes(seconds: Callable[[int], float]) -> Callable[[], None]:
         def step() -> None:

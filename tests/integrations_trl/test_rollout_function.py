@@ -365,7 +365,7 @@ def test_all_three_are_needed(model_folder: Path, tmp_path: Path) -> None:
     [
         ({"promt_factor": 2}, "rollout_function has no promt_factor"),
         ({"carry": "weighted"}, "carry=weighted needs token weights"),
-        ({"debias": "density"}, "debias needs sample weights"),
+        ({"debias": "moments"}, "debias needs sample weights"),
         ({"selection": "published", "race": "scored"}, "race=scored needs verdicts"),
         ({"engine": {"kv_gib": 1}}, 'kv_gib is no known key. Did you mean "kv_cache_gib"'),
         ({"engine": {"max_slots": "many"}}, 'max_slots is "many". Allowed: a whole number'),

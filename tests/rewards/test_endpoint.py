@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from rollpacker.endpoints.http import retry_after_s
-from rollpacker.rewards.judge.client import error_text, reply_text
 from rollpacker.rewards.judge.completer import CompletionFailed
-from rollpacker.rewards.judge.endpoint import EndpointCompleter
+from rollpacker.rewards.judge.endpoint import EndpointCompleter, error_text, reply_text
 from rollpacker.rewards.reward import Cause
 from tests.rewards.judge_stub import Answer, Asked, Stub, serve
 
@@ -321,14 +320,3 @@ def test_cancelled_requests_leave_nothing_open() -> None:
             return stub
 
     asyncio.run(run())
-
-
-def test_works_in_one_loop_after_another() -> None:
-    async def run(endpoint: EndpointCompleter | None) -> EndpointCompleter:
-        async with serve(lambda asked: OK) as stub:
-            endpoint = endpoint or completer(stub.url)
-            endpoint.url = stub.url
-            assert await endpoint.complete(ASK, timeout_s=60) == "fine"
-            return endpoint
-
-    asyncio.run(run(asyncio.run(run(None))))

@@ -10,8 +10,7 @@ import pytest
 
 from rollpacker.environments.episode_pool import EpisodePool
 from rollpacker.workers.kinds import ANSWER, CALL, CANCEL
-from rollpacker.workers.pool import HELD_S, WorkerPool
-from rollpacker.workers.pool_calls import PoolCall, PoolWorker
+from rollpacker.workers.pool import HELD_S, PoolCall, PoolWorker, WorkerPool
 
 LIMIT_S = 5.0
 

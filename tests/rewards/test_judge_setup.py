@@ -1,6 +1,7 @@
 """The judge around its scoring: what is told before the run, outages, an engine of its own."""
 
 import asyncio
+import importlib.util
 import time
 from collections.abc import Callable
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rollpacker.imports import MissingPackageError
 from rollpacker.rewards.build import build_reward
 from rollpacker.rewards.judge.endpoint import EndpointCompleter
 from rollpacker.rewards.reward import Cause, Failed, RewardConfig, RewardError
@@ -51,6 +53,18 @@ def test_rows_without_the_reference() -> None:
     with pytest.raises(RewardError, match="reference_column"):
         part.check([{"answer": None}])
     judge("http://localhost:1/v1", probe=False, reference_column=None).check([{}])
+
+
+def test_a_url_without_httpx2_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked up here: transformers' hub client of today needs httpx2 too, so no run lacks it."""
+    find = importlib.util.find_spec
+    lacks = {"httpx2": None}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: lacks.get(name, find(name)))
+    part = judge("http://localhost:1/v1", probe=False)
+    with pytest.raises(
+        MissingPackageError, match=r"the reward judge with a url needs httpx2.*judge"
+    ):
+        part.check([{"answer": "4"}])
 
 
 def test_a_key_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,7 +283,7 @@ def test_a_host_that_is_stopped_is_lost(tmp_path: Path) -> None:
         lost = await lost_and_asked_again(
             hosted, tmp_path, lambda n: os.kill(hosted.pids[n], signal.SIGSTOP)
         )
-        assert "a signal has stopped it" in lost.reason
+        assert "it was stopped by a signal" in lost.reason
         await until(lambda: not is_alive(first), LONG_S)
 
     run(functions(tmp_path, SLOW), judge, [ThisHost()] * 2, heartbeat_s=2.0)

@@ -24,19 +24,21 @@ def scenario(*overrides: str) -> Scenario:
     return load_scenario(SCENARIOS / "14b-16k.yaml", [*SMALL, *overrides])
 
 
+def said(scenario: Scenario) -> str:
+    return outside_of_scenario(scenario, step_s=500.0, whose="verl's step")
+
+
 @pytest.mark.parametrize("name", ["7b-8k", "14b-16k", "32b-32k", "128-gpus"])
 def test_what_was_fitted_is_inside(name: str) -> None:
-    text = outside_of_scenario(load_scenario(SCENARIOS / f"{name}.yaml", ["steps=1"]))
+    text = said(load_scenario(SCENARIOS / f"{name}.yaml", ["steps=1"]))
     assert text.startswith("Model, GPUs and cap are inside of what the constants were fitted to")
 
 
 def test_another_model_names_the_power_laws_and_their_seconds() -> None:
-    text = outside_of_scenario(
-        scenario("model=llama-3.3-70b", *UNKNOWN, "rollout.tensor_parallel=4")
-    )
+    text = said(scenario("model=llama-3.3-70b", *UNKNOWN, "rollout.tensor_parallel=4"))
     assert "llama-3.3-70b with 70.6e9 parameters" in text
+    assert re.search(r"450\.[5-7] s of the 500\.0 s of verl's step come from power laws", text)
     assert "378.9 s of train.fixed_s and 71.7 s of sync_s" in text
-    assert re.search(r"would take longer by [\d.]+ s \(\+\d+%, train.fixed_s\), ", text)
 
 
 @pytest.mark.parametrize("given", [UNKNOWN, ()])
@@ -82,23 +84,8 @@ def test_a_power_law_inside_of_what_was_fitted_is_named() -> None:
     assert "132.6 s of train.fixed_s and 29.9 s of sync_s" in text
 
 
-def test_a_quarter_worse_is_a_share_of_the_tables_step() -> None:
-    made = scenario("cluster.gpu=b200", "rewards.2.calls_per_s=0.5", "system=verl")
-    one, other = (
-        outside_of_scenario(made, step_s=seconds, whose="verl's step") for seconds in (100, 200)
-    )
-    found = [
-        {key: float(worse) for worse, key in re.findall(r"([\d.]+) s \(\+\d+%, ([^)]+)\)", text)}
-        for text in (one, other)
-    ]
-    assert {"train.fixed_s", "calls_per_s of judge", "launch_layer_s"} <= found[0].keys()
-    for key, seconds in found[0].items():
-        assert found[1][key] == pytest.approx(2 * seconds, abs=0.2)
-    assert "verl's step of 100.0 s would take longer by" in one
-
-
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "named"),
     [
         ("cluster.gpu=b200", "the GPU (b200)"),
         ("cluster.gpu=mi300x", "the GPU (mi300x)"),
@@ -106,10 +93,10 @@ def test_a_quarter_worse_is_a_share_of_the_tables_step() -> None:
         ("rollout.max_response_tokens=65536", "nothing beyond 32,768 tokens"),
     ],
 )
-def test_what_lies_outside_is_named(change: str, said: str) -> None:
-    text = outside_of_scenario(scenario(change))
+def test_what_lies_outside_is_named(change: str, named: str) -> None:
+    text = said(scenario(change))
     assert text.startswith("Outside of what the constants were fitted to")
-    assert said in text
+    assert named in text
 
 
 def test_what_is_assumed_of_carried_tokens_and_of_the_preset() -> None:
@@ -154,7 +141,6 @@ def test_a_run_at_its_own_settings_is_inside(plain: RunModel) -> None:
 def test_more_samples_at_once_than_measured(plain: RunModel) -> None:
     text = said_of(plain, "rollout.samples_per_prompt=16")
     assert "128 samples decoded at once, 64 were measured" in text
-    assert re.search(r"up to [\d.]+ s of a step hang on that", text)
     assert "16 responses of a prompt, 8 were recorded" in text
 
 
@@ -166,4 +152,4 @@ def test_more_tokens_in_a_step_than_measured(plain: RunModel) -> None:
 def test_carrying_that_the_run_did_not_do(plain: RunModel) -> None:
     text = said_of(plain, "tail_batching.enabled=true")
     assert "tokens are carried, which the run did not do" in text
-    assert re.search(r"at 0.001 a step would take \+[\d.]+ s", text)
+    assert "mismatches are taken as 0 per token and update" in text

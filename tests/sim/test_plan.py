@@ -144,7 +144,7 @@ def test_round_shares_of_special_cases() -> None:
     assert round_shares(TailBatchingConfig(enabled=False), 64) == {"plain": 1.0}
     only_samples = TailBatchingConfig(selection="published", prompt_factor=1.0, sample_factor=1.25)
     assert round_shares(only_samples, 64) == {"short": 1.0}
-    assert round_shares(TailBatchingConfig(prompt_factor="auto"), 64) is None
+    assert round_shares(TailBatchingConfig(selection="published", prompt_factor="auto"), 64) is None
     assert round_shares(TailBatchingConfig(stragglers="pool", prompt_factor=2.0), 64) == {
         "short": 1.0
     }
@@ -199,9 +199,9 @@ def test_finds_what_helps_and_leaves_out_what_does_not() -> None:
     assert found.best.saved_error_s < 0.01  # the noise is common to both
     reasons = {reason.idea.name: reason for reason in found.reasons}
     assert reasons["good"].left_out_s == pytest.approx(4.0, abs=0.01)
-    assert reasons["better"].added_s == pytest.approx(9.0, abs=0.01)
-    total = sum(reason.added_s for reason in found.reasons)
-    assert total == pytest.approx(found.best.saved_s)
+    assert reasons["better"].left_out_s == pytest.approx(9.0, abs=0.01)
+    factors = found.best.candidate.without(reasons["good"].idea).without(reasons["better"].idea)
+    assert reasons.keys() == {"good", "better", *(idea.name for idea in factors.ideas)}
     assert {idea.name for idea, _ in found.rejected} == {"useless", "bad"}
 
 
@@ -319,9 +319,10 @@ def test_without_mismatches_a_large_pool_wins_at_no_shift() -> None:
     changes = found.best.candidate.changes
     assert changes["tail_batching.stragglers"] == "pool" and found.best.shift == 0.0
     assert changes["tail_batching.prompt_factor"] >= 1.5
-    assert found.max_shift == 0.02 and found.order_only and found.pays
+    assert found.max_shift == 0.02 and found.base.order_only and found.pays
     assert found.untailed is not None and found.untailed.step_s > found.best.step_s
     assert not any("sample_factor" in key for key in changes)
+    assert all(reason.left_out_s > 0 for reason in found.reasons)  # nobody misses the others
 
 
 def test_mismatches_make_it_careful() -> None:
@@ -348,7 +349,7 @@ def test_where_engines_are_full_and_every_response_runs_to_the_cap_it_does_not_p
     )
     found = order_plan(lengths=capped, rollout=rollout)
     assert not found.pays
-    assert found.capped_share is not None and found.capped_share > 0.9
+    assert found.base.capped_share is not None and found.base.capped_share > 0.9
     assert "Tail batching does not pay here" in "\n".join(explain(found, corrected=False))
 
 

@@ -11,17 +11,9 @@ import pytest
 
 from rollpacker.bus import Routes
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
-from rollpacker.cluster.decide.cluster import (
-    Asked,
-    Cluster,
-    Command,
-    Ended,
-    Grant,
-    Left,
-    Start,
-    Submitted,
-)
-from rollpacker.cluster.decide.cluster import Committed as IterationOver
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.events import Asked, Command, Ended, Grant, Left, Start, Submitted
+from rollpacker.cluster.decide.events import Committed as IterationOver
 from rollpacker.cluster.decide.group import closed_form_holds, closed_period_s, period_s
 from rollpacker.cluster.decide.job import ClusterJob, Iteration, RoundTimes
 from rollpacker.cluster.profile.phase_times import PhaseTimes

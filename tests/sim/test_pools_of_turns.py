@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.cluster.decide.cluster import Submitted
+from rollpacker.cluster.decide.events import Submitted
 from rollpacker.core.commands import Continue, Enter, Leave
 from rollpacker.core.events import Acted, Entered
 from rollpacker.core.job.stay import Stay

@@ -12,7 +12,7 @@ from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.latency import MeasuredModel, StepCost
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.ports.recorded_rewards import RecordedRewards
-from rollpacker.sim.recorded_checks import RecordedChecks
+from rollpacker.sim.recorded_checks import RecordedCalls, RecordedChecks
 from rollpacker.sim.responses import Responses
 from rollpacker.sim.workload import Workload
 
@@ -43,8 +43,8 @@ def test_a_response_is_judged_as_the_recorded_one_of_its_prompt_that_is_nearest(
 
 
 def test_no_call_is_longer_than_what_was_seen_for_its_size() -> None:
-    checks = RecordedChecks({}, calls())
-    drawn = [checks.call_s(n, luck / 10, alone=False) for n in (1, 8, 16) for luck in range(10)]
+    recorded = RecordedCalls(calls())
+    drawn = [recorded.call_s(n, luck / 10, alone=False) for n in (1, 8, 16) for luck in range(10)]
     assert min(drawn) == pytest.approx(0.12)
     assert max(drawn) == pytest.approx(0.1 + 16 * 0.02)
 

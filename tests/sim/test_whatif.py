@@ -109,7 +109,7 @@ def test_more_engines_share_the_samples(plain: RunModel) -> None:
     group = plain.simulate(["rollout.engines=4", "rollout.routing=group"])
     assert mean_rollout(group) != mean_rollout(found[2])
     config = plain.with_overrides(["rollout.engines=4"])
-    assert "4 engines, 1 engine measured" in outside_of_run(plain, config, found[2])
+    assert "4 engines, 1 measured" in outside_of_run(plain, config, found[2])
 
 
 def simulated_run(
@@ -240,7 +240,7 @@ def carried_log(folder: Path, model: RunModel, mismatch: float) -> RunModel:
     job = replace(config.job(), max_steps=None)
     Simulation(job, machine, workload, observe=records.append).run(200)
     folder.mkdir()
-    begin = Session(started_at="2026-01-01", time_s=0.0, step=0, job={})
+    begin = Session(started_at="2026-01-01", time_s=0.0, step=0, job=job.to_plain())
     lines = [encode(entry) for entry in (begin, *records)]
     (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
     return replace(model, folder=folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollpacker.trainer.journal import Call, Journal
+from rollpacker.trainer.journal import Journal, RecordedCall
 from rollpacker.trainer.trainer import TrainerProcessError
 
 
@@ -25,8 +25,8 @@ def test_calls_come_back_byte_for_byte(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     step(journal, "one")
     assert [*journal.since(0)] == [
-        Call("accumulate", [b"one", b"\n{}\x00"], [0, 1]),
-        Call("apply", [b"apply"], []),
+        RecordedCall("accumulate", [b"one", b"\n{}\x00"], [0, 1]),
+        RecordedCall("apply", [b"apply"], []),
     ]
     assert not os.listdir(tmp_path), "a name that outlives the run"
     journal.close()

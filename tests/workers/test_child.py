@@ -153,7 +153,7 @@ def test_what_a_child_prints_becomes_lines() -> None:
     said = r"b'one\n\ntwo \xff\x1b[31m\n1%\r2%\r\na\tb\n' + b'x' * 5000 + b'\nlast'"
     source = f"import os; os.write(1, {said})"
     child = python(source, guarded=True, output=output.writer)
-    output.started()
+    os.close(output.writer)
     assert child.how_ended(20.0) == "exit status 0"
     output.close()
     child.close()

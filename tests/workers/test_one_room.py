@@ -56,11 +56,10 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("cli/doctor.py", "Thread"): (1, "findings that may never come back"),
     ("run/parts/hub.py", "Thread"): (1, "a question to a server that may never answer"),
     ("cluster/seats/mailbox_seat.py", "Thread"): (1, "reads letters beside a job"),
-    # between hosts: to be served in the room's loop one day
     ("cluster/on_ray/warden.py", "Thread"): (1, "the contact of a warden with its run"),
-    ("weights/between_hosts/port.py", "Thread"): (2, "weights between hosts"),
-    ("weights/between_hosts/arriving.py", "Thread"): (2, "weights between hosts"),
-    ("weights/between_hosts/spread.py", "Thread"): (2, "weights between hosts"),
+    # gigabytes, which would hold up all lines of the room's loop
+    ("weights/between_hosts/port.py", "Thread"): (2, "listens, and sends to each who asks"),
+    ("weights/between_hosts/arriving.py", "Thread"): (1, "takes a version beside the calls"),
 }
 """File and name: how often it is there, and why."""
 

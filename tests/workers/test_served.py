@@ -171,7 +171,7 @@ def test_a_process_that_a_signal_holds_is_lost_as_stopped(keep: Any) -> None:
     os.kill(keeper.served.child.pid, signal.SIGSTOP)
     loss = keeper.wait_lost()
     assert loss.what.startswith("has not answered for ")
-    assert loss.what.endswith(" s: a signal has stopped it")
+    assert loss.what.endswith(" s: it was stopped by a signal")
 
 
 def test_a_process_that_says_nothing_may_hang(keep: Any) -> None:

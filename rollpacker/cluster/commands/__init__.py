@@ -1,1 +1,1 @@
-"""What `rollpacker cluster ACTION` does."""
+"""The actions of `rollpacker cluster`."""

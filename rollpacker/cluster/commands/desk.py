@@ -35,24 +35,24 @@ _LATER = {
 
 
 class Refused(ValueError):
-    """By the service, with its reason. Nothing has come of what was asked."""
+    """The service has refused a question, with this reason. Nothing has come of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceFacts:
-    """What the folder says of its service."""
+    """The facts about a service that it has left in its folder."""
 
     name: str
-    """Of the cluster."""
+    """Name of the cluster."""
     mailbox: str
-    """Its address."""
+    """Address of the service's mailbox."""
     host: str
     pid: int
     spec: Mapping[str, Any]
     """The cluster's file, as it was resolved."""
     first_nodes: Mapping[str, int] = field(default_factory=dict)
-    """Of the pools that the folder began with, which may have grown; empty: an earlier version has
-    written this, and they are those of `spec`."""
+    """Nodes of the pools as the folder began, by pool; they may have grown since. Empty if an
+    earlier version has written this: then they are those of `spec`."""
 
 
 def write_facts(folder: Path, facts: ServiceFacts) -> None:
@@ -209,5 +209,5 @@ class Desk:
 
 
 def open_desk(given: str | None) -> Desk:
-    """Of the cluster that is meant (`find_folder`). Raises `ValueError`."""
+    """Return the desk of the cluster that is meant (`find_folder`). Raises `ValueError`."""
     return Desk(find_folder(given))

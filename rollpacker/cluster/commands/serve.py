@@ -26,13 +26,13 @@ START_RAY_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """What jobs run on."""
+    """The means by which a service reaches its jobs: on this host, or on ray."""
 
     said: str
     mailbox: Mailbox
     runner: Runner
     left: str
-    """What stays when the service ends."""
+    """Words for what stays when the service ends."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,8 +76,8 @@ def serve(
     began: Callable[[], None] = lambda: None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Until that. `began`: called once it can be asked. Raises `ValueError` if what has happened in
-    the folder would have gone otherwise in this cluster."""
+    """Serve until `is_over` says so. `began` is called once the service can be asked. Raises
+    `ValueError` if what has happened in the folder would have gone otherwise in this cluster."""
     from rollpacker.cluster.commands.desk import ServiceFacts, write_facts
     from rollpacker.cluster.decide.cluster import Cluster
     from rollpacker.cluster.service.service import Service
@@ -130,8 +130,8 @@ def serve(
 
 
 def _first_nodes(folder: Path, spec: ClusterSpec) -> dict[str, int]:
-    """By pool: the nodes that it had when the folder began. Where pools are others, or have fewer
-    nodes than that, it has to be as if it had begun with these."""
+    """Return the nodes that each pool had when the folder began. If the pools are others now, or
+    have fewer nodes than that, return those of now, as if the folder had begun with them."""
     from rollpacker.cluster.commands.desk import FACTS_FILE, read_facts
 
     now = {pool.name: pool.nodes for pool in spec.pools}
@@ -144,8 +144,8 @@ def _first_nodes(folder: Path, spec: ClusterSpec) -> dict[str, int]:
 
 
 def _changed(folder: Path, spec: ClusterSpec) -> list[str]:
-    """What decides where jobs are, and was otherwise when the folder was served last, as key=value.
-    Nothing of a folder that never was."""
+    """Return the settings that decide where jobs are and that were different when the folder was
+    last served, as key=value. Empty for a folder that was never served."""
     from rollpacker.cluster.commands.desk import FACTS_FILE, read_facts
     from rollpacker.config.load import differences, to_plain
 
@@ -162,7 +162,7 @@ def _changed(folder: Path, spec: ClusterSpec) -> list[str]:
 
 
 def _of_several_nodes(spec: ClusterSpec) -> str:
-    """Which phase has more than one node, in words; empty: none."""
+    """Say which phase has more than one node. Empty if none has."""
     for phase in ("rollout", "train"):
         count = sum(pool.nodes for pool in spec.pools if pool.phase == phase)
         if count > 1:
@@ -228,7 +228,8 @@ def _on_ray(spec: ClusterSpec, folder: Path) -> Ground:
 
 
 def cluster_id(name: str, folder: Path) -> str:
-    """Of everything behind ray that is this folder's service's: several may serve on one ray."""
+    """Return the name of everything behind ray that belongs to this folder's service: several may
+    serve on one ray."""
     place = f"{socket.gethostname()}:{folder.resolve()}"
     return f"{name}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 

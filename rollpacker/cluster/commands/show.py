@@ -1,4 +1,5 @@
-"""What the service answers to `status`, for people: a table of jobs, one job, the whole live."""
+"""Shows people the service's answer to `status`: a table of jobs, one job, or the whole cluster
+live."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _COLOURS = {
     "done": "bright_black",
 }
 Status = Mapping[str, Any]
-"""As the service answers (`cluster/service/status.py`)."""
+"""The service's answer (`cluster/service/status.py`)."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,7 +102,7 @@ def find_job(status: Status, name: str) -> Mapping[str, Any]:
 
 
 def doing(job: Mapping[str, Any]) -> str:
-    """What the job does now, in a few words."""
+    """Say in a few words what the job does now."""
     since = seconds(job["since_s"])
     if job["holds"]:
         return f"{job['holds']} for {since}"
@@ -223,8 +224,8 @@ def _screen(status: Status, height: int) -> RenderableType:
 
 
 def show_top(ask: Callable[[], Status], console: Console) -> None:
-    """Until Ctrl-C on a terminal, also while nobody answers; else once. Raises what `ask` raises,
-    the first time."""
+    """Show the cluster until Ctrl-C on a terminal, also while nobody answers, and once elsewhere.
+    Raises what `ask` raises, the first time."""
     from rich.live import Live
     from rich.text import Text
 

@@ -9,6 +9,7 @@ import getpass
 import json
 import math
 import secrets
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from rollpacker.cluster.decide.job import ClusterJob
     from rollpacker.cluster.sim.spec import ClusterSpec
     from rollpacker.config.schema import RunConfig
+if TYPE_CHECKING:
+    from rollpacker.cluster.decide.job import ClusterJob
+
 
 REDONE_S = 1800.0
 """A run that would do more again after a loss is worth a word."""
@@ -26,7 +30,6 @@ REDONE_S = 1800.0
 def run(args: argparse.Namespace) -> int:
     """Submit, and say what comes of it. Raises `ValueError`, and then nothing was submitted."""
     from rollpacker.cluster.commands.desk import open_desk
-    from rollpacker.cluster.commands.program import SUFFIX, facts_of_program, job_of_program
     from rollpacker.cluster.decide.nodes import check_job
     from rollpacker.cluster.sim.spec import ClusterSpec
     from rollpacker.codec import to_plain
@@ -68,7 +71,8 @@ def told(answer: Mapping[str, Any], folder: Path) -> str:
 
 
 def saves_seldom(config: RunConfig, job: ClusterJob) -> str:
-    """What to know of a run that would do much again if it were lost; empty: nothing."""
+    """Return a note on a run that would do much again if it were lost. Empty if there is nothing to
+    say."""
     steps = config.checkpoint.every_steps
     again_s = min(steps, job.steps) * math.fsum(job.mean)
     if again_s <= REDONE_S:
@@ -81,7 +85,6 @@ def saves_seldom(config: RunConfig, job: ClusterJob) -> str:
 
 def _checked(args: argparse.Namespace) -> RunConfig:
     """The run's config, of a run that can be a job. Raises `ValueError`."""
-    from rollpacker.cluster.commands.program import check_no_program
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
     from rollpacker.run.parts.seats import check_shares
@@ -95,7 +98,8 @@ def _checked(args: argparse.Namespace) -> RunConfig:
 
 
 def _owner(args: argparse.Namespace) -> str:
-    """Who is said, or who asks. Raises `ValueError`."""
+    """Return the owner that the options name, or else the user of this process. Raises
+    `ValueError`."""
     if args.owner is not None:
         if not args.owner.strip():
             raise ValueError("--owner is empty: give a name, or leave it out")
@@ -246,9 +250,9 @@ def check_devices(config: RunConfig) -> None:
 def _of_phases(
     text: str, config: RunConfig, spec: ClusterSpec, own: Mapping[str, Any]
 ) -> ClusterJob:
-    """What a profile would measure of sizes is taken from the model's: three numbers of 4 bytes a
-    parameter in the trainer, one of its own width in an engine."""
-    from rollpacker.cluster.commands.program import seconds_of
+    """Return the job of a run whose phases are given. Its sizes, which a profile would measure,
+    follow from the model: three numbers of 4 bytes a parameter in the trainer, one of the model's
+    own width in an engine."""
     from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
     from rollpacker.cluster.profile.job_profile import devices_of, needs_of, steps_of
     from rollpacker.trainer.estimate import estimate
@@ -265,3 +269,98 @@ def _of_phases(
     )
     rounds = (RoundTimes(rollout_s=(rollout_s,), train_s=(train_s,)),)
     return ClusterJob(**needs, **own, rounds=rounds, steps=steps_of(config, None, config.name))
+
+
+SUFFIX = ".py"
+
+
+def job_of_program(args: argparse.Namespace, owner: str) -> ClusterJob:
+    """Return the job that the options describe. Raises `ValueError`."""
+    from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
+
+    path = Path(args.config)
+    if not path.is_file():
+        raise ValueError(f"there is no program {path}")
+    if args.overrides:
+        raise ValueError(
+            f"{' '.join(args.overrides)}: settings are those of a run. A program's arguments are "
+            "given as --arguments='...'"
+        )
+    if args.profile is not None:
+        raise ValueError("--profile is a run's of rollpacker train: give a program --phases")
+    for name, value in (("--phases ROLLOUT,TRAIN", args.phases), ("--steps", args.steps)):
+        if value is None:
+            raise ValueError(
+                f"{path} is a program of its own, of which nothing is known: add {name}"
+            )
+    rollout_s, train_s = seconds_of(args.phases)
+    rollout_devices, train_devices = _devices(args.devices)
+    return ClusterJob(
+        name=path.stem if args.name is None else args.name,
+        rounds=(RoundTimes(rollout_s=(rollout_s,), train_s=(train_s,)),),
+        steps=args.steps,
+        slo=args.slo,
+        priority=args.priority,
+        owner=owner,
+        rollout_devices=rollout_devices,
+        train_devices=train_devices,
+        rollout_memory_gib=args.memory_gib,
+        train_memory_gib=args.memory_gib,
+    )
+
+
+def check_no_program(args: argparse.Namespace) -> None:
+    """A run's config says by itself what only a program has to be told. Raises `ValueError`."""
+    for name in ("arguments", "name", "steps", "devices", "memory_gib"):
+        if getattr(args, name):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{option} is for a program: {args.config} says it itself. Leave it out"
+            )
+
+
+def facts_of_program(args: argparse.Namespace) -> dict[str, Any]:
+    """How it is started, and started again: it goes on from its own checkpoint."""
+    path = Path(args.config).resolve()
+    return {
+        "command": [sys.executable, str(path), *_arguments(args.arguments)],
+        "resume": [],
+        "environ": {},
+        "folder": str(Path.cwd()),
+        "run": f"{path} {args.arguments}",
+    }
+
+
+def _arguments(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ValueError(
+            f"--arguments={text}: a shell could not read this ({error}). Close each quote, and "
+            "write \\ before one that is meant as such"
+        ) from None
+
+
+def _devices(text: str | None) -> tuple[int, int]:
+    try:
+        rollout, train = (1, 1) if text is None else map(int, text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"--devices {text}: give how many it generates on and how many it trains on, such as "
+            "8,8"
+        ) from None
+    return rollout, train
+
+
+def seconds_of(text: str) -> tuple[float, float]:
+    """Return the seconds of a rollout and of a training that `--phases` gives. Raises
+    `ValueError`."""
+    try:
+        rollout_s, train_s = map(float, text.split(","))
+        if not all(math.isfinite(one) and one > 0 for one in (rollout_s, train_s)):
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"--phases {text}: give mean seconds of a rollout and of a training, such as 12.5,8"
+        ) from None
+    return rollout_s, train_s

@@ -20,7 +20,8 @@ from rollpacker.cluster.decide.placement import (
 from rollpacker.cluster.decide.turns import ORDERS, Order
 
 MAX_GROUPS = 12
-"""That are looked at closely for one decision: those whose price seems to rise least."""
+"""Number of groups that are looked at closely for one decision: those whose price seems to rise
+least."""
 MAX_FORESEEN = 4
 """Candidates whose turns are run in virtual time for one decision; the cheapest come first."""
 WORTH = 2.0
@@ -118,7 +119,7 @@ class CheapestWork:
         return found[1]
 
     def _may_join(self, state: State, standing: Standing, job: ClusterJob) -> bool:
-        """Quickly."""
+        """Find out quickly whether the group has room for the job."""
         return len(standing.layout.jobs) < state.max_group and standing.summary.could_take(job)
 
     def _cheapest(
@@ -206,7 +207,7 @@ class CheapestWork:
     def _price(
         self, layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
     ) -> float:
-        """Of work; endless, if a promise is not kept."""
+        """Return the price of work. It is infinite if a promise is not kept."""
         if broken(layout, forecasts, rest, self.confidence):
             return math.inf
         return layout.price_of_work([one.iteration_s for one in forecasts])
@@ -225,7 +226,8 @@ def _endangered(standing: Standing) -> list[str]:
 def _in_danger(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
 ) -> list[str]:
-    """Whose promise is likely to be broken, and could be kept if nobody made them wait."""
+    """Return the jobs whose promise is likely to be broken, and could be kept if nobody made them
+    wait."""
     return [
         job.name
         for job, one, limit in zip(layout.jobs, forecasts, limits(layout, rest), strict=True)
@@ -239,8 +241,8 @@ def _number(choice: Choice) -> int:
 
 
 def _iterations_at_least(layout: Layout) -> list[float]:
-    """By job: no order of turns makes its iterations shorter than this on average, if all
-    are slowed down alike."""
+    """Return for each job the seconds below which no order of turns brings its mean iteration, if
+    all are slowed down alike."""
     holds, works = layout.holds(), layout.works_s()
     busy: dict[object, float] = {}
     for pin, one, work in zip(layout.pins, holds, works, strict=True):

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from rollpacker.cluster.decide.cluster_turns import LOSSES_S, MAX_LOSSES, ClusterTurns, Running
+from rollpacker.cluster.decide.cluster_turns import ClusterTurns, Running
 from rollpacker.cluster.decide.events import (
     Asked,
     Cancelled,
@@ -34,7 +34,6 @@ from rollpacker.cluster.decide.events import (
     Ended,
     Event,
     GiveUp,
-    Grant,
     Grown,
     Left,
     Lost,
@@ -63,32 +62,6 @@ from rollpacker.cluster.decide.room import (
 )
 from rollpacker.cluster.decide.waiting import AGEING_H, Devices, Waiting
 
-__all__ = [
-    "LOSSES_S",
-    "MAX_LOSSES",
-    "Asked",
-    "Cancelled",
-    "Close",
-    "Cluster",
-    "Command",
-    "Committed",
-    "Drained",
-    "Ended",
-    "Event",
-    "GiveUp",
-    "Grant",
-    "Grown",
-    "Left",
-    "Lost",
-    "Open",
-    "Restored",
-    "Start",
-    "StayedAway",
-    "Stop",
-    "Submitted",
-    "Withdrew",
-]
-
 
 class Cluster:
     """All jobs of a cluster. A job's name is its own: one name is submitted once."""
@@ -110,13 +83,14 @@ class Cluster:
         self._turns = ClusterTurns(self._running)
         self._waiting = Waiting(pools, quotas, ageing_s)
         self._paused: dict[str, Running] = {}
-        """Of jobs that wait and have run before: what they have done so far."""
+        """Records of the jobs that wait and have run before, with what they have done so far."""
         self._since_s: dict[str, float] = {}
         """When jobs that had to wait for nodes came, until they first ask for their turn."""
         self._num_changes = 0
-        """Of who is where."""
+        """Number of changes of who is where."""
         self._obstacle = ("", 0, "")
-        """What was said last of a job that waits, after how many changes."""
+        """The last answer of `awaits`: the job, the number of changes at that time, and the
+        words."""
 
     @property
     def pools(self) -> Sequence[Pool]:
@@ -143,12 +117,13 @@ class Cluster:
         return self._turns.overdue(at_s)
 
     def kept_for(self, job: str) -> str | None:
-        """Whose turn it is on free nodes that the job waits for; None: others hold some of them."""
+        """Return whose turn it is on free nodes that the job waits for. None if others hold some of
+        these nodes."""
         return self._turns.kept_for(job)
 
     def awaits(self, job: str, at_s: float) -> str:
-        """What a job that waits for nodes waits for, in words; empty: nothing that could be said.
-        What is said of slowdowns is as it was at the cluster's last change."""
+        """Say what keeps a job from nodes that it waits for. Empty if nothing is known. Slowdowns
+        are those of the cluster's last change."""
         told = self._waiting.why_not_next(job, self._running_jobs())
         if told or self._obstacle[:2] == (job, self._num_changes):
             return told or self._obstacle[2]
@@ -159,7 +134,8 @@ class Cluster:
         return told
 
     def handle(self, event: Event) -> list[Command]:
-        """What to do about it. Raises `ValueError` for a job that no nodes here can take."""
+        """Take in an event and return what is to be done about it. Raises `ValueError` for a job
+        that no nodes here can take."""
         match event:
             case Submitted():
                 return self._submitted(event)
@@ -202,7 +178,7 @@ class Cluster:
         return commands
 
     def _wait_no_more(self, name: str) -> bool:
-        """Whether it waited."""
+        """Remove a job from those that wait. Returns whether it was one."""
         found = any(one.name == name for one in self._waiting)
         self._waiting.remove(name)
         self._paused.pop(name, None)
@@ -210,7 +186,8 @@ class Cluster:
         return found
 
     def _start_waiting(self, at_s: float) -> list[Command]:
-        """Those that fit are started; who fits nowhere lets nobody overtake."""
+        """Start the waiting jobs that fit, in their order. One that fits nowhere lets no other
+        overtake it."""
         commands: list[Command] = []
         while self._waiting:
             late = self._next_waiting(at_s)
@@ -221,7 +198,8 @@ class Cluster:
         return commands
 
     def _next_waiting(self, at_s: float) -> Late | None:
-        """Who is next, with what its wait leaves of its SLO."""
+        """Return the job that is next, with what its wait leaves of its SLO. None if no job may
+        start."""
         job = self._waiting.next(self._running_jobs())
         if job is None:
             return None
@@ -237,7 +215,7 @@ class Cluster:
         return [one.job for one in self._running.values()]
 
     def _start(self, late: Late, choice: Choice) -> list[Command]:
-        """A job that runs, or one that waited."""
+        """Start a job on the nodes that were chosen, whether it ran before or waited."""
         job, name = late.job, late.job.name
         settled = self.state.settle(
             job, choice, tail_release=self._policy.tail_release, rest=late.rest
@@ -260,7 +238,7 @@ class Cluster:
         return commands + self._start_waiting(event.at_s)
 
     def _let_go(self, job: str, at_s: float) -> list[Command]:
-        """The job is none of the cluster's any more."""
+        """Remove a job from the cluster, whether it runs or waits."""
         running = self._running.get(job)
         if running is None:
             self._wait_no_more(job)
@@ -271,7 +249,7 @@ class Cluster:
         return commands
 
     def _detach(self, running: Running, at_s: float) -> list[Command]:
-        """The job leaves its group and its nodes."""
+        """Take a job off its group and its nodes."""
         job = running.job.name
         commands = self._turns.take_out(running, at_s)
         closed = self.state.unsettle(job, running.group)
@@ -332,12 +310,12 @@ class Cluster:
         return any(map(nodes.is_drained, (*running.rollout_nodes, *train_nodes)))
 
     def _displace(self, running: Running, at_s: float) -> list[Command]:
-        """The job leaves nodes that are drained, for others or to wait for some."""
+        """Take a job off nodes that are drained, and find others for it."""
         commands = self._detach(running, at_s)
         return commands + self._elsewhere(running, at_s, "its nodes are drained", at_s)
 
     def _elsewhere(self, running: Running, at_s: float, why: str, came_s: float) -> list[Command]:
-        """The job has left its nodes, for others or to wait for some."""
+        """Start a job that has left its nodes on others, or have it wait for some."""
         job, late = running.job, self._moved(running)
         choice = self._policy.place(self.state, job, rest=late.rest)
         if choice is not None:
@@ -349,7 +327,7 @@ class Cluster:
 
     @staticmethod
     def _moved(running: Running) -> Late:
-        """It is started again, which it waits for."""
+        """Return the job with what its next start, for which it waits, leaves of its SLO."""
         return Late(running.job, running.rest and restarted(running.job, running.rest))
 
     # -- iterations --------------------------------------------------------------------
@@ -377,8 +355,9 @@ class Cluster:
         return self._look_around(running, rest, event.at_s)
 
     def _look_around(self, running: Running, rest: Rest, at_s: float) -> list[Command]:
-        """Once after each change of the cluster, and while a promise is in danger: whether somebody
-        that waits can be made room for, and whether it is better elsewhere."""
+        """Find out whether room can be made for a job that waits, and whether this job is better
+        elsewhere. That is asked once after each change of the cluster, and while a promise is in
+        danger."""
         standing = self.state.groups[running.group]
         has_looked = running.looked == self._num_changes
         is_endangered = self._policy.is_endangered(standing)
@@ -404,7 +383,7 @@ class Cluster:
         return commands + self._start(self._moved(running), choice) + self._start_waiting(at_s)
 
     def _make_room(self, running: Running, rest: Rest, late: Late, at_s: float) -> list[Command]:
-        """For a job that waits."""
+        """Make room for a job that waits, if this job's move or stop does that and pays."""
         state, job, number = self.state, running.job, running.group
         if pays(state, number, job, late.job, restarts=1):
             found = by_moving(self._policy, state, number, job, rest, late)
@@ -426,7 +405,7 @@ class Cluster:
         return []
 
     def _learn(self, running: Running, kind: str, times: Times) -> None:
-        """From an iteration; where that changes the job's times, its group is looked at anew."""
+        """Learn from an iteration. If that changes the job's times, its group is looked at anew."""
         if running.learned is None:
             running.learned = LearnedTimes(running.job)
         changed = running.learned.saw(kind, self.sharing(running.job.name).alone(times))

@@ -1,4 +1,5 @@
-"""Whose turn it is in each group of a cluster, and the tokens of what is granted."""
+"""The turns in each group of a cluster, with the tokens of grants, and what is known of each job
+that takes part."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ PATIENCE_S = 30.0
 
 @dataclass(slots=True)
 class Running:
-    """One job."""
+    """All that the cluster knows of a job that has nodes, or has had some."""
 
     job: ClusterJob
     came_s: float
@@ -41,32 +42,33 @@ class Running:
     group: int = -1
     rollout_nodes: tuple[Node, ...] = ()
     has_waited: bool = False
-    """For nodes."""
+    """Whether it has ever waited for nodes."""
     joined: bool = False
-    """It takes part in the turns, which it does from its first ask on."""
+    """Whether it takes part in the turns, which it does from its first ask on."""
     token: int = 0
-    """Of its last grant."""
+    """Token of the grant that stands. 0 if it holds no nodes."""
     began_s: float = 0.0
-    """Its first ask, or when that would have been if it had not waited for nodes."""
+    """The time of its first ask, or when that would have been if it had not waited for nodes."""
     steps: int = 0
     work_s: float = 0.0
     looked: int = 0
     """The change of the cluster up to which it was asked whether the job should move."""
     learned: LearnedTimes | None = None
     rest: Rest | None = None
-    """Once it has committed an iteration, or waited for nodes."""
+    """The rest of its life, once it has committed an iteration or waited for nodes. None before
+    that."""
     lost_s: tuple[float, ...] = ()
-    """When it was lost, since its last commit."""
+    """Times at which it was lost since its last commit."""
     is_cancelled: bool = False
 
     def loses(self, at_s: float) -> bool:
-        """It is lost. Returns whether that is once too often."""
+        """Enter that the job is lost. Returns whether that is once too often."""
         recent = (one for one in self.lost_s if at_s - one < LOSSES_S)
         self.lost_s = (*recent, at_s)
         return len(self.lost_s) > MAX_LOSSES
 
     def commits(self, event: Committed) -> int:
-        """It has committed an iteration. Returns how many are left to do."""
+        """Enter that the job has committed an iteration. Returns how many are left to do."""
         steps = event.step - self.job.steps_before
         if not event.step or event.numbers_otherwise:
             steps = self.steps + 1
@@ -77,7 +79,7 @@ class Running:
 
     @property
     def patience_s(self) -> float:
-        """So long others wait for it where it neither holds nodes nor wants any."""
+        """Seconds for which others wait for it while it neither holds nodes nor wants any."""
         worst = self.job.worst
         return max(PATIENCE_S, PATIENCE * max(worst.between_s, worst.after_s))
 
@@ -92,18 +94,18 @@ class ClusterTurns:
         self._num_grants = 0
 
     def set_order(self, group: int, order: Order) -> None:
-        """Of a group that is there, or is new."""
+        """Set the order of turns of a group, which may be new."""
         if group in self._groups:
             self._groups[group].order = order
         else:
             self._groups[group] = Turns(order)
 
     def end(self, group: int) -> None:
-        """Nobody is in it any more."""
+        """Forget a group that has no jobs any more."""
         del self._groups[group]
 
     def take_out(self, running: Running, at_s: float) -> list[Command]:
-        """The job has no turn until it asks again."""
+        """Take a job out of the turns until it asks again."""
         if not running.joined:
             return []
         running.joined, running.token = False, 0
@@ -122,7 +124,7 @@ class ClusterTurns:
         return self._grants(turns.ask(event.job, event.phase, event.at_s))
 
     def left(self, event: Left) -> list[Command]:
-        """A token that is over changes nothing."""
+        """Take in that a job has left nodes. A token that is over changes nothing."""
         running = self._running.get(event.job)
         if running is None or running.token != event.token:
             return []
@@ -130,7 +132,7 @@ class ClusterTurns:
         return self._grants(self._groups[running.group].leave(event.job, event.phase, event.at_s))
 
     def withdrew(self, event: Withdrew) -> list[Command]:
-        """Whether it was granted by then or not."""
+        """Take in that a job has withdrawn an ask, whether it was granted by then or not."""
         running = self._running.get(event.job)
         if running is None or not running.joined:
             return []
@@ -157,7 +159,7 @@ class ClusterTurns:
         return self._groups[running.group].kept_for(job)
 
     def stayed_away(self, event: StayedAway) -> list[Command]:
-        """Nothing where nobody waits for it any more."""
+        """Take a job that stayed away out of the turns, if others still wait for it."""
         running = self._running.get(event.job)
         if running is None or event.job not in self._groups[running.group].awaited(event.at_s):
             return []

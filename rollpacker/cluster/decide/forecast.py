@@ -1,4 +1,4 @@
-"""What slowdowns a layout would bring, for iterations as they are distributed.
+"""Forecasts of the slowdowns that a layout would bring, for iterations as they are distributed.
 
 The layout's turns are run in virtual time on drawn iterations, the same for every layout: job n's
 k-th draw is a point of a sequence that fills the unit square evenly. A job's slowdown over its life
@@ -39,18 +39,19 @@ WARM_UP = 2
 HOPELESS = 1.1
 """Once a mean slowdown is so many times its limit after a third of the run, the rest is not run."""
 _STEP = (0.7548776662466927, 0.5698402909980532)
-"""Of the additive sequence that fills a square most evenly (Roberts' R2)."""
+"""Steps of the additive sequence that fills a square most evenly (Roberts' R2)."""
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """Of one job in a layout."""
+    """The forecast of one job in a layout."""
 
     iteration_s: float
-    """Mean, elapsed."""
+    """Mean elapsed seconds of an iteration."""
     slowdown: float
     """Mean seconds of an iteration over mean seconds without waits and switches."""
     deviation: float
-    """Of the slowdown over a single iteration, as far as it adds up over many."""
+    """Standard deviation of the slowdown over a single iteration, as far as it adds up over
+    many."""
 
     def bound(self, confidence: float, iterations: int) -> float:
         """The slowdown over so many iterations, which is not passed with this confidence."""
@@ -65,18 +66,18 @@ def _z(confidence: float) -> float:
 
 
 class Outlook:
-    """What comes of a layout in an order of turns. Its turns are run no further than is asked for,
-    and each once, however often."""
+    """The forecasts of a layout in one order of turns. Its turns are run no further than is asked
+    for, and each once, however often."""
 
     def __init__(self, layout: Layout, order: Order) -> None:
         self.layout = layout
         self._drawn: list[list[tuple[float, Holds]]] = []
-        """By job and iteration: its seconds without waits and switches, and what it holds."""
+        """For each job and iteration, its seconds without waits and switches, and what it holds."""
         self._early: list[Forecast] | None = None
         self._forecasts: list[Forecast] | None = None
         self._confirmed: list[Forecast] | None = None
         self._timeline: GroupTimeline | None = None
-        """While it runs."""
+        """The turns in virtual time while they run. None before and after that."""
         self._order: Order = order
         if order == "round_robin" and all(map(_is_fixed, layout.jobs)):
             # Fixed iterations in round robin need no run: their period is known.
@@ -99,14 +100,14 @@ class Outlook:
         return is_hopeless
 
     def forecasts(self) -> list[Forecast]:
-        """By job."""
+        """Return each job's forecast from the short run."""
         if self._forecasts is None:
             self._forecasts = self._run(STRETCH, NUM_STRETCHES)
             self._stop()
         return self._forecasts
 
     def confirmed(self) -> list[Forecast]:
-        """By job, of a longer run."""
+        """Return each job's forecast from a longer run."""
         if self._confirmed is None:
             self._confirmed = self._run(LONG_STRETCH, NUM_LONG_STRETCHES)
             self._stop()
@@ -125,7 +126,7 @@ class Outlook:
         ]
 
     def _stop(self) -> None:
-        """Keeps what was found, and no more: many are kept for long."""
+        """Drop all but what was found: many outlooks are kept for long."""
         self._timeline = None
         self._drawn = []
 
@@ -142,7 +143,7 @@ class Outlook:
 
 
 def foresee(layout: Layout, order: Order) -> list[Forecast]:
-    """By job, of the longer run."""
+    """Return each job's forecast from the longer run."""
     return Outlook(layout, order).confirmed()
 
 
@@ -151,7 +152,7 @@ def _is_fixed(job: ClusterJob) -> bool:
 
 
 def _point(job: int, number: int) -> tuple[float, float]:
-    """The job's own part of the sequence."""
+    """Return a point of the job's own part of the sequence."""
     at = number + 1 + 1000 * job
     return (at * _STEP[0]) % 1.0, (at * _STEP[1] + 0.5 * (job % 2)) % 1.0
 
@@ -168,7 +169,7 @@ def _forecast(begins_s: Sequence[float], works_s: Sequence[float], stretch: int)
 
 
 HoldsOf = Callable[[int, int], Holds]
-"""Of a job, by its number, in an iteration, from 0."""
+"""Gives what a job holds in an iteration, by the numbers of both, from 0."""
 
 
 class GroupTimeline:
@@ -183,14 +184,14 @@ class GroupTimeline:
         slos: Sequence[float] = (),
     ) -> None:
         self.begins_s: list[list[float]] = [[] for _ in pins]
-        """By job: when each rollout was granted."""
+        """Times at which each job's rollouts were granted."""
         self.ends_s: list[list[float]] = [[] for _ in pins]
-        """By job: when each iteration was over, with what comes after its training."""
+        """Times at which each job's iterations were over, with what comes after training."""
         self._holds = holds
         self._turns = Turns(order)
         self._names = [str(number) for number in range(len(pins))]
         self._now: list[Holds] = [Holds(0.0, 0.0, 0.0, 0.0)] * len(pins)
-        """By job: what it holds in the iteration that is under way."""
+        """What each job holds in the iteration that is under way."""
         self._heap: list[tuple[float, int, int, str]] = []
         self._num_pushed = 0
         for number, pinned in enumerate(pins):
@@ -199,7 +200,7 @@ class GroupTimeline:
             self._push(0.0, number, "rollout")
 
     def run_until(self, iterations: int, *, of_all: bool = True) -> None:
-        """Until every job, or any, has begun so many iterations."""
+        """Run the group until every job, or any of them, has begun so many iterations."""
         assert self._heap
         enough = all if of_all else any
         while not enough([len(begun) >= iterations for begun in self.begins_s]):
@@ -211,7 +212,7 @@ class GroupTimeline:
         heapq.heappush(self._heap, (at_s, self._num_pushed, number, what))
 
     def _step(self) -> bool:
-        """Whether anybody has begun an iteration by this."""
+        """Let the next thing happen. Returns whether anybody has begun an iteration by it."""
         now_s, _, number, what = heapq.heappop(self._heap)
         name = self._names[number]
         if what == "rollout" or what == "train":
@@ -248,22 +249,23 @@ class Rest(NamedTuple):
     """The rest of a job's life."""
 
     spare_s: float
-    """That it may wait, besides what its SLO lets it wait in the iterations that are left. Below 0:
-    so much longer than its SLO allows has it waited."""
+    """Seconds that the job may wait besides what its SLO lets it wait in the iterations that are
+    left. Below 0, it has waited for so much longer than its SLO allows."""
     iterations: int
 
     def slowdown(self, slo: float, work_s: float) -> float:
-        """That it may have, so that the whole keeps the SLO; `work_s`: of an iteration to come."""
+        """Return the slowdown that the rest may have, so that the whole life keeps the SLO.
+        `work_s` has the seconds of an iteration to come without waits."""
         return slo + self.spare_s / (self.iterations * work_s)
 
 
 def rest_of(job: ClusterJob, rest: Mapping[str, Rest]) -> Rest:
-    """All of it, if nothing is known."""
+    """Return the rest of the job's life: all of it, if nothing else is known."""
     return rest.get(job.name) or Rest(0.0, job.steps)
 
 
 def limits(layout: Layout, rest: Mapping[str, Rest]) -> list[float]:
-    """By job: the slowdown that the rest of its life may have."""
+    """Return for each job the slowdown that the rest of its life may have."""
     return [
         rest_of(job, rest).slowdown(job.slo, work)
         for job, work in zip(layout.jobs, layout.works_s(), strict=True)
@@ -276,9 +278,9 @@ _TOLERANCE = 1e-9
 def bounds(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest], confidence: float
 ) -> list[float]:
-    """By job: the slowdown over the rest of its life that is not passed with this confidence, for
-    `rest` as in `Standing`. Who joins turns that are under way makes everybody wait once more, by
-    an iteration at most."""
+    """Return for each job the slowdown over the rest of its life that is not passed with this
+    confidence; `rest` is as in `Standing`. Who joins turns that are under way makes everybody wait
+    once more, by an iteration at most."""
     joins = len(layout.jobs) > 1
     found = []
     for job, one in zip(layout.jobs, forecasts, strict=True):

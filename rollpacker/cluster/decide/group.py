@@ -31,9 +31,11 @@ from typing import NamedTuple
 from rollpacker.cluster.decide.job import ClusterJob, Times
 
 LINK_OVERHEAD = 1.17
-"""What crosses takes so many times its bytes over the rate: measured values of RollMux, Fig. 12."""
+"""Seconds of weights on the link, over their bytes by the link's rate. Measured values of RollMux,
+Fig. 12."""
 SPREAD_GB_S = 6.0
-"""Inside a rollout pool of several nodes, once the shards are there: fitted to the same figure."""
+"""Rate of weights between the nodes of a rollout pool, 1e9 bytes per second, fitted to the same
+figure."""
 
 TAIL_MOVE_S = 3.0
 """To bring a rollout's tail to the few devices that keep it: at most this, says RollPacker."""
@@ -54,12 +56,13 @@ class Holds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """What turns the times of a job alone into holds in its group."""
+    """Factors and seconds that turn the times of a job alone into holds in its group."""
 
     rollout_scale: float = 1.0
     """Rollout seconds here over those of the profile: other GPUs."""
     train_scale: float = 1.0
-    """The same; more training nodes than the job asked for make it less."""
+    """Training seconds here over those of the profile. More training nodes than the job asked for
+    make them fewer."""
     rollout_switch_s: float = 0.0
     train_switch_s: float = 0.0
     """0 where nobody else uses the pool."""
@@ -117,7 +120,8 @@ def sharing(
     link_gb_s: float = math.inf,
     tail_release: bool = True,
 ) -> Sharing:
-    """Of a job on so many rollout nodes, in a group with so many training devices."""
+    """Return how a job shares nodes, on so many rollout nodes of a group with so many training
+    devices."""
     assert train_devices >= job.train_devices
     lanes = min(job.train_devices, job.rollout_devices)
     publish_s = LINK_OVERHEAD * job.model_gb / (lanes * link_gb_s)
@@ -137,7 +141,7 @@ def sharing(
 # -- the period --------------------------------------------------------------------
 
 Pins = Sequence[frozenset[object]]
-"""By job: its rollout nodes."""
+"""The rollout nodes of each job."""
 
 
 def cycle_s(holds: Sequence[Holds]) -> float:
@@ -146,7 +150,7 @@ def cycle_s(holds: Sequence[Holds]) -> float:
 
 
 def rollout_load_s(holds: Sequence[Holds], pins: Pins) -> float:
-    """What one turn of every job asks of the busiest rollout node."""
+    """Return the seconds that one turn of every job takes on the busiest rollout node."""
     nodes: dict[object, float] = {}
     for one, pinned in zip(holds, pins, strict=True):
         for node in pinned:
@@ -155,7 +159,8 @@ def rollout_load_s(holds: Sequence[Holds], pins: Pins) -> float:
 
 
 def load_s(holds: Sequence[Holds], pins: Pins) -> float:
-    """The same of the busiest resource of both kinds."""
+    """Return the seconds that one turn of every job takes on the busiest resource: all training, or
+    a rollout node."""
     return max(math.fsum(one.train_s for one in holds), rollout_load_s(holds, pins))
 
 
@@ -183,7 +188,7 @@ def period_s(holds: Sequence[Holds], pins: Pins) -> float:
 
 
 Edges = Mapping[tuple[int, int], tuple[float, int]]
-"""From event to event: seconds, and how many turns later (tokens)."""
+"""The edges of an event graph, from event to event: seconds, and how many turns later (tokens)."""
 
 
 def _event_graph(holds: Sequence[Holds], pins: Pins) -> Edges:

@@ -1,4 +1,4 @@
-"""What a job is for the cluster: how long its phases take, what it needs, what it is promised.
+"""A job as the cluster knows it: how long its phases take, what it needs, what it is promised.
 
 rollout (holds the rollout pool) -> between (verdicts; holds nothing)
   -> train (holds the training pool, until the weights are published) -> after (commit) -> again
@@ -29,12 +29,12 @@ class Times(NamedTuple):
     after_s: float
 
     def longer(self, factor: float) -> Times:
-        """With both phases so many times as long."""
+        """Return the times with both phases so many times as long."""
         return self._replace(rollout_s=self.rollout_s * factor, train_s=self.train_s * factor)
 
     def positive(self) -> Times:
-        """A phase that took no time, as clocks tell it or since there was nothing to train on, took
-        some."""
+        """Return the times with at least a microsecond for each phase, also for one that took no
+        time by the clock or had nothing to train on."""
         rollout_s, between_s, train_s, after_s = self
         return Times(max(rollout_s, 1e-6), max(between_s, 0), max(train_s, 1e-6), max(after_s, 0))
 
@@ -47,10 +47,10 @@ class RoundTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
 
     kind: str = "plain"
     share: float = 1.0
-    """Of the job's iterations."""
+    """Share of the job's iterations that are of this kind."""
     rollout_s: tuple[float, ...]
     train_s: tuple[float, ...]
-    """As many as in `rollout_s`, or one."""
+    """Seconds of training, as many as in `rollout_s`, or one."""
     between_s: float = 0.0
     """From the end of generation to the begin of training: verdicts."""
     after_s: float = 0.0
@@ -107,31 +107,31 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
     steps: int
     """Iterations until it ends."""
     steps_before: Omitted[int] = 0
-    """Of a run that goes on: those of its checkpoint, which are none of `steps`."""
+    """Iterations in the checkpoint of a run that goes on. They are no part of `steps`."""
     slo: float
-    """Its elapsed time may be this many times what it would be without waits for pools."""
+    """Bound of the job's elapsed time over what that would be without waits for pools."""
     priority: int = 0
-    """Among jobs that wait for nodes: a head start (`waiting.py`)."""
+    """Head start among jobs that wait for nodes (`waiting.py`)."""
     owner: str = ""
-    """Whose quota it counts against."""
+    """The owner of the quota that the job counts against."""
     rollout_devices: int = 8
     train_devices: int = 8
     """At least; in a group whose training pool is larger, its training is spread over all."""
     rollout_memory_gib: float = 0.0
     """Host memory that its parked rollout keeps on each of its nodes."""
     train_memory_gib: float = 0.0
-    """The same of its parked trainer, on each training node of its group."""
+    """Host memory that its parked trainer keeps on each training node of its group."""
     model_gb: float = 0.0
-    """What crosses the link with each hand-over of weights, 1e9 bytes."""
+    """Weights that cross the link with each hand-over, 1e9 bytes."""
     rollout_switch_s: float = 0.0
-    """To park on a rollout node and to wake there, together."""
+    """Seconds to park on a rollout node and to wake there, together."""
     train_switch_s: float = 0.0
     cold_start_s: float = 0.0
-    """Before its first iteration, and after each move."""
+    """Seconds before its first iteration, and after each move."""
     tail_share: float = 0.0
     """The last part of a rollout that runs on few devices, while another job has the rest."""
     tail_devices_share: float = 0.125
-    """So much of the devices keeps the tail."""
+    """Share of the devices that keep the tail."""
 
     def __post_init__(self) -> None:
         if not self.rounds:
@@ -160,7 +160,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
 
     @cached_property
     def mean(self) -> Times:
-        """Of all kinds of round, by their shares."""
+        """The mean over all kinds of round, by their shares."""
         sums = (
             math.fsum(one.share * seconds[part] for one, seconds in pairs)
             for pairs in [[(one, one.mean) for one in self.rounds]]
@@ -170,7 +170,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
 
     @cached_property
     def worst(self) -> Times:
-        """As if every response of every iteration ran to its limit."""
+        """The times of an iteration in which every response runs to its limit."""
         return Times(*map(max, zip(*(one.worst for one in self.rounds), strict=True)))
 
     @cached_property
@@ -189,9 +189,9 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
 
 
 EMPTY = "empty"
-"""A kind of iteration: nothing was trained on."""
+"""The kind of an iteration in which nothing was trained on."""
 EVALUATED = "+evaluation"
-"""Of an iteration with an evaluation: the end of its kind."""
+"""The end of the kind of an iteration with an evaluation."""
 
 
 class Iteration(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,20 +199,23 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     kind: str
-    """Of its longest round (a step whose rounds refill it has several), or `EMPTY`; and whether it
-    ended with an evaluation, whose generation takes as long at the first step as at the last."""
+    """Kind of the step's longest round (a step that is refilled has several), or `EMPTY`, with
+    `EVALUATED` behind it if the step ended with an evaluation. An evaluation's generation takes as
+    long at the first step as at the last."""
     rollout_s: float
-    """From the commit before to the last sample's end, and the same of refills, from their launch,
-    and what an evaluation generated: the rollout pool is held. Fetching prompts is part of it."""
+    """Seconds in which the rollout pool is held: from the commit before to the end of the last
+    sample, the same for refills from their launch on, and the generation of an evaluation. Fetching
+    prompts is part of them."""
     between_s: float
-    """Verdicts (or a refill's prompts) are awaited after generation; no pool is held."""
+    """Seconds in which verdicts, or the prompts of a refill, are awaited after generation. No pool
+    is held."""
     train_s: float
-    """Until the weights are published or handed over, with gradients that were begun before:
-    the training pool is held. 0 in a step that had nothing to train on."""
+    """Seconds in which the training pool is held: until the weights are published or handed over,
+    with gradients that were begun before. 0 in a step that had nothing to train on."""
     after_s: float
-    """Commit, checkpoint, verdicts of an evaluation, callbacks."""
+    """Seconds of commit, checkpoint, verdicts of an evaluation and callbacks."""
     last: bool | None = None
-    """The process begins no other one after it. None: nobody says."""
+    """Whether the process begins no other step after it. None if nobody says."""
 
     @property
     def is_empty(self) -> bool:
@@ -221,5 +224,6 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def times(self) -> Times:
-        """As the cluster counts them: each phase took some time (`Times.positive`)."""
+        """The step's times as the cluster counts them: each phase took some time
+        (`Times.positive`)."""
         return Times(self.rollout_s, self.between_s, self.train_s, self.after_s).positive()

@@ -36,7 +36,8 @@ Pin = frozenset[object]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Jobs of more nodes come first, as in the turns."""
+    """Jobs of a group, their nodes and the pools. Jobs of more nodes come first, as in the
+    turns."""
 
     rollout_pool: Pool
     train_pool: Pool
@@ -47,7 +48,7 @@ class Layout:
     tail_release: bool = True
 
     def plus(self, job: ClusterJob, pin: Pin) -> Layout:
-        """With one job more."""
+        """Return the layout with one job more."""
         pairs = sorted(
             [*zip(self.jobs, self.pins, strict=True), (job, pin)], key=lambda p: -len(p[1])
         )
@@ -56,12 +57,12 @@ class Layout:
         )
 
     def minus(self, name: str) -> Layout:
-        """Without this job."""
+        """Return the layout without this job."""
         kept = [(j, p) for j, p in zip(self.jobs, self.pins, strict=True) if j.name != name]
         return replace(self, jobs=tuple(j for j, _ in kept), pins=tuple(p for _, p in kept))
 
     def with_times(self, job: ClusterJob) -> Layout:
-        """With other times of a job that is in it."""
+        """Return the layout with other times of a job that is in it."""
         return replace(self, jobs=tuple(job if j.name == job.name else j for j in self.jobs))
 
     # -- what it costs -----------------------------------------------------------------
@@ -78,7 +79,7 @@ class Layout:
         )
 
     def price_of_work(self, iteration_s: Sequence[float]) -> float:
-        """For seconds of an iteration here, by job."""
+        """Return the price of work, for each job's seconds of an iteration here."""
         value = progress = 0.0
         for job, seconds in zip(self.jobs, iteration_s, strict=True):
             own = self.value(job)
@@ -104,7 +105,7 @@ class Layout:
 
     @cached_property
     def sharings(self) -> tuple[Sharing, ...]:
-        """By job."""
+        """How each job shares its nodes."""
         counts: dict[object, int] = {}
         for pin in self.pins:
             for node in pin:
@@ -125,23 +126,23 @@ class Layout:
         )
 
     def works_s(self) -> list[float]:
-        """By job: mean seconds of an iteration without waits and switches."""
+        """Return for each job the mean seconds of an iteration without waits and switches."""
         return [one.work_s(job.mean) for job, one in zip(self.jobs, self.sharings, strict=True)]
 
     def holds(self) -> list[Holds]:
-        """By job, of mean iterations."""
+        """Return what each job holds in a mean iteration."""
         return [one.holds(job.mean) for job, one in zip(self.jobs, self.sharings, strict=True)]
 
     def period_s(self) -> float:
-        """Of mean iterations, in round robin."""
+        """Return the period of mean iterations in round robin."""
         return period_s(self.holds(), self.pins)
 
     def closed_period_s(self) -> float:
-        """A lower bound of it, in no time."""
+        """Return a lower bound of the period, which takes no time to find."""
         return closed_period_s(self.holds(), self.pins)
 
     def slowdowns(self) -> list[float]:
-        """By job, of mean iterations in round robin."""
+        """Return the slowdown of each job, for mean iterations in round robin."""
         period = self.period_s()
         return [period / work for work in self.works_s()]
 
@@ -160,7 +161,7 @@ class Layout:
 
 
 def alone_price(job: ClusterJob, rollout: Pool, train: Pool) -> float:
-    """Per hour."""
+    """Return the price per hour of the nodes that the job would have alone."""
     return (
         rollout.nodes_for(job.rollout_devices) * rollout.node_price_per_h
         + train.nodes_for(job.train_devices) * train.node_price_per_h

@@ -18,19 +18,20 @@ from msgspec.structs import replace
 from rollpacker.cluster.decide.job import ClusterJob, RoundTimes, Times
 
 WINDOW = 32
-"""Iterations."""
+"""Number of the latest iterations that count."""
 MATERIAL = 0.04
-"""Of an iteration's mean."""
+"""Share of an iteration's mean seconds by which a change is worth telling."""
 SURE = 3.0
-"""Standard errors."""
+"""Number of standard errors beyond which a change is more than luck."""
 ENOUGH = 4
 """Iterations of a kind of round, to say how long it takes."""
 _STEP = (0.7548776662466927, 0.5698402909980532)
-"""Of the additive sequence that fills a square most evenly: which iterations of the profile."""
+"""Steps of the additive sequence that fills a square most evenly; its points say which iterations
+of the profile are taken."""
 
 
 class LearnedTimes:
-    """Of one job. What is seen decides alone: the same iterations, the same times."""
+    """The learned times of one job. They follow from the iterations that were seen alone."""
 
     def __init__(self, job: ClusterJob) -> None:
         self._job = job
@@ -39,8 +40,8 @@ class LearnedTimes:
         )
 
     def saw(self, kind: str, times: Times) -> ClusterJob | None:
-        """An iteration: seconds on the devices that the profile is of. Returns the job as it is now
-        known, if that has changed materially."""
+        """Take in an iteration, in seconds on the devices that the profile is of. Returns the job
+        as it is now known, if that has changed materially."""
         self._seen.append((kind, times.positive()))
         if not self._has_changed():
             return None
@@ -48,7 +49,7 @@ class LearnedTimes:
         return self._job
 
     def _has_changed(self) -> bool:
-        """In the share of a kind of round, or in how long it takes."""
+        """Whether the share of a kind of round has changed, or how long it takes."""
         least = MATERIAL * math.fsum(self._job.mean)
         known = {one.kind: one for one in self._job.rounds}
         seen = self._by_kind()

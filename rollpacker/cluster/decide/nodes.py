@@ -20,7 +20,7 @@ class Pool:
     devices_per_node: int
     price_per_device_h: float
     host_memory_gib: float
-    """Of a node."""
+    """Host memory of one node."""
     scale: float = 1.0
     """Seconds of a phase here over those in the job's profile."""
 
@@ -40,12 +40,12 @@ class Node(NamedTuple):
 
 
 def memory_gib(job: ClusterJob, phase: Phase) -> float:
-    """What the job keeps in the host memory of each of its nodes of this phase."""
+    """Return the GiB that the job keeps in the host memory of each of its nodes of this phase."""
     return job.rollout_memory_gib if phase == "rollout" else job.train_memory_gib
 
 
 class Nodes:
-    """Who is on which node. A node belongs to one group, or is free."""
+    """All nodes of all pools, and the jobs on each. A node belongs to one group, or is free."""
 
     def __init__(self, pools: Sequence[Pool]) -> None:
         self.pools = {pool.name: pool for pool in pools}
@@ -53,12 +53,12 @@ class Nodes:
             pool.name: list(range(pool.nodes - 1, -1, -1)) for pool in pools
         }
         self._jobs: dict[Node, dict[str, float]] = {}
-        """Of each node that is not free: its jobs, with the GiB that each keeps. Copies share what
-        is in it, so that it is replaced and not changed."""
+        """For each node that is not free, its jobs with the GiB that each keeps. Copies share the
+        inner dictionaries, which are replaced and never changed."""
         self._drained: set[Node] = set()
 
     def copy(self) -> Nodes:
-        """To try something out on."""
+        """Return a copy to try something out on."""
         other = Nodes(())
         other.pools = self.pools
         other._free = {pool: [*free] for pool, free in self._free.items()}
@@ -67,7 +67,7 @@ class Nodes:
         return other
 
     def grow(self, pool: str, nodes: int) -> None:
-        """The pool has so many nodes, of which the new ones are free. Raises `ValueError`."""
+        """Have the pool have so many nodes, of which the new ones are free. Raises `ValueError`."""
         own = self.pools.get(pool)
         if own is None:
             raise ValueError(f"there is no pool {pool}; there are {', '.join(self.pools)}")
@@ -80,14 +80,14 @@ class Nodes:
         self.pools = {**self.pools, pool: replace(own, nodes=nodes)}
 
     def hide_free(self) -> None:
-        """Of a copy: none is free any more."""
+        """Take all free nodes away, in a copy that something is tried out on."""
         self._free = {pool: [] for pool in self._free}
 
     def num_free(self, pool: str) -> int:
         return len(self._free[pool])
 
     def take(self, pool: str, count: int) -> tuple[Node, ...]:
-        """So many free nodes, which are free no more."""
+        """Take so many free nodes, which are free no more."""
         free = self._free[pool]
         assert len(free) >= count, (pool, count)
         taken = tuple(Node(pool, free.pop()) for _ in range(count))
@@ -102,7 +102,7 @@ class Nodes:
                 self._free[node.pool].append(node.number)
 
     def drain(self, node: Node) -> None:
-        """It is not free any more: at once, or when it is given back. Raises `ValueError` for a
+        """Have the node free no more, at once or when it is given back. Raises `ValueError` for a
         node that is not there."""
         pool = self.pools.get(node.pool)
         if pool is None or not 0 <= node.number < pool.nodes:
@@ -113,7 +113,7 @@ class Nodes:
             self._free[node.pool].remove(node.number)
 
     def restore(self, node: Node) -> None:
-        """Jobs may come to it again."""
+        """Have jobs come to a drained node again."""
         if node in self._drained:
             self._drained.remove(node)
             if node not in self._jobs:
@@ -123,7 +123,7 @@ class Nodes:
         return node in self._drained
 
     def settle(self, job: str, nodes: Iterable[Node], gib: float) -> None:
-        """The job keeps so much host memory on each of these nodes."""
+        """Put a job on these nodes, on each of which it keeps so much host memory."""
         for node in nodes:
             self._jobs[node] = {**self._jobs[node], job: gib}
             assert self.free_gib(node) >= 0, (node, self._jobs[node])
@@ -136,12 +136,12 @@ class Nodes:
         return list(self._jobs.get(node, ()))
 
     def free_gib(self, node: Node) -> float:
-        """Host memory that nobody keeps."""
+        """Return the GiB of the node's host memory that nobody keeps."""
         return self.pools[node.pool].host_memory_gib - math.fsum(self._jobs[node].values())
 
 
 def pairs(pools: Iterable[Pool]) -> list[tuple[Pool, Pool]]:
-    """Each rollout pool with each training pool, in the order given."""
+    """Return each rollout pool with each training pool, in the order given."""
     pools = list(pools)
     return [
         (rollout, train)
@@ -155,7 +155,7 @@ FEWER: Mapping[Phase, str] = {
     "rollout": "rollout_devices (of a run: rollout.engines)",
     "train": "train_devices (of a run: train.processes)",
 }
-"""What to lower for a job to need fewer devices of a phase."""
+"""The settings to lower, by phase, for a job to need fewer devices."""
 
 
 def check_job(job: ClusterJob, pools: Sequence[Pool]) -> None:

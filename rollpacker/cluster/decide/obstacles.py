@@ -1,5 +1,5 @@
-"""What keeps a job that waits from every node, in words: whose SLO would break, and which SLO of
-its own would be kept now.
+"""Says what keeps a waiting job from every node: whose SLO would break, and which SLO of its own
+would be kept now.
 
 Nothing is decided by it, and nothing that a decision looks at is found out by it: who replays the
 events of a cluster does not know when somebody asked."""
@@ -20,21 +20,21 @@ from rollpacker.cluster.decide.placement import Standing, State
 from rollpacker.cluster.decide.turns import Order
 
 MAX_CANDIDATES = 6
-"""That are looked at: those in groups whose jobs have most room."""
+"""Number of places that are looked at: those in groups whose jobs have most room."""
 _NUM_TRIES = 3
 """Some orders of turns look at the SLO itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """The job in a group, in an order of turns."""
+    """The job as it would be in a group, in an order of turns."""
 
     layout: Layout
     order: Order
     rest: Mapping[str, Rest]
-    """Of all that are in the group."""
+    """The rest of life of all jobs in the group."""
     breaks: Mapping[str, tuple[float, float]]
-    """`broken`."""
+    """Jobs whose SLO would break, as `broken` returns them."""
 
     @property
     def excess(self) -> float:
@@ -44,8 +44,8 @@ class _Try:
 def obstacle(
     state: State, job: ClusterJob, rest: Rest | None, *, confidence: float, orders: Sequence[Order]
 ) -> str:
-    """Of a job that no nodes take now; empty: nothing was found. `rest`: of its life, if it has
-    waited or run."""
+    """Say what keeps a job from all nodes. Empty if nothing was found. `rest` is that of its life,
+    if it has waited or run."""
     if next(state.alone(job), None) is not None:
         return ""
     tries = list(_tries(state, job, rest, confidence, orders))
@@ -83,7 +83,7 @@ def _tries(
 def _breaks(
     layout: Layout, order: Order, rest: Mapping[str, Rest], confidence: float
 ) -> dict[str, tuple[float, float]]:
-    """`broken`, by the short run or by the longer one: placement believes both."""
+    """Return what `broken` does, by the short run or by the longer one: placement believes both."""
     outlook = Outlook(layout, order)
     found = broken(layout, outlook.forecasts(), rest, confidence)
     for name, (slowdown, limit) in broken(layout, outlook.confirmed(), rest, confidence).items():
@@ -92,13 +92,15 @@ def _breaks(
 
 
 def _load(layout: Layout) -> float:
-    """What its jobs have of training nodes' time, if nobody is slowed down further than allowed."""
+    """Return the share of the training nodes' time that the jobs take, if each is slowed down as
+    far as allowed."""
     pairs = zip(layout.jobs, layout.holds(), layout.works_s(), strict=True)
     return math.fsum(holds.train_s / work / job.slo for job, holds, work in pairs)
 
 
 def _possible(one: _Try, job: ClusterJob, confidence: float) -> float | None:
-    """The SLO with which the job, submitted anew, would break none there."""
+    """Return the SLO with which the job, submitted anew, would break none there. None if there is
+    none."""
     rest = {name: known for name, known in one.rest.items() if name != job.name}
     slo, layout = job.slo, one.layout
     for _ in range(_NUM_TRIES):
@@ -113,7 +115,7 @@ def _possible(one: _Try, job: ClusterJob, confidence: float) -> float | None:
 
 
 def _refusals(state: State, job: ClusterJob) -> Counter[str]:
-    """Why groups cannot take the job whatever its SLO is, and how many of each."""
+    """Count the groups that cannot take the job whatever its SLO is, by the reason."""
     return Counter(_refusal(state, standing, job) for standing in state.groups.values())
 
 

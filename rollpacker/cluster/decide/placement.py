@@ -26,7 +26,7 @@ class Choice:
     """Where a job goes."""
 
     group: int | None
-    """None: a new one."""
+    """Number of the group. None for a new one."""
     layout: Layout
     """The group with the job in it; nodes that are not taken yet have negative numbers."""
     pin: Pin
@@ -55,17 +55,20 @@ def is_new(node: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What can be said of a group in a microsecond: which groups are worth a closer look."""
+    """The numbers of a group that can be had in a microsecond. They say which groups are worth a
+    closer look."""
 
     price_of_work: float
     price_per_h: float
     node_price_per_h: float
     train_share: float
-    """Of the training pool's time, if no job were slowed down."""
+    """Share of the training pool's time that the jobs take, if no job were slowed down."""
     rollout_share: float
-    """The same of the least loaded rollout node."""
+    """Share of the least loaded rollout node's time that the jobs take, if no job were slowed
+    down."""
     needed_share: float
-    """Of the training pool's time, if every job were slowed down as far as its SLO lets it."""
+    """Share of the training pool's time that the jobs take, if each were slowed down as far as its
+    SLO lets it."""
     spare_devices: int
 
     def could_take(self, job: ClusterJob) -> bool:
@@ -91,7 +94,7 @@ class Summary:
 
 
 def summary_of(layout: Layout, rest: Mapping[str, Rest], iteration_s: Sequence[float]) -> Summary:
-    """For seconds of an iteration as they are, by job."""
+    """Return the summary of a group, for each job's seconds of an iteration as they are."""
     holds, works = layout.holds(), layout.works_s()
     busy: dict[object, float] = {}
     for pin, one, work in zip(layout.pins, holds, works, strict=True):
@@ -120,14 +123,14 @@ class Standing:
     order: Order
     train_nodes: tuple[Node, ...]
     rest: dict[str, Rest] = field(default_factory=dict)
-    """Of jobs that have committed an iteration."""
+    """The rest of life of the jobs that have committed an iteration."""
     tried: dict[str, int] = field(default_factory=dict)
     """Iterations that jobs had left when they last tried to save a promise that is in danger."""
     _forecasts: list[Forecast] | None = None
     _summary: Summary | None = None
     _without: dict[str, float] = field(default_factory=dict)
     _outlooks: dict[tuple[str, Pin, Order], Outlook] = field(default_factory=dict)
-    """Of the group with one job more, by that job, its nodes and the order of turns."""
+    """Outlooks of the group with one job more, by that job, its nodes and the order of turns."""
 
     @property
     def summary(self) -> Summary:
@@ -138,7 +141,7 @@ class Standing:
 
     @property
     def forecasts(self) -> list[Forecast]:
-        """As the group is, by job."""
+        """Each job's forecast in the group as it is."""
         if self._forecasts is None:
             self._forecasts = foresee(self.layout, self.order)
         return self._forecasts
@@ -150,7 +153,7 @@ class Standing:
         return Standing(layout, order, self.train_nodes, rest)
 
     def changed(self) -> None:
-        """What was found out about the group is made anew when it is next asked for."""
+        """Forget what was found out about the group; it is made anew when it is next asked for."""
         self._summary = self._forecasts = None
         self._without.clear()
         self.tried.clear()
@@ -168,8 +171,8 @@ class Standing:
         return self._without[job]
 
     def outlook(self, choice: Choice, job: ClusterJob, order: Order) -> Outlook:
-        """If the job came. A job looks around after each change of the cluster, and most changes
-        are of other groups than those it looks at."""
+        """Return the outlook of the group if the job came. A job looks around after each change of
+        the cluster, and most changes are of other groups than those it looks at."""
         key = (job.name, choice.pin, order)
         found = self._outlooks.get(key)
         if found is None or found.layout != choice.layout:  # another job of that name
@@ -184,26 +187,26 @@ class Settled(NamedTuple):
     rollout_nodes: tuple[Node, ...]
     train_nodes: tuple[Node, ...]
     opened: tuple[Node, ...]
-    """Of these, those that were free."""
+    """Those of the nodes that were free before."""
 
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """What there is when a job comes."""
+    """The nodes and groups that there are when a job comes."""
 
     nodes: Nodes
     groups: dict[int, Standing] = field(default_factory=dict)
     link_gb_s: float = math.inf
     max_group: int = 5
     num_groups: int = 0
-    """That there ever were: the next one's number."""
+    """Number of groups that there ever were. It is the number of the next one."""
 
     def copy(self) -> State:
         """To try something out on; groups that do not change are shared, with what is known."""
         return replace(self, nodes=self.nodes.copy(), groups=dict(self.groups))
 
     def as_if_full(self) -> State:
-        """With no free nodes."""
+        """Return the state as if no node were free."""
         nodes = self.nodes.copy()
         nodes.hide_free()
         return replace(self, nodes=nodes)
@@ -314,10 +317,11 @@ class Policy(Protocol):
         """Whether a rollout's tail leaves the nodes to the next job."""
 
     def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
-        """None: it has to wait for nodes. `rest`: of its life, if it has waited or run."""
+        """Choose where a job goes, or None if it has to wait for nodes. `rest` is that of its life,
+        if it has waited or run."""
 
     def obstacle(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> str:
-        """What keeps a job from all nodes that `place` finds none for, in words; empty: nobody
+        """Say what keeps a job, for which `place` finds no nodes, from all of them. Empty if nobody
         says."""
 
     @property
@@ -332,12 +336,12 @@ class Policy(Protocol):
         """Whether a promise is likely to be broken if everybody stays."""
 
     def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:
-        """Where a job of the group should go at a commit; into its own: another order of turns is
-        to be taken there. None: it stays."""
+        """Choose where a job of the group goes at a commit, or None if it stays. A choice of its
+        own group is one of another order of turns there."""
 
 
 class Stays:
-    """Of policies that never move a job."""
+    """The part of a policy that never moves a job."""
 
     learns = False
     makes_room = False

@@ -35,16 +35,16 @@ class Late(NamedTuple):
 
 
 def bearable(job: ClusterJob, rest: Rest) -> Rest:
-    """Of a job that has waited for nodes. Where that has broken its promise, the promise binds
-    nobody any more, and what is left of its life goes as its SLO says: else nobody could join it,
-    and everybody else would wait the longer."""
+    """Return the rest of life of a job that has waited for nodes. Where the wait has broken its
+    promise, the promise binds nobody any more, and what is left of its life goes as its SLO says:
+    else nobody could join it, and everybody else would wait the longer."""
     if rest.slowdown(job.slo, math.fsum(job.mean)) < 1:
         return Rest(0.0, rest.iterations)
     return rest
 
 
 def restarted(job: ClusterJob, rest: Rest) -> Rest:
-    """After a cold start more."""
+    """Return the rest of the job's life after one more cold start."""
     return rest._replace(spare_s=rest.spare_s - job.cold_start_s)
 
 
@@ -109,8 +109,9 @@ def _survives(found: Iterable[tuple[Late, Choice]], moved: Late, before: Rest) -
 def by_stopping(
     policy: Policy, state: State, behind: Mapping[str, int], waits: Late
 ) -> tuple[str, Choice] | None:
-    """Who is to be stopped, and where the one that waits goes then. `behind`: jobs of lower
-    priority that come after it in the queue, with their groups, the last one first."""
+    """Choose the job that is to be stopped, and where the one that waits goes then; None if that
+    helps nobody. `behind` has the jobs of lower priority that come after it in the queue, with
+    their groups, the last one first."""
     for name, number in list(behind.items())[:MAX_STOPPED]:
         without = state.copy()
         without.unsettle(name, number)

@@ -1,4 +1,4 @@
-"""Whose turn it is on the nodes of one group: jobs ask for a phase's nodes, and are granted them.
+"""The turns on the nodes of one group: jobs ask for a phase's nodes, and are granted them.
 
     ask(job, phase) -> waits -> granted: all its nodes of that phase at once -> leave(job, phase)
 
@@ -42,13 +42,13 @@ class _Member:
     """How many of each phase it was granted, counted from those of the others when it joined."""
     waits_for: Phase | None = None
     is_extra: bool = False
-    """What it waits for is not its turn's."""
+    """Whether what it waits for is no part of its turn."""
     holds: Phase | None = None
     asked: int = 0
     """Number of its last ask, among all asks of the group."""
     asked_s: float = 0.0
     since_s: float = 0.0
-    """Its first ask."""
+    """Time of its first ask."""
     away_since_s: float = 0.0
     """When it last let go of nodes, or of its wait for some."""
     waited_s: float = 0.0
@@ -59,11 +59,11 @@ class _Seat:
     """A node, or the training nodes."""
 
     members: list[_Member] = field(default_factory=list)
-    """Who uses it."""
+    """The members that use the node."""
     holder: str | None = None
 
     def due(self, phase: Phase) -> _Member:
-        """Whose turn it is in round robin: who had the fewest."""
+        """Return whose turn it is in round robin: the member that had the fewest."""
         return min(self.members, key=lambda one: (one.turns[phase], one.rank))
 
 
@@ -96,7 +96,7 @@ class Turns:
         return list(self._members)
 
     def holder(self, node: Node) -> str | None:
-        """Who has the node; None: nobody."""
+        """Return the job that has the node, or None."""
         seat = self._seats.get(node)
         return None if seat is None else seat.holder
 
@@ -181,8 +181,8 @@ class Turns:
         return found
 
     def kept_for(self, job: str) -> str | None:
-        """Whose turn it is on the nodes that the job waits for, where nobody holds any of them;
-        None: it is nobody else's, or nothing is waited for."""
+        """Return whose turn it is on the nodes that the job waits for, if nobody holds any of them.
+        None if it is nobody else's, or if the job waits for nothing."""
         member = self._waiting.get(job)
         if member is None or member.waits_for is None or member.is_extra:
             return None

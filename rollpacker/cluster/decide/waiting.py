@@ -24,10 +24,10 @@ from rollpacker.cluster.decide.job import ClusterJob, Phase
 from rollpacker.cluster.decide.nodes import FEWER, Pool
 
 AGEING_H = 4.0
-"""What a priority more is worth, in hours."""
+"""Hours of waiting that one more priority is worth."""
 PHASES: tuple[Phase, ...] = ("rollout", "train")
 Devices = Mapping[Phase, int]
-"""By phase."""
+"""Numbers of devices by phase."""
 
 
 class Waiting:
@@ -45,10 +45,11 @@ class Waiting:
         self._quotas = quotas or {}
         self._ageing_s = ageing_s
         self._jobs: dict[str, tuple[ClusterJob, float]] = {}
-        """By name, in the order in which they came, with when."""
+        """The jobs that wait, by name in the order in which they came, each with the time when it
+        came."""
 
     def grow(self, pools: Sequence[Pool]) -> None:
-        """These are what there is."""
+        """Take in the pools as they are now."""
         self._all = {
             phase: sum(pool.nodes * pool.devices_per_node for pool in pools if pool.phase == phase)
             for phase in PHASES
@@ -58,7 +59,7 @@ class Waiting:
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[ClusterJob]:
-        """In the order in which they came."""
+        """Iterate over the jobs in the order in which they came."""
         return iter([job for job, _ in self._jobs.values()])
 
     def add(self, job: ClusterJob, at_s: float) -> None:
@@ -75,8 +76,9 @@ class Waiting:
         return self._jobs.pop(name)[1]
 
     def behind(self, job: ClusterJob, running: Sequence[tuple[ClusterJob, float]]) -> list[str]:
-        """Of running jobs, with when they came: those of lower priority that one that waits would
-        come before in the queue if they waited too; the one that would come last of them first."""
+        """Return the running jobs of lower priority that the waiting job would come before if they
+        waited too, the one that would come last first. `running` has the jobs that run, with when
+        they came."""
         used = _used(one for one, _ in running)
         behind: list[tuple[float, str]] = []
         for one, at_s in running:
@@ -152,7 +154,7 @@ def check_quota(job: ClusterJob, quotas: Mapping[str, Devices]) -> None:
 
 
 def devices(job: ClusterJob, phase: Phase) -> int:
-    """That the job asks for."""
+    """Return how many devices of the phase the job asks for."""
     return job.rollout_devices if phase == "rollout" else job.train_devices
 
 

@@ -1,4 +1,4 @@
-"""Who starts a cluster's jobs on ray, and ends them: a detached actor on each host, a *warden*.
+"""Starts a cluster's jobs on ray, and ends them, by a detached actor on each host: a *warden*.
 
     service -- Runner --> RayRunner --> warden of a host --> keeper --> `rollpacker train ...`
 
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
     from rollpacker.cluster.service.runner import Order
 
 NODES_FILE = "nodes.json"
-"""Of the cluster's folder: which host is which node."""
+"""File of the cluster's folder that says which host is which node."""
 STARTS_FILE = "starts.jsonl"
-"""Of the cluster's folder: on which hosts each job was started, how it has ended, and from which
-hosts it was gone as nobody could reach them."""
+"""File of the cluster's folder that says on which hosts each job was started, how it has ended, and
+from which hosts it was gone while nobody could reach them."""
 BEGIN_S, KILL_S = 3.0, 2.0
-"""So long a call waits for that."""
+"""Seconds for which a call waits for a start, and for a kill."""
 CODES_S = 0.02
-"""So old may be what a warden said."""
+"""Seconds for which a warden's exit codes count as new."""
 
 
 def pool_resource(pool: str) -> str:
-    """Of the hosts that are this pool's nodes, as ray knows it."""
+    """Return the name of the ray resource that the hosts of this pool have."""
     return f"pool_{pool}"
 
 
@@ -75,14 +75,15 @@ class RayRunner:
         """The addresses of all hosts where it may have processes, first of which is the one that it
         was started on."""
         self._codes: dict[Start, int] = {}
-        """Of those that have ended."""
+        """Exit codes of the starts that have ended."""
         self._left: dict[str, set[Start]] = {}
-        """By host: what was gone from it as nobody could reach it. Whoever comes there looks."""
+        """For each host, the starts that were gone from it while nobody could reach it. Whoever
+        comes there looks."""
         self._read_starts()
         self._gone_s: dict[Start, float] = {}
         """Since when its first process is known to be gone."""
         self._said_codes: dict[str, tuple[float, Mapping[Start, int | None]]] = {}
-        """By host: when its warden said so, and what."""
+        """For each host, when its warden last named exit codes, and which."""
 
     def _read_starts(self) -> None:
         with contextlib.suppress(FileNotFoundError):

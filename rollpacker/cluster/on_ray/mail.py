@@ -31,7 +31,7 @@ ANSWER_S = 5.0
 START_S = 30.0
 """Within which ray has made it."""
 MAX_CALLS = 10_000
-"""That wait for letters at once; each is a coroutine."""
+"""Number of calls that may wait for letters at once; each is a coroutine."""
 
 _Actor: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=MAX_CALLS)(
     Boxes
@@ -52,7 +52,7 @@ class RayMailbox:
 
     @property
     def address(self) -> str:
-        """By which other processes find it: `open_mailbox`."""
+        """The address by which other processes find the mailbox (`open_mailbox`)."""
         return f"{SCHEME}{self._head}/{self._name}"
 
     @property

@@ -1,4 +1,4 @@
-"""Who starts and ends a cluster's jobs on one host, for a service that may be on another one."""
+"""Starts and ends a cluster's jobs on one host, for a service that may be on another one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from rollpacker.cluster.service.runner import Order
 
 HOSTS = {"rollout": "ROLLPACKER_ROLLOUT_HOSTS", "train": "ROLLPACKER_TRAIN_HOSTS"}
-"""Of the environment of a job's first process, by role: the addresses of its nodes, with commas.
-Not set where every node is the same host."""
+"""Variables of the environment of a job's first process, by role. They have the addresses of its
+nodes, with commas, and are not set where every node is the same host."""
 
 CONTACT_S = 1.0
-"""So often a host finds out whether it is one of the cluster's."""
+"""Seconds between two looks whether this host is one of the cluster's."""
 
 Start = tuple[str, int]
 """A job's name, and its incarnation."""
@@ -62,8 +62,8 @@ class Warden(LocalRunner):
             self._look()
 
     def _look(self) -> None:
-        """What is written is when it was asked: who did not find this host later knows that nothing
-        later than that is written."""
+        """Write down that this host is one of the cluster's, with the time of the question and not
+        of the answer: nothing later is then written for a host that was not found later."""
         asked_s = keeper.now_s()
         try:
             if self._is_member():

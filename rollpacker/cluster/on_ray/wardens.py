@@ -182,6 +182,6 @@ class Wardens:
 
 
 def _is_member() -> bool:
-    """Of the process that asks: whether ray's head has its raylet."""
+    """Whether ray's head has the raylet of the process that asks."""
     own = ray.get_runtime_context().get_node_id()
     return any(node["NodeID"] == own and node["Alive"] for node in ray.nodes())

@@ -30,7 +30,8 @@ from rollpacker.report.log import EventLog, events_path
 CONFIG_FILE = "config.yaml"
 MIN_ITERATIONS = 3
 MAX_ITERATIONS = 300
-"""The latest: how long responses are changes over a run."""
+"""Largest number of iterations that count, the latest ones: the length of responses changes over a
+run."""
 WARM_FACTOR = 1.5
 MAX_WARM = 3
 WAKE_GB_S: Mapping[Phase, float] = {"rollout": 25.0, "train": 10.0}
@@ -49,23 +50,23 @@ SHAPING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProfile:
-    """What a run's folder says of its iterations and its size."""
+    """The iterations and the size of a run, as its folder says."""
 
     folder: Path
     config: RunConfig
     rounds: tuple[RoundTimes, ...]
     num_iterations: int
-    """That `rounds` are made of."""
+    """Number of iterations that `rounds` are made of."""
     num_warm: int
     """Iterations at the begin that were left out."""
     switch_s: Mapping[PoolName, float]
     """Mean seconds to wake and to park on a pool, together, where the run shared pools."""
     start_s: float | None
-    """What starting took, the last time; None: the log does not say."""
+    """Seconds of the last start. None if the log does not say."""
     model_bytes: int
-    """Of the weights, as the newest checkpoint has them; 0: there is none."""
+    """Bytes of the weights in the newest checkpoint. 0 if there is none."""
     trainer_bytes: int
-    """Of the trainer's state there, weights included."""
+    """Bytes of the trainer's state in the newest checkpoint, weights included."""
 
 
 def job_of_run(
@@ -151,8 +152,9 @@ def needs_of(
 
 
 def fewest_nodes(phase: Phase, devices: int, pools: Sequence[Pool]) -> int:
-    """That a job with so many devices is spread over, in the pools of the phase that have as many:
-    there each of its nodes keeps the most. Where no pool has, as on nodes of 8."""
+    """Return the smallest number of nodes that a job with so many devices is spread over, in the
+    pools of the phase that have as many: there each node keeps the most. Where no pool has as many,
+    nodes of 8 devices are assumed."""
     counts = [
         pool.nodes_for(devices)
         for pool in pools
@@ -162,7 +164,7 @@ def fewest_nodes(phase: Phase, devices: int, pools: Sequence[Pool]) -> int:
 
 
 def devices_of(config: RunConfig) -> dict[Phase, int]:
-    """Of the engines, and of the trainer."""
+    """Return the number of devices of the engines, and of the trainer."""
     return {
         "rollout": config.rollout.engines * config.parallelism_planner.initial,
         "train": config.train.processes or 1,
@@ -237,12 +239,12 @@ def _word(value: object) -> str:
 
 @dataclass(slots=True)
 class _Book:
-    """What is taken from a log, in one pass."""
+    """All that is taken from a log, in one pass."""
 
     iterations: list[Iteration] = field(default_factory=list)
     start_s: float | None = None
     last_step: int | None = None
-    """With which the run is over."""
+    """The step with which the run is over. None if the log does not say."""
     _times: PhaseTimes = field(default_factory=PhaseTimes)
     _woke_s: dict[PoolName, list[float]] = field(default_factory=dict)
     _parked_s: dict[PoolName, list[float]] = field(default_factory=dict)
@@ -301,7 +303,7 @@ def without_last(iterations: Sequence[Iteration], last_step: int | None) -> Sequ
 
 
 def _num_whole(iterations: Iterable[Iteration]) -> int:
-    """That trained on something."""
+    """Count the iterations that trained on something."""
     return sum(not one.is_empty for one in iterations)
 
 
@@ -330,7 +332,7 @@ def _is_warm_up(iterations: Sequence[Iteration], first: int) -> bool:
 
 
 def rounds_of(iterations: Sequence[Iteration]) -> tuple[RoundTimes, ...]:
-    """By kind, the most frequent first, as a cluster learns them later."""
+    """Return the rounds by kind, the most frequent first, as a cluster learns them later."""
     by_kind: dict[str, list[Times]] = {}
     for one in iterations:
         by_kind.setdefault(one.kind, []).append(one.times)

@@ -1,5 +1,5 @@
-"""What each iteration of a run took, phase by phase, as a job that shares pools is described by
-(`cluster/decide/job.py`): whether the run shared pools or had its own.
+"""Measures what each iteration of a run took, phase by phase, as a job that shares pools is
+described by (`cluster/decide/job.py`): whether the run shared pools or had its own.
 
     Committed -- rollout --> last sample ended -- between --> TrainOn -- train --> WeightsSynced
               -- after --> Committed
@@ -53,17 +53,18 @@ class PhaseTimes:
 
     def __init__(self) -> None:
         self.waited_s = 0.0
-        """For pools, with switches, of all steps so far."""
+        """Seconds of waits for pools and of switches, in all steps so far."""
         self._now_s = 0.0
-        """Of the entry at hand, by the run's own clock: without the waits of this session."""
+        """Time of the entry at hand by the run's own clock, which stands still during this
+        session's waits."""
         self._last_s = 0.0
-        """The same as logged."""
+        """Time of the entry at hand, as it was logged."""
         self._waits = False
         self._step: _Step | None = None
-        """The one under way; None: its begin was not seen."""
+        """The step under way. None if its begin was not seen."""
         self._last_step = 0
         self._incarnation = Counter[int]()
-        """By engine: whoever had a lower one says nothing that counts."""
+        """Latest incarnation of each engine. Messages from an earlier incarnation are ignored."""
 
     def feed(self, entry: Entry) -> Iteration | None:
         if isinstance(entry, Record):
@@ -153,34 +154,36 @@ class _Step:
 
     begin_s: float
     round: int | None = None
-    """The one under way."""
+    """Number of the round under way. None before the first."""
     kind: RoundKind | None = None
     round_begin_s: float = 0.0
     ended_s: float | None = None
-    """Its last sample so far."""
+    """When the last sample of the round so far ended. None if none has."""
     rollout_s: dict[str, float] = field(default_factory=dict)
-    """Of the rounds before, by kind."""
+    """Seconds of the rounds before, by kind."""
     between_s: float = 0.0
-    """After them."""
+    """Seconds between the rounds' ends and what came next."""
     begun_s: float = 0.0
-    """Gradients before the step was due."""
+    """Seconds of gradients before the step was due."""
     train_on_s: float | None = None
     synced_s: float | None = None
     commit_s: float | None = None
     is_last: bool = False
     is_judging: bool = False
-    """The rollout pool was left last: verdicts are awaited, of a round or of an evaluation."""
+    """Whether the rollout pool was left last, so that verdicts of a round or of an evaluation are
+    awaited."""
     evaluated_s: float | None = None
-    """What an evaluation generated. None: there was none."""
+    """Seconds of an evaluation's generation. None if there was no evaluation."""
 
     @property
     def waits_for_parking(self) -> bool:
-        """While verdicts are awaited it holds nobody up."""
+        """Whether parking holds the step up, which it does not while verdicts are awaited."""
         is_over = self.synced_s is not None or self.commit_s is not None
         return is_over and not self.is_judging
 
     def evaluate(self, note: Note) -> None:
-        """It is over. Logs from before its generation was told have all of it as that."""
+        """Take in that an evaluation is over. In logs from before generation was told apart, all of
+        it counts as generation."""
         callbacks_s = note.metrics.get(CALLBACK_SECONDS, 0.0)
         generated_s = note.metrics.get(EVALUATION_ROLLOUT, note.seconds - callbacks_s)
         self.evaluated_s = (self.evaluated_s or 0.0) + generated_s
@@ -197,7 +200,7 @@ class _Step:
         self.round, self.kind, self.ended_s = command.round, command.kind, None
 
     def close_round(self, now: float) -> None:
-        """What comes next is there at `now`."""
+        """Close the round, after which the next phase begins at `now`."""
         if self.kind is None:
             return
         ended_s = now if self.ended_s is None else self.ended_s

@@ -48,7 +48,8 @@ def check_local(folder: Path, mounts: Path = MOUNTS) -> None:
 
 
 def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
-    """Its kind, as the kernel calls it; "" where that is not known."""
+    """Return the kind of the folder's file system, as the kernel calls it. Empty if it is not
+    known."""
     place = str(folder.resolve())
     found, kind = "", ""
     try:
@@ -74,8 +75,8 @@ def _plain(point: str) -> str:
 SCHEME = "file:"
 LOOK_S = 0.004
 NUM_KEYS = 100_000
-"""Of letters that were read, so that none comes twice: who posts one again does so within
-seconds."""
+"""Number of keys of read letters that are remembered, so that none comes twice: who posts one again
+does so within seconds."""
 _EPOCH = "epoch"
 _PUNCH_HOLE = 0x01 | 0x02
 """`fallocate`'s modes: make a hole, and keep the size."""
@@ -91,7 +92,7 @@ class FileMailbox:
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._known: OrderedDict[tuple[str, str, str], int] = OrderedDict()
-        """Numbers of letters, by box, sender and key."""
+        """Numbers of the letters that were read, by box, sender and key."""
         own = self.folder / f"{_EPOCH}.{uuid.uuid4().hex}"
         try:
             own.write_text(uuid.uuid4().hex)
@@ -144,7 +145,7 @@ class FileMailbox:
         return self.folder / f"{quote(box, safe='')}.letters"
 
     def _letters(self, box: str, path: Path, after: int) -> list[Letter]:
-        """Those that begin there or behind it, whole ones."""
+        """Return the whole letters that begin there or behind it."""
         found = []
         for place, line in _lines(path, after):
             try:
@@ -160,7 +161,7 @@ class FileMailbox:
 
 
 def open_mailbox(address: str) -> FileMailbox:
-    """The one with this address. Raises `OSError` if there is none."""
+    """Return the mailbox with this address. Raises `OSError` if there is none."""
     folder = Path(address.removeprefix(SCHEME))
     if not (folder / _EPOCH).exists():
         raise OSError(f"there is no mailbox {folder}: is the cluster's folder still there?")
@@ -175,8 +176,8 @@ def _size(path: Path) -> int:
 
 
 def _lines(path: Path, after: int) -> list[tuple[int, bytes]]:
-    """Whole ones, each with the place of the line end before it, which is not before `after`. A
-    file that ends before that is another one: all of its lines."""
+    """Return the whole lines, each with the place of the line end before it, which is not before
+    `after`. A file that ends before that is another one: all of its lines."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

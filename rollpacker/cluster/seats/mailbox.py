@@ -18,16 +18,17 @@ ALL = sys.maxsize
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Letter:
     number: int
-    """Of the box's letters, 1 or more; rising in the order in which they are read."""
+    """Number among the box's letters, 1 or more. Numbers rise in the order in which letters are
+    read."""
     sender: str
     kind: str
     """ask, left, committed, beat of a job, and close, to itself (`mailbox_seat.py`); submit,
     cancel, drain, status of who asks the service; grant, stop, and an answer of the question's
     kind, or refused, of the service."""
     facts: Mapping[str, Any]
-    """As JSON has it."""
+    """Content of the letter, as values that JSON has."""
     key: str
-    """Its sender's for it; an answer says it in `about`."""
+    """The sender's own key for the letter, which an answer repeats in `about`."""
 
 
 class Mailbox(Protocol):
@@ -36,12 +37,14 @@ class Mailbox(Protocol):
 
     @property
     def address(self) -> str:
-        """By this other processes open it: `open_mailbox` of its module in `MAILBOXES`."""
+        """The address by which other processes open the mailbox (`open_mailbox` of its module in
+        `MAILBOXES`)."""
         ...
 
     @property
     def epoch(self) -> str:
-        """Another one if all letters were lost since: who waits for an answer then asks again."""
+        """Name of the mailbox's life. It changes if all letters are lost: who waits for an answer
+        then asks again."""
         ...
 
     def post(self, box: str, sender: str, key: str, kind: str, facts: Mapping[str, Any]) -> None:
@@ -49,7 +52,8 @@ class Mailbox(Protocol):
         ...
 
     def read(self, box: str, after: int, within_s: float) -> list[Letter]:
-        """Those with higher numbers, as soon as there are any; none after these seconds."""
+        """Return the letters with higher numbers, as soon as there are any; none after these
+        seconds."""
         ...
 
     def forget(self, box: str, upto: int) -> None:

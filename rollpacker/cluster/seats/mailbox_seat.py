@@ -30,8 +30,9 @@ from rollpacker.core.ids import PoolName
 LEASE_S = 5.0
 """A grant is over when the service has heard nothing of the job for so long."""
 START_LEASE_S = 30.0
-"""The same of a pool on which parts begin: a process that loads libraries and a model beats late,
-for whatever holds Python's lock meanwhile holds up its other threads."""
+"""Seconds of silence after which a grant is over for a pool on which parts begin. A process that
+loads libraries and a model beats late, since whatever holds Python's lock holds up its other
+threads."""
 BEAT_S = 1.0
 UNHEARD_S = 60.0
 """A wait for a pool fails if the mailbox could not be reached for so long."""
@@ -46,7 +47,7 @@ Told = Callable[[str], None]
 
 
 def lease_s(purpose: str) -> float:
-    """Of a pool that is held for this."""
+    """Return the seconds of silence that end the lease of a pool that is held for this purpose."""
     return START_LEASE_S if purpose == START else LEASE_S
 
 
@@ -69,9 +70,9 @@ class MailboxSeat:
         self._incarnation = incarnation
         self._changed = threading.Condition()
         self._ask: _Ask | None = None
-        """What is waited for, or held."""
+        """The ask for the pool that is waited for or held. None if there is none."""
         self._untold: list[Iteration] = []
-        """That ended while a pool was held, whose parts were still about to park."""
+        """Iterations that ended while a pool was held, whose parts were still about to park."""
         self._num_asked = 0
         self._num_posted = 0
         self._beaten_s = time.monotonic()

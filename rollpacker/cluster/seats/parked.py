@@ -1,4 +1,4 @@
-"""What a program parks with: its model and its optimizer wait in host memory."""
+"""Parks a program: its model and its optimizer wait in host memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _tensors_of(owner: object) -> Iterator[Tensor]:
 
 
 def _tensors_in(state: Any) -> Iterator[Tensor]:
-    """Those of an optimizer's state, however deep."""
+    """Iterate over the tensors of an optimizer's state, however deep they are."""
     from torch import Tensor
 
     if isinstance(state, Tensor):

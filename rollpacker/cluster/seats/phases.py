@@ -61,9 +61,9 @@ class Turn:
     """How a phase began, in seconds; both 0 outside of a cluster."""
 
     waited_s: float
-    """For the pool."""
+    """Seconds of waiting for the pool."""
     wake_s: float
-    """In `wake`."""
+    """Seconds in `wake`."""
 
 
 @contextlib.contextmanager
@@ -147,7 +147,7 @@ class _Ranks:
             sys.modules["torch.distributed"].barrier(group=self._group)
 
     def ask_first(self, question: Callable[[], Answer]) -> Answer:
-        """What rank 0 answers or raises, on all."""
+        """Return on all ranks what rank 0 answers, or raise what it raises."""
         if not self.are_several:
             return question()
         said: list[Any] = [None, None]
@@ -177,17 +177,17 @@ class _Program:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._phase: PoolName | None = None
-        """That some thread is in, or waits to enter."""
+        """The phase that some thread is in, or waits to enter. None if there is none."""
         self._holds = False
         """The phase's pool: on rank 0, which alone has the seat."""
         self._unknown: str | None = None
-        """Why nobody knows what is on the devices."""
+        """The reason why nobody knows what is on the devices. None if that is known."""
         self._lost: str | None = None
         self._wish = threading.Event()
-        """To stop."""
+        """Set once the cluster, or somebody by SIGTERM, wants the program to end."""
         self._seconds = _Seconds()
         self._ranks: _Ranks | None = None
-        """None: in no cluster."""
+        """The ranks of the program. None outside of a cluster."""
         self._seat: Seat | None = None
         if SEAT_VARIABLE in os.environ:
             self._ranks = _Ranks()
@@ -331,7 +331,7 @@ class _Program:
 
 
 class _Seconds:
-    """What an iteration takes, without waits for pools and without switches."""
+    """Measures the seconds of an iteration, without waits for pools and without switches."""
 
     def __init__(self) -> None:
         self._counts = False
@@ -382,7 +382,7 @@ class _Seconds:
         self._since_s = time.monotonic()
 
     def iteration(self, step: int, kind: str) -> Iteration | None:
-        """What the last one took, if one was begun."""
+        """Return what the last iteration took, or None if none was begun."""
         self._lap("between" if self._last == "rollout" else "after")
         counted, spent = self._counts, self._spent
         self._told = True
@@ -419,7 +419,7 @@ _opening = threading.Lock()
 
 
 def _opened() -> _Program:
-    """This process's, opened at the first call."""
+    """Return this process's part in the cluster, which is opened at the first call."""
     global _program, _pid
     with _opening:
         if _program is None:

@@ -18,7 +18,8 @@ from rollpacker.cluster.decide.job import Iteration as Iteration
 from rollpacker.core.ids import PoolName
 
 SEAT_VARIABLE = "ROLLPACKER_SEAT"
-"""Of a job's environment: where its seat is, as the service that started it says."""
+"""The variable of a job's environment that says where its seat is, as the service that started it
+knows."""
 START = "start"
 """The purpose for which a run enters a pool whose devices its parts begin on."""
 

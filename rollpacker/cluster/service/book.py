@@ -1,4 +1,5 @@
-"""What the service knows of its jobs besides what the core does: a fold over events and commands.
+"""The service's own knowledge of its jobs, besides that of the core: a fold over events and
+commands.
 
 It is made anew from the stored events when a service starts, by the very same code.
 """
@@ -12,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rollpacker.cluster.decide.cluster import (
-    LOSSES_S,
+from rollpacker.cluster.decide.cluster_turns import LOSSES_S
+from rollpacker.cluster.decide.events import (
     Asked,
     Cancelled,
     Command,
@@ -46,7 +47,7 @@ PAUSES_S = (0.0, 10.0, 60.0)
 """Before a job that was lost so often since its last commit is started again: what ended it may
 need time to be over. The last one stands for all that come after."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-"""Of a job, or of a cluster whose folder is named after it."""
+"""Pattern for the name of a job, or of a cluster whose folder is named after it."""
 
 
 class Note(NamedTuple):
@@ -58,18 +59,18 @@ class Note(NamedTuple):
 
 @dataclass(slots=True)
 class Turn:
-    """What the job's incarnation asked for last."""
+    """The last ask of the job's present incarnation."""
 
     ask: int = 0
     """The job's number of it; 0: it has not asked yet."""
     phase: Phase | None = None
-    """Awaited or held; None: neither."""
+    """The phase that is awaited or held. None if neither is."""
     token: int = 0
-    """Of the grant that stands."""
+    """Token of the grant that stands. 0 if there is none."""
     since_s: float = 0.0
-    """It was asked for, or granted."""
+    """Time since when the phase is awaited, or held."""
     purpose: str = ""
-    """In the job's word."""
+    """Purpose of the ask, in the job's word."""
 
 
 @dataclass(slots=True)
@@ -78,29 +79,30 @@ class Record:
 
     job: ClusterJob
     facts: Facts
-    """As they were submitted: command, folder, ..."""
+    """Facts about the job as they were submitted: command, folder and others."""
     submitted_s: float
     starts: list[Start]
-    """Of all its incarnations, numbered from 1."""
+    """The starts of all its incarnations, numbered from 1."""
     num_before: int = 0
-    """Of them: those of jobs that had this name before, of which some may still be ending."""
+    """Number of starts that were those of earlier jobs of this name. Some of these may still be
+    ending."""
     is_placed: bool = False
-    """It has nodes: those of the last start."""
+    """Whether it has nodes, which are those of the last start."""
     turn: Turn = field(default_factory=Turn)
     steps: int = 0
     work_s: float = 0.0
     waited_s: float = 0.0
-    """For pools, for nodes, and for starts after the first."""
+    """Seconds of waiting for pools, for nodes, and for starts after the first."""
     waits_since_s: float = 0.0
-    """For nodes, or for its next start to ask."""
+    """Time since when it waits for nodes, or for its next start to ask."""
     lost_s: tuple[float, ...] = ()
-    """When it was lost, since its last commit, or not long ago."""
+    """Times at which it was lost since its last commit, or not long ago."""
     is_cancelled: bool = False
     outcome: str = ""
     """done, failed, cancelled; empty: not yet."""
     ended_s: float = 0.0
     told: Facts = field(default_factory=dict)
-    """Of its end or its last loss: exit code, last lines, why."""
+    """Facts about its end or its last loss: exit code, last lines, why."""
 
     @property
     def incarnation(self) -> int:
@@ -108,7 +110,7 @@ class Record:
 
     @property
     def starts_from_s(self) -> float:
-        """It is started no sooner."""
+        """Time before which it is not started."""
         num_lost = len(self.lost_s)
         return self.lost_s[-1] + PAUSES_S[min(num_lost, len(PAUSES_S)) - 1] if num_lost else 0.0
 
@@ -125,7 +127,7 @@ class Book:
         self.notes: deque[Note] = deque(maxlen=NUM_NOTES)
         self.drained: set[Node] = set()
         self.hostless: set[Node] = set()
-        """Of the drained ones those that may have jobs again once they have a host."""
+        """Those of the drained nodes that may have jobs again once they have a host."""
 
     def placed(self) -> Sequence[Record]:
         """Jobs that have nodes."""
@@ -174,7 +176,7 @@ class Book:
         self.notes.append(Note(at_s, text))
 
     def has_told(self, text: str) -> bool:
-        """Of late."""
+        """Whether this was said among the last notes."""
         return text in [note.text for note in self.notes][-NUM_LAST:]
 
     # -- events ------------------------------------------------------------------------
@@ -345,7 +347,7 @@ def _last_of(record: Record) -> int:
 
 
 def times_of(facts: Facts) -> Times:
-    """Of a committed iteration. Raises `ValueError` for what cannot be seconds."""
+    """Return the times of a committed iteration. Raises `ValueError` for what cannot be seconds."""
     times = Times(*(float(facts[name]) for name in Times._fields))
     for name, seconds in zip(Times._fields, times, strict=True):
         if not (math.isfinite(seconds) and seconds >= 0):

@@ -56,7 +56,8 @@ def main(folder: str, contact: str, command: list[str]) -> NoReturn:
 
 
 def _wait(job: subprocess.Popen[bytes], contact: str) -> int:
-    """Until it has ended, by itself or because this host is cut off. Returns its exit code."""
+    """Wait until the job has ended, by itself or because this host is cut off. Returns its exit
+    code."""
     ended = select.poll()
     ended.register(os.pidfd_open(job.pid), select.POLLIN)
     while not ended.poll(1000 * LOOK_S):
@@ -69,7 +70,8 @@ def _wait(job: subprocess.Popen[bytes], contact: str) -> int:
 
 
 def now_s() -> float:
-    """The same for all processes of a host, also while it sleeps."""
+    """Return seconds on a clock that all processes of a host share, and that goes on while the host
+    sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -98,7 +100,7 @@ def _is_first(folder: str) -> bool:
 
 
 def _end_all() -> None:
-    """What the job has left comes here as an orphan."""
+    """End all that the job has left, which comes to this process as orphans."""
     while True:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -114,7 +116,7 @@ def _end_all() -> None:
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Whole or not at all."""
+    """Write a file whole or not at all."""
     draft = f"{os.fspath(path)}.{os.getpid()}"
     with open(draft, "w") as file:
         file.write(text)

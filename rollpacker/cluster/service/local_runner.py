@@ -27,11 +27,12 @@ from rollpacker.cluster.service import keeper
 from rollpacker.cluster.service.runner import Order
 
 MARK = "ROLLPACKER_START"
-"""Of a start's environment: its folder."""
+"""The variable of a start's environment that names its folder."""
 ROLLOUT_NODES, TRAIN_NODES = "ROLLPACKER_ROLLOUT_NODES", "ROLLPACKER_TRAIN_NODES"
-"""Of a job's environment: its nodes, POOL/NUMBER, with commas."""
+"""The variables of a job's environment that have its nodes, POOL/NUMBER, with commas."""
 ENDING = "ending"
-"""Of a start's folder: who was found when it was killed; gone once all of them are."""
+"""File of a start's folder with the processes that were found when it was killed. It goes once all
+of them are gone."""
 START_S = 10.0
 GONE_S = 10.0
 LAST_BYTES = 4000
@@ -139,7 +140,7 @@ class LocalRunner:
         return ""
 
     def want(self, num_nodes: Mapping[str, int]) -> None:
-        """This host has what it has."""
+        """Do nothing: this host has what it has."""
 
     def _place(self, job: str, incarnation: int) -> Path:
         return self._folder / job / str(incarnation)
@@ -169,11 +170,11 @@ class _Process(NamedTuple):
 
 
 _Processes = dict[int, _Process]
-"""By their numbers."""
+"""Processes by their numbers."""
 
 
 def _read_ending(place: Path) -> _Processes:
-    """What an earlier kill has left behind unfinished."""
+    """Return the processes that an earlier kill has left behind unfinished."""
     with contextlib.suppress(FileNotFoundError):
         known = json.loads((place / ENDING).read_text())
         return {int(pid): _Process(*one) for pid, one in known.items()}
@@ -192,8 +193,9 @@ def _is_marked(pid: int, mark: bytes) -> bool:
 
 
 def _family(mark: bytes, known: Mapping[int, _Process]) -> _Processes:
-    """All that have the mark or a parent that is one of them, and of the known ones those that are
-    there still: one that ends loses its environment before its files and devices."""
+    """Return all processes that have the mark or a parent that is one of them, and of the known
+    ones those that are there still: one that ends loses its environment before its files and
+    devices."""
     here = _processes()
     still = {pid for pid, one in known.items() if pid in here and here[pid].began == one.began}
     found = still | {pid for pid in here if _is_marked(pid, mark)}
@@ -203,8 +205,8 @@ def _family(mark: bytes, known: Mapping[int, _Process]) -> _Processes:
 
 
 def _processes() -> _Processes:
-    """All of the host. A process has ended when its last thread has, not its first: until then it
-    has its files open, and its devices."""
+    """Return all processes of the host. A process has ended when its last thread has, not its
+    first: until then it has its files open, and its devices."""
     found = {}
     # Not glob("[0-9]*/stat"): it looks itself, and raises for a process that ends meanwhile.
     for path in (process / "stat" for process in Path("/proc").glob("[0-9]*")):

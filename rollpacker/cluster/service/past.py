@@ -1,4 +1,4 @@
-"""What has happened in a cluster, and what came of it.
+"""The history of a cluster, and the state that came of it.
 
     FOLDER/events.db   all events (`store.py`)
     FOLDER/snapshot    number of one of them, a digest, and the state after it as `pickle` has it
@@ -32,16 +32,16 @@ logger = logging.getLogger(__name__)
 
 
 class State(NamedTuple):
-    """What comes of all events up to one."""
+    """The state after all events up to one of them."""
 
     cluster: core.Cluster
     book: book.Book
     last_s: float
-    """When it happened, or a little later: time goes on from there."""
+    """Time of the last event, or a little later: time goes on from there."""
 
 
 class Past:
-    """Of the cluster that is served from a folder."""
+    """The history of the cluster that is served from a folder."""
 
     def __init__(self, folder: Path, cluster: core.Cluster) -> None:
         """`cluster`: as it began. Raises as `Store` does."""
@@ -50,7 +50,7 @@ class Past:
         self._origin = _digest_of_code() + pickle.dumps(cluster)
         self._began = State(cluster, book.Book(), 0.0)
         self._number = 0
-        """Of the event after which the snapshot is."""
+        """Number of the event after which the snapshot was taken."""
 
     def replay(self) -> State:
         """All that has happened. Raises `ValueError` if it would go otherwise now, and `OSError`
@@ -74,13 +74,13 @@ class Past:
         return state
 
     def write(self, entries: Sequence[Entry], position: Position, state: State) -> None:
-        """What has happened, and letters up to where were dealt with; `state`: after that. Raises
-        `OSError`."""
+        """Write down what has happened, and up to which letter all are dealt with. `state` is the
+        one after that. Raises `OSError`."""
         self.store.write(entries, position)
         self._keep(state)
 
     def _keep(self, state: State) -> None:
-        """If there are many events behind the snapshot."""
+        """Take a snapshot of the state, if there are many events behind the last one."""
         number = self.store.num_events
         if number - self._number < EVERY:
             return
@@ -114,7 +114,8 @@ class Past:
 
 
 def _digest_of_code() -> bytes:
-    """Of what decides what comes of an event, and in which form it is kept."""
+    """Return a digest of the code that decides what comes of an event, and in which form that is
+    kept."""
     found = hashlib.sha256(sys.version.encode())
     rooms = (Path(ids.__file__).parent, Path(core.__file__).parent)
     decides = [path for room in rooms for path in sorted(room.rglob("*.py"))]

@@ -1,4 +1,4 @@
-"""Who starts the cluster's jobs and ends them: this host, or ray."""
+"""The contract of what starts the cluster's jobs and ends them: this host, or ray."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Order:
     command: Sequence[str]
     """Such as `rollpacker train my_run.yaml --resume`."""
     environ: Mapping[str, str]
-    """Besides the host's own: its seat."""
+    """Variables besides the host's own, with its seat among them."""
     folder: str
-    """Where it runs."""
+    """The folder in which it runs."""
     rollout_nodes: Sequence[Node]
     train_nodes: Sequence[Node]
 
@@ -55,7 +55,7 @@ class Runner(Protocol):
         ...
 
     def ended(self, job: str, incarnation: int) -> int | None:
-        """Its exit code; None: it runs. Of a start that nobody knows: -1."""
+        """Return its exit code, None while it runs, and -1 for a start that nobody knows."""
         ...
 
     def last_lines(self, job: str) -> str:

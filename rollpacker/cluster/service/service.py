@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from rollpacker.cluster.decide import cluster as core
-from rollpacker.cluster.decide.cluster import Cluster, Command, Event
+from rollpacker.cluster.decide import events
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.events import Command, Event
 from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.seats.mailbox import ALL, SERVICE, Letter, Mailbox
@@ -38,12 +39,13 @@ from rollpacker.core.ids import PoolName
 
 FORGET_S = 1.0
 ANSWER_S = 86_400.0
-"""Who was answered last so long ago asks nothing more."""
+"""Seconds after its last answer in which the box of a question is kept."""
 
 
 class Forgetting:
-    """Lets the mailbox forget it, now and then. A service that is new does not know whom an earlier
-    one has answered; of jobs it knows."""
+    """Lets the mailbox forget, now and then, letters that were dealt with and boxes that nobody
+    reads. A service that is new does not know whom an earlier one has answered; of jobs it
+    knows."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
@@ -51,7 +53,7 @@ class Forgetting:
         self._answered_s: dict[str, float] = {}
         """When each box of a question had its last answer."""
         self._emptied: set[str] = set()
-        """Of jobs that have ended."""
+        """Boxes of jobs that have ended and were emptied."""
 
     def answered(self, box: str) -> None:
         self._answered_s[box] = time.monotonic()
@@ -76,7 +78,7 @@ class Forgetting:
 
 
 LOOK_S = 0.1
-"""So often it looks whether processes have ended."""
+"""Seconds between two looks whether processes have ended."""
 AWAY_S = LEASE_S / 2
 """If it has not looked for so long, it was stopped, or could write no letters: nor could others."""
 HOPELESS = (2, 3)
@@ -127,7 +129,7 @@ class Service:
         self._past.store.close()
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Until that, looked at every `LOOK_S`."""
+        """Serve until `is_over` says so, which is asked every `LOOK_S`."""
         while not is_over():
             self.step(LOOK_S)
 
@@ -141,7 +143,7 @@ class Service:
                 time.sleep(within_s)
 
     def _say_again(self) -> None:
-        """All that a job has to know, in case that its letter was lost."""
+        """Post once more all that jobs have to know, in case that a letter was lost."""
         for record in self._book.placed():
             if record.turn.token:
                 self._post_grant(record)
@@ -154,7 +156,7 @@ class Service:
 
     @property
     def _now_s(self) -> float:
-        """Goes on as seconds do, whatever the host's clock does."""
+        """Seconds since the folder began. They go on whatever the host's clock does."""
         return self._zero_s + time.monotonic()
 
     def _happen(self, event: Event, facts: Facts | None = None) -> None:
@@ -177,7 +179,8 @@ class Service:
             self._tell(text)
 
     def _say(self, text: str) -> None:
-        """What is no event. The same is said once, also where several say something in turns."""
+        """Note what is no event, and tell it. A text is said once, also where several say something
+        in turns."""
         if not self._book.has_told(text):
             self._book.note(self._now_s, text)
             self._tell(text)
@@ -191,7 +194,7 @@ class Service:
             self._written.clear()
         while self._commands:
             self._obey(self._commands[0])
-            changes_nodes |= isinstance(self._commands.pop(0), core.Open | core.Close)
+            changes_nodes |= isinstance(self._commands.pop(0), events.Open | events.Close)
         if changes_nodes:
             self._want()
 
@@ -225,9 +228,9 @@ class Service:
                 raise
 
     def _give_up(self, letter: Letter, error: Exception) -> None:
-        """An error of ours. The core may have changed by half, and this service ends of it: the
-        next one begins with what is written, answers what was asked before, and leaves out this
-        letter."""
+        """Give up a letter after an error of ours. The core may have changed by half, and this
+        service ends of it: the next one begins with what is written, answers what was asked before,
+        and leaves out this letter."""
         why = f"{letter.kind} of {letter.sender} is left out: an error of the service's, {error!r}"
         self._say(f"{why}. It ends; serve again, and please report it")
         self._past.store.leave_out(self._position)
@@ -296,18 +299,18 @@ class Service:
             raise ValueError(f"there is no pool {facts['pool']!r}")
         if number > record.turn.ask:
             self._left(record, number - 1)
-            event = core.Asked(self._now_s, record.job.name, facts["pool"])
+            event = events.Asked(self._now_s, record.job.name, facts["pool"])
             self._happen(event, {"ask": number, "purpose": facts["purpose"]})
 
     def _left(self, record: Record, upto: int) -> None:
-        """Asks up to this number are over."""
+        """Take in that asks up to this number are over."""
         turn, name = record.turn, record.job.name
         if turn.phase is None or turn.ask > upto:
             return
         if turn.token:
-            self._happen(core.Left(self._now_s, name, turn.phase, turn.token))
+            self._happen(events.Left(self._now_s, name, turn.phase, turn.token))
         else:
-            self._happen(core.Withdrew(self._now_s, name, turn.phase))
+            self._happen(events.Withdrew(self._now_s, name, turn.phase))
 
     # -- questions ---------------------------------------------------------------------
 
@@ -319,13 +322,13 @@ class Service:
         known = self._book.records.get(job.name)
         if known is None or known.facts["sent"] != sent:
             kept = {name: value for name, value in facts.items() if name != "job"}
-            self._happen(core.Submitted(self._now_s, job), {**kept, "sent": sent})
+            self._happen(events.Submitted(self._now_s, job), {**kept, "sent": sent})
         return lambda: self._job(job.name)
 
     def _cancel(self, name: str, *, now: bool) -> Callable[[], Facts]:
         record = self._book.known(name)
         if not record.outcome and not record.is_cancelled:
-            self._happen(core.Cancelled(self._now_s, name))
+            self._happen(events.Cancelled(self._now_s, name))
 
         def answer() -> Facts:  # it is written first
             if now and record.is_placed:
@@ -337,10 +340,10 @@ class Service:
     def _drain(self, name: str, *, restore: bool) -> Callable[[], Facts]:
         node = node_of(name)
         if restore:
-            self._happen(core.Restored(self._now_s, node))
+            self._happen(events.Restored(self._now_s, node))
         elif node not in self._book.drained - self._book.hostless:
             has_host = node not in self._alive.hostless.nodes
-            self._happen(core.Drained(self._now_s, node, has_host))
+            self._happen(events.Drained(self._now_s, node, has_host))
         there = [one for one in self._book.placed() if node in one.nodes(one.incarnation)]
         return lambda: {"node": node_name(node), "jobs": [one.job.name for one in there]}
 
@@ -357,20 +360,20 @@ class Service:
         """Pools have so many nodes from now on, by name. Raises `ValueError` if one has more."""
         for pool in self._cluster.pools:
             if num_nodes[pool.name] != pool.nodes:
-                self._happen(core.Grown(self._now_s, pool.name, num_nodes[pool.name]))
+                self._happen(events.Grown(self._now_s, pool.name, num_nodes[pool.name]))
         self._flush()
 
     # -- commands ----------------------------------------------------------------------
 
     def _obey(self, command: Command) -> None:
         match command:
-            case core.Grant():
+            case events.Grant():
                 record = self._book.records[command.job]
                 if record.turn.token == command.token:  # it may be over since, or lost
                     self._post_grant(record)
-            case core.Start():
+            case events.Start():
                 self._leave(command.job, "it moves")
-            case core.Stop():
+            case events.Stop():
                 self._leave(command.job, command.reason)
 
     def _leave(self, name: str, reason: str) -> None:
@@ -396,7 +399,7 @@ class Service:
     # -- processes ---------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Who has ended, and who is silent. What an ended one still wrote counts first."""
+        """Look who has ended and who is silent. What an ended one still wrote counts first."""
         away_s = time.monotonic() - self._looked_s
         if away_s < LOOK_S:
             return
@@ -417,12 +420,14 @@ class Service:
             if record.is_cancelled and not self._alive.of(record.job.name):
                 self._end(record, "cancelled", None)
         for name in self._cluster.overdue(self._now_s):
-            self._happen(core.StayedAway(self._now_s, name))
+            self._happen(events.StayedAway(self._now_s, name))
         for node in self._alive.hostless.overdue():
             if node not in self._book.drained:
-                self._happen(core.Drained(self._now_s, node, False), {"until_it_has_a_host": True})
-        for node in self._alive.hostless.back(self._book.hostless):
-            self._happen(core.Restored(self._now_s, node))
+                self._happen(
+                    events.Drained(self._now_s, node, False), {"until_it_has_a_host": True}
+                )
+        for node in self._alive.with_host_again(self._book.hostless):
+            self._happen(events.Restored(self._now_s, node))
         self._alive.press()
 
     def _gone(self, name: str, incarnation: int, code: int) -> None:
@@ -444,14 +449,14 @@ class Service:
         name = record.job.name
         last_lines = self._runner.last_lines(name)
         facts = {"why": why, "exit_code": code, "last_lines": last_lines}
-        self._happen(core.Lost(self._now_s, name, counts=code != BUSY), facts)
+        self._happen(events.Lost(self._now_s, name, counts=code != BUSY), facts)
 
     def _end(self, record: Record, outcome: str, code: int | None) -> None:
         facts: dict[str, Any] = {"outcome": outcome, "exit_code": code}
         if outcome == "failed" and code is not None:
             lines = self._runner.last_lines(record.job.name)
             facts |= {"why": why_ended(code), "last_lines": lines}
-        self._happen(core.Ended(self._now_s, record.job.name), facts)
+        self._happen(events.Ended(self._now_s, record.job.name), facts)
 
     def _start_due(self) -> None:
         """Jobs whose nodes have nobody on them any more who is to leave."""

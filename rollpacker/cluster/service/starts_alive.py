@@ -1,4 +1,5 @@
-"""Which starts of jobs are alive, as the runner and the letters say: nothing of it is kept."""
+"""The starts of jobs that are alive, as the runner and the letters say. Nothing of it is kept on
+disk."""
 
 from __future__ import annotations
 
@@ -13,22 +14,39 @@ from rollpacker.cluster.service.book import Book, Record, node_name
 from rollpacker.cluster.service.runner import Runner
 
 HOSTLESS_S = 300.0
-"""So long jobs wait for a node's host, which may be starting, before they go elsewhere."""
+"""Seconds for which jobs wait for a node's host, which may be starting, before they go
+elsewhere."""
 _LOOK_S = 1.0
+"""Seconds between two looks whether nodes have a host again."""
+SILENT_S = 60.0
+"""A job that holds nothing and was heard before may be silent for so long: others wait for it."""
+PRESS_S = 30.0
+"""Seconds after which a start that is to leave and has not ended is sent a signal, ..."""
+KILL_S = 300.0
+"""... and ended, so long after what may be the longest iteration of its profile: it may be inside
+of one, or save what came of it."""
+
+Start = tuple[str, int]
+"""A job's name, and its incarnation."""
 
 
 class Hostless:
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    """Nodes on which jobs cannot be started, since they have no host: it is away, or was never
+    there.
+
+    a start fails for it -> ... -> HOSTLESS_S later the node is drained: its jobs go elsewhere, or
+    wait -> it has a host again -> it is restored
+    """
+
+    def __init__(self) -> None:
         self._since_s: dict[Node, float] = {}
         self._failed = set[Node]()
-        """Of them, those of which it was said last time, too."""
-        self._looked_s = 0.0
+        """The nodes that had no host at the last try."""
 
     def tried(self, failed: Iterable[Node], unknown: Collection[Node]) -> None:
-        """Whoever is due was to be started, and these nodes have no host. `unknown`: others on
-        which a job has still to be started, of which nothing can be said now: what was said of them
-        before stands."""
+        """Take in a try to start all jobs that are due, for which the nodes `failed` had no host.
+        `unknown` has the other nodes on which a job has still to be started: for these stands what
+        was known before."""
         now_s = time.monotonic()
         before = self._since_s
         self._since_s = {node: before[node] for node in before if node in unknown}
@@ -37,34 +55,13 @@ class Hostless:
 
     @property
     def nodes(self) -> Collection[Node]:
-        """On which somebody is to start who cannot."""
+        """Nodes on which a job is to be started that cannot be."""
         return self._since_s.keys()
 
     def overdue(self) -> list[Node]:
-        """Without a host for too long."""
+        """Return the nodes that were without a host for too long."""
         now_s = time.monotonic()
         return [node for node in self._failed if now_s - self._since_s[node] > HOSTLESS_S]
-
-    def back(self, nodes: Collection[Node]) -> list[Node]:
-        """Those of the drained ones that have a host again, as far as it can be asked now."""
-        if not nodes or time.monotonic() - self._looked_s < _LOOK_S:
-            return []
-        self._looked_s = time.monotonic()
-        with contextlib.suppress(OSError):
-            return [node for node in sorted(nodes) if self._runner.has_host(node)]
-        return []
-
-
-SILENT_S = 60.0
-"""A job that holds nothing and was heard before may be silent for so long: others wait for it."""
-PRESS_S = 30.0
-"""Who is to leave and has not ended is sent a signal, ..."""
-KILL_S = 300.0
-"""... and ended, so long after what may be the longest iteration of its profile: it may be inside
-of one, or save what came of it."""
-
-Start = tuple[str, int]
-"""A job's name, and its incarnation."""
 
 
 class Alive:
@@ -74,16 +71,18 @@ class Alive:
         """Asks the runner about all starts that the book knows."""
         self._book = book
         self._runner = runner
-        self.hostless = Hostless(runner)
+        self.hostless = Hostless()
+        self._looked_s = 0.0
+        """When it was last looked whether nodes have a host again."""
         self.incarnations: set[Start] = set()
         self.ever_heard: set[str] = set()
-        """Of the jobs' present incarnations."""
+        """Jobs whose present incarnation was ever heard."""
         self._heard_s: dict[str, float] = {}
         self._leaves_since_s: dict[Start, float] = {}
         self._pressed: set[Start] = set()
         self._attempted: set[Start] = set()
         self._in_vain_s = 0.0
-        """Spent on what the runner could not do, since somebody was excused."""
+        """Seconds spent on what the runner could not do, since the last excuse."""
         now_s = time.monotonic()
         for name, record in book.records.items():
             for incarnation in range(1, record.incarnation + 1):
@@ -112,12 +111,12 @@ class Alive:
         self._attempted.add((name, incarnation))
 
     def _is_new(self, name: str) -> None:
-        """What was heard of its earlier start says nothing of this one."""
+        """Forget what was heard of the job's earlier start, which says nothing of this one."""
         self.ever_heard.discard(name)
         self._heard_s.pop(name, None)
 
     def heard(self, name: str) -> None:
-        """Of the present incarnation."""
+        """Take in that the job's present incarnation was heard."""
         self.ever_heard.add(name)
         self._heard_s[name] = time.monotonic()
 
@@ -133,7 +132,7 @@ class Alive:
             self._heard_s[name] = min(self._heard_s[name] + seconds, now_s)
 
     def forget(self, name: str, incarnation: int) -> None:
-        """It is gone."""
+        """Forget a start that is gone."""
         start = (name, incarnation)
         self.incarnations.discard(start)
         self._leaves_since_s.pop(start, None)
@@ -146,7 +145,7 @@ class Alive:
         return record.is_placed and record.incarnation == start[1]
 
     def leaving(self) -> list[Start]:
-        """Those that are to end: their jobs have other nodes, or none."""
+        """Return the starts that are to end: their jobs have other nodes, or none."""
         return [one for one in sorted(self.incarnations) if not self.is_present(one)]
 
     def nodes_of_leaving(self) -> set[Node]:
@@ -173,7 +172,8 @@ class Alive:
             self._runner.kill(*start)
 
     def gone(self) -> list[tuple[str, int, int]]:
-        """With their exit codes; none of those about whom nothing can be said now."""
+        """Return the starts that are gone, with their exit codes. Those about which nothing can be
+        said now are left out."""
         found = []
         for start in sorted(self.incarnations):
             with contextlib.suppress(OSError):
@@ -250,7 +250,7 @@ class Alive:
         }
 
     def in_the_way(self, record: Record) -> str:
-        """Of a job that has nodes and is not started yet: whose end that waits for, in words."""
+        """Say whose end the start of a job that has nodes waits for. Empty if it waits for none."""
         name = record.job.name
         if self.is_started(record):
             return ""
@@ -262,6 +262,15 @@ class Alive:
                     return f"{other} has left {node_name(node)}"
         return ""
 
+    def with_host_again(self, nodes: Collection[Node]) -> list[Node]:
+        """Return those of the nodes that have a host again, as far as it can be asked now."""
+        if not nodes or time.monotonic() - self._looked_s < _LOOK_S:
+            return []
+        self._looked_s = time.monotonic()
+        with contextlib.suppress(OSError):
+            return [node for node in sorted(nodes) if self._runner.has_host(node)]
+        return []
+
     def _is_attempted(self, record: Record) -> bool:
         return (record.job.name, record.incarnation) in self._attempted
 
@@ -270,7 +279,7 @@ class Alive:
 
 
 def why_ended(code: int) -> str:
-    """In words."""
+    """Say how a process ended, by its exit code."""
     if code == -1:
         return "its processes are gone"
     return f"its process ended with exit code {code}" if code >= 0 else f"signal {-code} ended it"

@@ -1,4 +1,4 @@
-"""What the service answers to who looks at the cluster, as JSON has it."""
+"""The service's answer to who looks at the cluster, as values that JSON has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_COMMIT = "no commit was said: a program calls rollpacker.cluster.committed(st
 
 
 class Status:
-    """As it is now; times are seconds until now."""
+    """The cluster as it is now. Times are seconds until now."""
 
     def __init__(self, cluster: Cluster, book: Book, alive: Alive, now_s: float) -> None:
         self._cluster = cluster
@@ -26,7 +26,8 @@ class Status:
         self._now_s = now_s
 
     def whole(self, name: str, began_s: float) -> dict[str, Any]:
-        """Of the cluster of this name. Times of notes are seconds since 1970."""
+        """Return the status of the whole cluster, which has this name. Times of notes are seconds
+        since 1970."""
         cluster, book = self._cluster, self._book
         used = {node for record in book.placed() for node in record.nodes(record.incarnation)}
         return {
@@ -76,7 +77,7 @@ class Status:
         }
 
     def _why(self, record: Record) -> str:
-        """What there is to say of its state."""
+        """Say why the job is in its state. Empty if there is nothing to say."""
         turn, name = record.turn, record.job.name
         if record.outcome == "done" and record.steps == record.job.steps_before:
             return NO_COMMIT
@@ -122,7 +123,7 @@ def _state(record: Record) -> str:
 
 
 def _slowdown(record: Record, now_s: float) -> float | None:
-    """Elapsed over elapsed without waits."""
+    """Return elapsed time over elapsed time without waits. None if nothing but waits has passed."""
     now_s = record.ended_s or now_s
     waited_s = record.waited_s
     turn = record.turn

@@ -1,4 +1,4 @@
-"""What happened in the cluster, on a local disk: the service's state is what comes of it.
+"""Keeps what has happened in the cluster on a local disk. The service's state is what comes of it.
 
 Events are written before their commands are obeyed, together with the number of the last letter
 that was dealt with. Of the commands a checksum is kept: a service whose core would have decided
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from rollpacker.cluster.decide import cluster as core
+from rollpacker.cluster.decide import events
 from rollpacker.cluster.seats.mail_file import check_local
 from rollpacker.codec import from_plain, to_plain
 
@@ -34,35 +34,35 @@ CREATE TABLE IF NOT EXISTS events (
 """
 
 
-_EVENTS: dict[str, type[Any]] = {one.__name__: one for one in get_args(core.Event)}
+_EVENTS: dict[str, type[Any]] = {one.__name__: one for one in get_args(events.Event)}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     event: dict[str, Any]
-    """As JSON has it."""
+    """The event and its facts, as values that JSON has."""
     checksum: int
-    """Of the commands that it led to."""
+    """Checksum of the commands that the event led to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Which letters were dealt with."""
+    """The letter up to which all were dealt with."""
 
     epoch: str
     number: int
 
 
-def entry_of(event: core.Event, facts: Mapping[str, Any], commands: object) -> Entry:
+def entry_of(event: events.Event, facts: Mapping[str, Any], commands: object) -> Entry:
     """`facts`: what is to be known of it besides."""
     plain = {"kind": type(event).__name__, "event": to_plain(event), "facts": dict(facts)}
     return Entry(plain, checksum(commands))
 
 
-def happened(entry: Entry) -> tuple[core.Event, Mapping[str, Any]]:
-    """The event, and what is to be known of it besides."""
+def happened(entry: Entry) -> tuple[events.Event, Mapping[str, Any]]:
+    """Return the event, and what is to be known of it besides."""
     plain = entry.event
-    event: core.Event = from_plain(_EVENTS[plain["kind"]], plain["event"])
+    event: events.Event = from_plain(_EVENTS[plain["kind"]], plain["event"])
     return event, plain["facts"]
 
 
@@ -93,7 +93,7 @@ class Store:
             with self._errors():
                 self._base.execute("UPDATE facts SET value = ? WHERE name = 'format'", (FORMAT,))
         self.id = self._fact("id", uuid.uuid4().hex)
-        """Of this cluster, for ever."""
+        """Name of this cluster, for ever."""
         known = json.loads(self._fact("left_out", "[]"))
         self.left_out = {Position(*one) for one in known}
         """Letters that are not dealt with, though others behind them are."""
@@ -127,14 +127,14 @@ class Store:
         return found
 
     def entries(self, after: int = 0) -> Iterator[Entry]:
-        """Those with higher numbers than this one; the first is 1."""
+        """Iterate over the events with higher numbers than this one. The first is 1."""
         query = "SELECT event, commands FROM events WHERE number > ? ORDER BY number"
         with self._errors():
             for event, commands in self._base.execute(query, (after,)):
                 yield Entry(json.loads(event), commands)
 
     def write(self, entries: Sequence[Entry], position: Position) -> None:
-        """All of it, or nothing."""
+        """Write all of it, or nothing."""
         rows = [(json.dumps(one.event), one.checksum) for one in entries]
         facts = [("epoch", position.epoch), ("position", str(position.number))]
         is_asked_for = any(one.event["kind"] in _OF_PEOPLE for one in entries)
@@ -154,7 +154,7 @@ class Store:
         self._base.close()
 
     def _fact(self, name: str, default: str) -> str:
-        """What is there, or this from now on."""
+        """Return the fact that is stored, or store this one."""
         with self._errors():
             self._base.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, default))
             (value,) = self._base.execute(

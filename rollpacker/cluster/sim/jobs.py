@@ -25,7 +25,8 @@ MODELS: Mapping[str, Mapping[str, float]] = _TABLES["models"]
 SIZES: Mapping[str, str] = _TABLES["sizes"]
 GIB_PER_GB = 1e9 / 2**30
 LIFE_SIGMA = 1.2
-"""Of the logarithm of a job's life: the longest of 300 is then about ten times the mean."""
+"""Standard deviation of the logarithm of a job's life. The longest of 300 is then about ten times
+the mean."""
 LONGEST_OVER_MEAN = 142.9 / 14.4
 NUM_QUANTILES = 20
 """Iterations that a drawn job's distribution is made of."""
@@ -40,7 +41,8 @@ class Arrival:
 
 
 def arrivals(spec: ClusterSpec) -> list[Arrival]:
-    """In the order in which they come. Raises `ValueError` for a trace that cannot be."""
+    """Return the jobs in the order in which they come. Raises `ValueError` for a trace that cannot
+    be."""
     if spec.jobs.trace is not None:
         found = read_trace(Path(spec.jobs.trace), spec.pools)
     else:
@@ -52,8 +54,8 @@ def arrivals(spec: ClusterSpec) -> list[Arrival]:
 
 
 def drawn(spec: JobsSpec, seed: int) -> list[Arrival]:
-    """The same for the same seed. SLO, profile and life of the n-th job do not depend on each
-    other's settings, so that arms with another SLO have the same jobs otherwise."""
+    """Draw jobs, the same for the same seed. SLO, profile and life of the n-th job do not depend on
+    each other's settings, so that arms with another SLO have the same jobs otherwise."""
     moments = random.Random(f"arrivals/{seed}")
     times = sorted(moments.uniform(0, spec.hours * 3600) for _ in range(spec.count))
     lives = [
@@ -67,7 +69,7 @@ def drawn(spec: JobsSpec, seed: int) -> list[Arrival]:
 
 
 def _scaled(lives: Sequence[float], mean: float) -> list[float]:
-    """With this mean, none longer than `LONGEST_OVER_MEAN` times it."""
+    """Scale lives to this mean, with none longer than `LONGEST_OVER_MEAN` times it."""
     longest, factor = mean * LONGEST_OVER_MEAN, 1.0
     for _ in range(60):
         cut = [min(life * factor, longest) for life in lives]
@@ -201,7 +203,7 @@ class _Reader:
         return Arrival(at_h * 3600, ClusterJob(rounds=profile.rounds, **needs))
 
     def _profile(self, told: dict[str, Any]) -> Profile:
-        """What the line says of phases, which is taken out of it."""
+        """Return what the line says of phases, which is taken out of it."""
         named = [key for key in _ELSEWHERE if key in told]
         if not named:
             return Profile(_rounds(told), {}, None)
@@ -238,7 +240,7 @@ def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(key: str, value: Any) -> None:
-    """What a line says of a field that is no phase."""
+    """Check what a line says of a field that is no phase."""
     if key in _TEXTS:
         if not isinstance(value, str):
             raise ValueError(f"{key} must be a text, not {json.dumps(value)}")
@@ -272,7 +274,8 @@ def _number(key: str, value: Any) -> float:
 
 
 def _rounds(told: dict[str, Any]) -> tuple[RoundTimes, ...]:
-    """Of `rounds`, or of the one kind that stands in the line itself; both are taken out of it."""
+    """Return the kinds of round in `rounds`, or the one that stands in the line itself. Both are
+    taken out of the line."""
     kinds = told.pop("rounds", None)
     single = {key: told.pop(key) for key in _ROUND & told.keys()}
     if kinds is None:

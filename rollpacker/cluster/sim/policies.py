@@ -1,4 +1,5 @@
-"""What the shipped policy is compared with. All place jobs as they come."""
+"""Policies that the shipped one is compared with, RollMux's (arXiv 2512.11306) among them. All
+place jobs as they come."""
 
 from __future__ import annotations
 
@@ -120,9 +121,9 @@ class AsPublished(Stays):
 
 
 def may_share(layout: Layout, job: ClusterJob) -> bool:
-    """Quickly: whether the longest iteration is within the SLO of the shortest, both ways, of the
-    longest iterations and in round robin. Seconds of the profile: pools of other GPUs have another
-    scale for all of a group."""
+    """Find out quickly whether the longest iteration is within the SLO of the shortest, both ways,
+    for the longest iterations in round robin. Seconds of the profile: pools of other GPUs have
+    another scale for all of a group."""
     seconds = job.worst.rollout_s + job.worst.train_s
     limit = job.slo * seconds
     rollout, train = layout.rollout_pool.scale, layout.train_pool.scale

@@ -29,13 +29,13 @@ PARKED_PARAMETER_BYTES = TRAINED_PARAMETER_BYTES - 4
 
 
 class Profile(NamedTuple):
-    """What a job is made of."""
+    """The parts that a job is made of."""
 
     rounds: tuple[RoundTimes, ...]
     needs: dict[str, Any]
     """Other fields of `ClusterJob`."""
     steps: int | None
-    """That it takes; None: nobody knows."""
+    """Number of steps that it takes. None if nobody knows."""
 
 
 def profile_of_run(folder: str | Path, pools: Sequence[PoolSpec]) -> Profile:
@@ -47,8 +47,9 @@ def profile_of_run(folder: str | Path, pools: Sequence[PoolSpec]) -> Profile:
 
 
 def profile_of_scenario(path: str | Path, pools: Sequence[PoolSpec]) -> Profile:
-    """As many steps as the file says. Weights cross the link of the cluster: the scenario's own
-    sync is left out. Raises `ConfigError` as loading the scenario does."""
+    """Return the profile of a scenario, simulated for as many steps as the file says. Weights cross
+    the link of the cluster: the scenario's own sync is left out. Raises `ConfigError` as loading
+    the scenario does."""
     scenario = on_pools(load_scenario(path), pools)
     steps = simulate(scenario).steps
     iterations = [

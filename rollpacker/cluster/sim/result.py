@@ -1,4 +1,4 @@
-"""What came of a simulated cluster."""
+"""The result of a simulated cluster, with its tables."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class PolicyResult:
     """The whole price over the hours that the jobs would take without any sharing."""
     jobs: tuple[JobResult, ...]
     peak_devices: Mapping[str, int]
-    """By pool."""
+    """Largest number of devices in use at once, by pool."""
     busy: Mapping[str, float]
-    """By pool: of the device time that was paid for, so much generated or trained."""
+    """Share of the device time that was paid for in which devices generated or trained, by pool."""
 
     @property
     def slo_kept(self) -> float:
@@ -50,7 +50,7 @@ class PolicyResult:
         return math.fsum(job.slowdown for job in self.jobs) / len(self.jobs)
 
     def to_plain(self) -> dict[str, object]:
-        """As `rollpacker cluster simulate --json` prints it."""
+        """Return the result as `rollpacker cluster simulate --json` prints it."""
         return {
             "price_per_h": self.price_per_h,
             "slo_kept": self.slo_kept,
@@ -61,7 +61,7 @@ class PolicyResult:
 
 
 class Bill:
-    """What is open, and what it has cost so far."""
+    """The nodes that are open, and what they have cost so far."""
 
     def __init__(self, pools: Sequence[Pool]) -> None:
         self._pools = {pool.name: pool for pool in pools}
@@ -87,7 +87,7 @@ class Bill:
         self._busy_s[pool] += node_s
 
     def price(self) -> float:
-        """Of all hours so far."""
+        """Return the price of all hours so far."""
         return math.fsum(
             seconds / 3600 * self._pools[pool].node_price_per_h
             for pool, seconds in self._node_s.items()
@@ -108,7 +108,7 @@ class Bill:
 
 
 Results = Mapping[str, PolicyResult]
-"""By policy; the first is what the others are compared with."""
+"""Results by policy. The others are compared with the first."""
 
 
 def render(results: Results) -> str:
@@ -130,7 +130,7 @@ def render(results: Results) -> str:
 
 
 def explain(results: Results) -> str:
-    """What the columns are, and who the policies are."""
+    """Explain the columns and the policies."""
     told = (
         "Price/h is the whole price over the hours that the jobs would take without sharing; "
         "slowdown is elapsed over elapsed without waits for pools and switches, over a job's life; "

@@ -14,10 +14,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rollpacker.cluster.decide.cluster import (
+from rollpacker.cluster.decide.cluster import Cluster
+from rollpacker.cluster.decide.events import (
     Asked,
     Close,
-    Cluster,
     Command,
     Committed,
     Ended,
@@ -54,16 +54,16 @@ class _Life:
     train_pool: str = ""
     times: Times = field(default_factory=lambda: Times(0, 0, 0, 0))
     sharing: Sharing = field(default_factory=Sharing)
-    """As it was when the iteration's rollout was granted."""
+    """How the job shared nodes when the iteration's rollout was granted."""
     token: int = 0
     phase: Phase = "rollout"
     asked_s: float = 0.0
     steps: int = 0
     waited_s: float = 0.0
     seen: Times = field(default_factory=lambda: Times(0, 0, 0, 0))
-    """This iteration without waits and switches, on the nodes that it was on."""
+    """Seconds of this iteration without waits and switches, on the nodes that it was on."""
     has_moved: bool = False
-    """Or was stopped."""
+    """Whether the job was moved or stopped at its last commit."""
     stopped_s: float | None = None
     """Since when it waits for nodes once more."""
 
@@ -99,7 +99,7 @@ class Simulation:
         self.now_s = 0.0
 
     def run(self, told: Told = lambda done: None) -> PolicyResult:
-        """Until the last job has ended. Raises `ValueError` for a job that fits nowhere."""
+        """Run until the last job has ended. Raises `ValueError` for a job that fits nowhere."""
         for arrival in self._arrivals:
             self._push(arrival.at_s, "arrive", arrival)
         while self._heap:
@@ -219,15 +219,15 @@ class Simulation:
         self._push(self.now_s + held_s, "leave", life.job.name)
 
     def _times(self, life: _Life) -> Times:
-        """Of its next iteration."""
+        """Draw the times of the job's next iteration."""
         times = life.job.draw(life.rng.random(), life.rng.random())
         grown = 1 + self._spec.jobs.growth * life.steps / life.job.steps
         return times.longer(grown)
 
 
 def pools_of(spec: ClusterSpec, name: str) -> tuple[Pool, ...]:
-    """As the policy sees them. Colocated: the rollout pool is the training pool once more, for
-    nothing, and slower by the bandwidth of its memory."""
+    """Return the pools as the policy sees them. Under the policy "colocated" the rollout pool is
+    the training pool once more, for nothing, and slower by the bandwidth of its memory."""
     pools = spec.core_pools()
     if name != "colocated":
         return pools

@@ -1,5 +1,5 @@
-"""What `rollpacker cluster` reads: pools of nodes, and the jobs that a simulation has come to them
-(`configs/clusters/`)."""
+"""The file that `rollpacker cluster` reads (`configs/clusters/`): pools of nodes, and the jobs that
+a simulation has come to them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class PoolSpec:
     """Nodes of one kind (`pools.N.*`)."""
 
     name: str
-    """Of the pool, in tables."""
+    """Name of the pool, in tables."""
     phase: Phase
-    """What its nodes are for."""
+    """The phase that its nodes are for."""
     nodes: int
-    """That may be rented at once."""
+    """Number of nodes that may be rented at once."""
     devices_per_node: int = 8
     """A job has whole nodes."""
     gpu: str | None = None
@@ -38,9 +38,9 @@ class PoolSpec:
     pool of the phase; another GPU's rollouts take longer by its memory bandwidth, its training by
     its arithmetic. None: as fast as the first one."""
     price_per_device_h: float
-    """Of a device that is in use, in any currency."""
+    """Price of a device that is in use, in any currency."""
     host_memory_gib: float
-    """Of a node: what parked jobs can keep there."""
+    """Host memory of one node, which parked jobs can keep."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "nodes", "devices_per_node")
@@ -65,11 +65,11 @@ class JobsSpec:
     mean_hours: float = 14.4
     """A job's life if it never waited. Lives are log-normal; the longest is ten times the mean."""
     profile: Profile = "mixed"
-    """Which phase is the longer one; mixed: a third of the jobs each."""
+    """The phase that is the longer one. mixed: a third of the jobs each."""
     slo: tuple[float, float] = (1.0, 2.0)
     """Each job's lies between these, all alike."""
     variation: float = 0.1
-    """Of iterations: standard deviation over mean of how long their phases are."""
+    """Standard deviation over mean of the lengths of an iteration's phases."""
     growth: float = 0.0
     """Rollouts and training take longer by this share at the end of a job's life than at its begin,
     and all the more the later: what nobody knows beforehand."""
@@ -102,7 +102,7 @@ class ClusterSpec:
     """Pools that several jobs share."""
 
     name: str
-    """Of tables."""
+    """Name of the cluster, in tables."""
     pools: tuple[PoolSpec, ...]
     """One at least for each phase."""
     link_gb_s: float
@@ -112,17 +112,17 @@ class ClusterSpec:
     slo_confidence: float = 0.99
     """An SLO is kept with this probability, for iterations as they are distributed."""
     order: Literal["auto", "round_robin", "first_come", "least_slack"] = "auto"
-    """Of turns. auto: what is cheapest for each group."""
+    """Order of turns. auto: what is cheapest for each group."""
     quotas: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """By owner: rollout and train devices that his running jobs may have asked for, shared or not.
-    Who is not named, and a phase that is not, has no bound."""
+    """Bounds by owner of the rollout and train devices that his running jobs may have asked for,
+    shared or not. Who is not named, and a phase that is not, has no bound."""
     ageing_h: float = AGEING_H
     """A job that waits for nodes comes before those of one priority more that are submitted so many
     hours later."""
     jobs: JobsSpec = JobsSpec()
-    """Of a simulation."""
+    """The jobs of a simulation."""
     seed: int = 0
-    """Of the jobs and their iterations."""
+    """Seed of the jobs and their iterations."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "max_group")
@@ -164,7 +164,7 @@ class ClusterSpec:
         }
 
     def core_pools(self) -> tuple[Pool, ...]:
-        """See the function."""
+        """Return the pools as the core knows them."""
         return core_pools(self.pools)
 
 

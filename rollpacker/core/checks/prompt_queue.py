@@ -1,9 +1,9 @@
 """Samples that wait for a worker, where it goes by prompt who is next.
 
-The most urgent prompt comes first, of its samples the longest, and among equals who came first. A
-prompt's urgency changes with events of its own samples, and is looked at again after these alone:
-a heap has what was found. Prompts of which nothing is known are as urgent as the mean of all, which
-changes all the time, so that they have a heap of their own.
+The prompt with the lowest rank comes first, of its samples the longest, and among equals whoever
+came first. A prompt's rank changes with events of its own samples, and is asked for again after
+these alone: a heap has what was found. Prompts of which nothing is known have the mean rank of all,
+which changes all the time, so that they have a heap of their own.
 """
 
 from __future__ import annotations
@@ -14,87 +14,98 @@ from itertools import count
 
 from rollpacker.core.ids import PromptId, SampleId
 
-Place = tuple[float, int, int]
-"""Urgency, tokens of the longest sample and arrival of a prompt, such that the least is next."""
-Entry = tuple[Place, PromptId]
+
+class _Waiting:
+    """The samples of one prompt that wait."""
+
+    __slots__ = ("arrival", "entry", "prompt", "tokens")
+
+    def __init__(self, prompt: PromptId, arrival: int) -> None:
+        self.prompt = prompt
+        self.arrival = arrival
+        """Number of prompts that began to wait before."""
+        self.tokens: dict[SampleId, int] = {}
+        """Tokens of each sample that waits, in the order of arrival."""
+        self.entry: _Entry | None = None
+        """The only entry of the heaps that counts for this prompt; None: none does."""
+
+
+_Entry = tuple[float, int, int, _Waiting]
+"""Rank, minus the tokens of the longest sample, and arrival of a prompt: the least is next."""
 
 
 class PromptQueue:
-    """Tell it what may have changed (`look_again`) before `pop`."""
+    """Call `look_again` for each prompt whose rank may have changed, before `pop`."""
 
-    __slots__ = ("_arrivals", "_changed", "_counter", "_entries", "_known", "_samples", "_unknown")
+    __slots__ = ("_arrivals", "_changed", "_known", "_unknown", "_waiting")
 
     def __init__(self) -> None:
-        self._samples: dict[PromptId, dict[SampleId, int]] = {}
-        """Who waits, with their tokens, in the order of arrival."""
-        self._arrivals: dict[PromptId, int] = {}
-        self._counter = count()
-        self._changed: dict[PromptId, None] = {}
-        """In order, so that nothing hangs on the order of a set."""
-        self._entries: dict[PromptId, Entry] = {}
-        """What of the heaps is valid."""
-        self._known: list[Entry] = []
-        self._unknown: list[Entry] = []
-        """With urgency 0."""
+        self._waiting: dict[PromptId, _Waiting] = {}
+        self._arrivals = count()
+        self._changed: dict[_Waiting, None] = {}
+        """Prompts whose rank has to be asked for. A dict, since it keeps the order in which they
+        came, and a set would not."""
+        self._known: list[_Entry] = []
+        self._unknown: list[_Entry] = []
+        """The heap of prompts without a rank; their entries have rank 0."""
 
     def __len__(self) -> int:
-        """Prompts with someone who waits."""
-        return len(self._samples)
+        """Prompts with a sample that waits."""
+        return len(self._waiting)
 
     def add(self, sample: SampleId, num_tokens: int) -> None:
         prompt = sample.prompt
-        if prompt not in self._samples:
-            self._samples[prompt] = {}
-            self._arrivals[prompt] = next(self._counter)
-        self._samples[prompt][sample] = num_tokens
-        self._changed[prompt] = None
+        waiting = self._waiting.get(prompt)
+        if waiting is None:
+            waiting = self._waiting[prompt] = _Waiting(prompt, next(self._arrivals))
+        waiting.tokens[sample] = num_tokens
+        self._changed[waiting] = None
 
     def remove(self, sample: SampleId) -> None:
-        """It waits no more."""
-        prompt = sample.prompt
-        waiting = self._samples[prompt]
-        del waiting[sample]
-        self._changed[prompt] = None
-        if not waiting:
-            del self._samples[prompt], self._arrivals[prompt], self._changed[prompt]
-            self._entries.pop(prompt, None)
-        if not self._samples:  # a heap keeps what is not valid any more until it comes up
+        """The sample waits no more."""
+        self._remove(self._waiting[sample.prompt], sample)
+
+    def _remove(self, waiting: _Waiting, sample: SampleId) -> None:
+        del waiting.tokens[sample]
+        if waiting.tokens:
+            self._changed[waiting] = None
+            return
+        del self._waiting[waiting.prompt]
+        self._changed.pop(waiting, None)
+        waiting.entry = None
+        if not self._waiting:  # a heap keeps what does not count any more until it comes up
             self._known.clear()
             self._unknown.clear()
 
     def look_again(self, prompt: PromptId) -> None:
-        """Its urgency may be another."""
-        if prompt in self._samples:
-            self._changed[prompt] = None
+        """The prompt's rank may be another."""
+        waiting = self._waiting.get(prompt)
+        if waiting is not None:
+            self._changed[waiting] = None
 
     def look_at_all(self) -> None:
-        """Any urgency may be another."""
-        self._changed.update(dict.fromkeys(self._samples))
+        """Any rank may be another."""
+        self._changed.update(dict.fromkeys(self._waiting.values()))
 
-    def pop(self, urgency: Callable[[PromptId], float | None], mean: float) -> SampleId:
-        """Who is next, of those that wait. `urgency` of a prompt; None: the mean."""
-        samples, entries = self._samples, self._entries
-        for prompt in self._changed:
-            found = urgency(prompt)
-            longest = max(samples[prompt].values())
-            entries[prompt] = entry = (
-                (-(found or 0.0), -longest, self._arrivals[prompt]),
-                prompt,
-            )
-            heapq.heappush(self._unknown if found is None else self._known, entry)
-        self._changed.clear()
-        first = self._first(self._known)
-        mean_first = self._first(self._unknown) if self._unknown else None
-        if first is None or (mean_first is not None and (-mean, *mean_first[0][1:]) < first[0]):
-            first = mean_first
-        assert first is not None, "nobody waits"
-        waiting = samples[first[1]]
-        sample = max(waiting, key=waiting.__getitem__)
-        self.remove(sample)
+    def pop(self, rank: Callable[[PromptId], float | None], mean: float) -> SampleId:
+        """Take out the sample that is next. `rank` gives a prompt's rank; None: it is the mean."""
+        # Each check of a simulated run comes by here: benchmarks/sim_speed.py.
+        known, unknown, changed = self._known, self._unknown, self._changed
+        for waiting in changed:
+            found = rank(waiting.prompt)
+            longest = max(waiting.tokens.values())
+            waiting.entry = entry = (found or 0.0, -longest, waiting.arrival, waiting)
+            heapq.heappush(unknown if found is None else known, entry)
+        changed.clear()
+        while known and known[0][3].entry is not known[0]:
+            heapq.heappop(known)
+        while unknown and unknown[0][3].entry is not unknown[0]:
+            heapq.heappop(unknown)
+        assert known or unknown, "nobody waits"
+        first = known[0] if known else unknown[0]
+        if known and unknown and (mean, *unknown[0][1:3]) < first[:3]:
+            first = unknown[0]
+        waiting, longest = first[3], -first[1]
+        sample = next(one for one, num_tokens in waiting.tokens.items() if num_tokens == longest)
+        self._remove(waiting, sample)
         return sample
-
-    def _first(self, heap: list[Entry]) -> Entry | None:
-        """The least that is valid."""
-        while heap and self._entries.get(heap[0][1]) is not heap[0]:
-            heapq.heappop(heap)
-        return heap[0] if heap else None

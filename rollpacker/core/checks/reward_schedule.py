@@ -49,7 +49,7 @@ class RewardSchedule(Schedule[SampleScored]):
             config.kinds,
             order=config.order,
             max_retries=config.max_retries,
-            say=_score,
+            say=Score,
             is_right=_is_right,
         )
         self.config = config
@@ -58,10 +58,6 @@ class RewardSchedule(Schedule[SampleScored]):
         """Nobody needs these verdicts any more. Checks under way are cancelled."""
         running = self.forget(samples)
         return [CancelScore(samples=tuple(running))] if running and self.config.cancel else []
-
-
-def _score(*, sample: SampleId, timeout_s: float | None, retry: int) -> Score:
-    return Score(sample=sample, timeout_s=timeout_s, retry=retry)
 
 
 def _is_right(event: SampleScored) -> bool:

@@ -59,8 +59,7 @@ E = TypeVar("E", bound=Ended)
 
 class _Kind:
     __slots__ = (
-        *("by_prompt", "deadline", "dropped", "longest_s", "num_free", "num_seen", "queue"),
-        "total_s",
+        *("by_prompt", "deadline", "dropped", "num_free", "num_seen", "queue", "ranks", "total_s"),
     )
 
     def __init__(self, config: KindConfig) -> None:
@@ -73,8 +72,9 @@ class _Kind:
         """Who waits, in the other orders."""
         self.dropped: set[SampleId] = set()
         """Still in the queue, but not needed any more."""
-        self.longest_s: dict[PromptId, float] = {}
-        """Longest deed so far of each prompt of this round."""
+        self.ranks: dict[PromptId, float] = {}
+        """Minus the seconds of the longest deed so far of each prompt of this round: the longest is
+        expected to take longest again, and comes first. Where the order is "longest"."""
         self.num_seen = 0
         """Deeds that ended by themselves, where the order is "longest"."""
         self.total_s = 0.0
@@ -84,7 +84,7 @@ class _Kind:
         """A deed of the prompt ended by itself after so long."""
         self.num_seen += 1
         self.total_s += seconds
-        self.longest_s[prompt] = max(seconds, self.longest_s.get(prompt, 0.0))
+        self.ranks[prompt] = min(-seconds, self.ranks.get(prompt, 0.0))
 
     @property
     def mean_s(self) -> float:
@@ -93,7 +93,6 @@ class _Kind:
 
 
 _UNBOUND = KindConfig()
-_NOT_RUNNING = -1
 
 
 class Schedule(Generic[E]):
@@ -128,12 +127,12 @@ class Schedule(Generic[E]):
     def begin_round(self) -> None:
         """Forget what was learnt of the last round's prompts."""
         for kind in self._kinds.values():
-            kind.longest_s.clear()
+            kind.ranks.clear()
             kind.by_prompt.look_at_all()
 
     def ask(self, sample: SampleId, num_tokens: int = 0) -> list[Command]:
         """The sample, of so many tokens, needs a deed: start it, or let it wait for a worker."""
-        source = sample[0][0]
+        source = sample.prompt.source
         kind = self._kinds.get(source) or self._add_kind(source)
         if kind.num_free is None or kind.num_free > 0:
             return [self._start(kind, sample)]
@@ -148,22 +147,25 @@ class Schedule(Generic[E]):
         """A deed ended: its worker is free, and the deadline learns. How often it had been started
         before, or None if it was not started at all."""
         sample = event.sample
-        retry = self.running.pop(sample, _NOT_RUNNING)
-        if retry == _NOT_RUNNING:
+        retry = self.running.pop(sample, None)
+        if retry is None:
             return None
-        kind = self._kinds[sample[0][0]]
+        prompt = sample.prompt
+        kind = self._kinds[prompt.source]
         if kind.num_free is not None:
             kind.num_free += 1
         if self._cancelled:
             self._cancelled.discard(sample)
-        if kind.by_prompt:
-            kind.by_prompt.look_again(sample[0])
+        if self._by_prompt:
+            kind.by_prompt.look_again(prompt)
         seconds = event.seconds
         if seconds is not None and not event.cause:  # it ended by itself
             if self._longest:
-                kind.saw(sample[0], seconds)
-            if kind.deadline is not None:
-                kind.deadline.observe(seconds, correct=self._is_right(event))
+                kind.saw(prompt, seconds)
+            deadline = kind.deadline
+            # Only what is longer than all right ones before can change the deadline.
+            if deadline is not None and (deadline.anchor_s is None or seconds > deadline.anchor_s):
+                deadline.observe(seconds, correct=self._is_right(event))
         return retry
 
     def look_again(self, prompt: PromptId) -> None:
@@ -178,7 +180,7 @@ class Schedule(Generic[E]):
 
     def ask_again(self, sample: SampleId, retry: int) -> Command:
         """The deed once more, at once: its worker has just become free."""
-        return self._start(self._kinds[sample[0][0]], sample, retry + 1)
+        return self._start(self._kinds[sample.prompt.source], sample, retry + 1)
 
     def start_waiting(self, source: str, missing: Callable[[PromptId], int]) -> list[Command]:
         """Start as many waiting deeds of this kind as there are free workers. `missing` tells how
@@ -188,9 +190,16 @@ class Schedule(Generic[E]):
         commands: list[Command] = []
         waiting = kind.by_prompt if self._by_prompt else kind.queue
         while kind.num_free and waiting:
-            sample = self._next_of_prompts(kind, missing) if self._by_prompt else self._next(kind)
-            if sample is None:
-                break
+            if self._longest:
+                sample = kind.by_prompt.pop(kind.ranks.get, -kind.mean_s)
+            elif self._by_prompt:
+                sample = kind.by_prompt.pop(missing, 0.0)
+            else:
+                sample = kind.queue.popleft()
+            self.num_waiting -= 1
+            if sample in kind.dropped:
+                kind.dropped.remove(sample)
+                continue
             commands.append(self._start(kind, sample))
         return commands
 
@@ -239,18 +248,3 @@ class Schedule(Generic[E]):
         deadline = kind.deadline
         timeout_s = None if deadline is None else deadline.timeout_s
         return self._say(sample=sample, timeout_s=timeout_s, retry=retry)
-
-    def _next(self, kind: _Kind) -> SampleId | None:
-        while kind.queue:
-            sample = kind.queue.popleft()
-            self.num_waiting -= 1
-            if sample not in kind.dropped:
-                return sample
-            kind.dropped.remove(sample)
-        return None
-
-    def _next_of_prompts(self, kind: _Kind, missing: Callable[[PromptId], int]) -> SampleId:
-        self.num_waiting -= 1
-        if self._longest:
-            return kind.by_prompt.pop(kind.longest_s.get, kind.mean_s)
-        return kind.by_prompt.pop(lambda prompt: -missing(prompt), 0.0)

@@ -66,7 +66,7 @@ ZOMBIE = "zombie"
 HEEDED = frozenset({SampleGenerated, SampleAborted, SampleFailed, Committed})
 """Events of which the fleet says whether they are heeded."""
 
-_DIRECTED = frozenset({Abort, *MOVERS})
+DIRECTED = frozenset({Abort, *MOVERS})
 """Commands that are about engines or their devices; most are checks of responses."""
 
 
@@ -314,8 +314,6 @@ class Fleet:
     ) -> list[Command]:
         """The job's commands as they go to the engines. `on_aborted` is told of samples that nobody
         will answer for, and its commands are added."""
-        if not (self.unanswered or any(type(command) in _DIRECTED for command in commands)):
-            return commands
         commands = self._assign(commands)
         while self.unanswered:
             commands += self._assign(on_aborted(self.unanswered.popleft()))

@@ -239,9 +239,10 @@ class StreamPlan:
 
     def on_finished(self, num_tokens: int) -> tuple[int, ...] | None:
         """A response of so many tokens is complete. Devices to release now, or None."""
-        now = self._current()
+        now = self._round or self._current()
         now.num_finished += 1
-        now.longest = max(now.longest, num_tokens)
+        if num_tokens > now.longest:
+            now.longest = num_tokens
         if self.may_release:
             self._left.append(num_tokens)
         if not now.tries or now.num_finished < now.tries[0]:

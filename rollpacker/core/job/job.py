@@ -55,7 +55,7 @@ from rollpacker.core.events import (
     TrainerReady,
     WeightsSynced,
 )
-from rollpacker.core.fleet.fleet import HEEDED, Fleet
+from rollpacker.core.fleet.fleet import DIRECTED, HEEDED, Fleet
 from rollpacker.core.fleet.lost_processes import TrainerLosses
 from rollpacker.core.fleet.parallelism import ParallelismPlanner
 from rollpacker.core.fleet.stream_plan import StreamPlan
@@ -139,8 +139,12 @@ class Job:
         if self.trainer.given_up:
             return []
         answer: list[Command] = getattr(self, self.HANDLERS[kind])(event)
-        if fleet is not None and (answer or fleet.unanswered):
-            return fleet.direct(answer, self._on_aborted)
+        if fleet is not None:
+            if fleet.unanswered:
+                return fleet.direct(answer, self._on_aborted)
+            for command in answer:
+                if type(command) in DIRECTED:
+                    return fleet.direct(answer, self._on_aborted)
         return answer
 
     # -- what others ask between two events --------------------------------------------
@@ -294,13 +298,13 @@ class Job:
         return self.stream.may_release and self.acting is None
 
     def _on_generated(self, event: SampleGenerated) -> list[Command]:
-        round_ = self._round_of(event)
+        round_, stream = self._round or self._round_of(event), self.stream
         commands = round_.on_generated(event)
         # Asked here and not by `_counts_ends`: every response comes by.
         if (
-            self.stream.may_release
+            stream.may_release
             and self.acting is None
-            and (devices := self.stream.on_finished(event.num_tokens))
+            and (devices := stream.on_finished(event.num_tokens))
         ):
             commands.append(Release(devices=devices))
         return self._after(round_, commands)
@@ -317,13 +321,13 @@ class Job:
             elif event.cause == "cancelled" and (round_ is None or not round_.awaits(event.sample)):
                 if round_ is None:
                     return []
-                return self.rewards.start_waiting(event.sample[0][0], round_.missing)
+                return self.rewards.start_waiting(event.sample.prompt.source, round_.missing)
         if round_ is None:
             self.num_late["SampleScored"] += 1
             return []
         commands = round_.on_scored(event)
         if self.rewards.num_waiting:
-            commands += self.rewards.start_waiting(event.sample[0][0], round_.missing)
+            commands += self.rewards.start_waiting(event.sample.prompt.source, round_.missing)
         return self._after(round_, commands)
 
     def _on_acted(self, event: Acted) -> list[Command]:
@@ -371,12 +375,12 @@ class Job:
 
     def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
         """What every event of a round ends with: stream what can be, close it if it is over."""
-        if not round_.num_under_way:
-            self.lengths.engine_is_empty()
-            if round_.closed:
-                return commands + self._close_round(round_)
-            return commands + self._stream(round_) if self.stream.active else commands
-        return commands + self._stream(round_) if self.stream.may_stream_early else commands
+        if round_.num_under_way:
+            return commands + self._stream(round_) if self.stream.may_stream_early else commands
+        self.lengths.engine_is_empty()
+        if round_.closed:
+            return commands + self._close_round(round_)
+        return commands + self._stream(round_) if self.stream.active else commands
 
     def _stream(self, round_: Round) -> list[Command]:
         engine_empty = not round_.num_under_way

@@ -17,12 +17,12 @@ from typing import Any
 from rollpacker.codec import to_plain
 from rollpacker.core.ids import PromptId
 from rollpacker.core.lengths.bins import FloatArray
-from rollpacker.core.lengths.weights import density_weights, effective_sample_size, moment_weights
+from rollpacker.core.lengths.weights import effective_sample_size, moment_weights
 from rollpacker.core.lengths.window import LengthWindow
 from rollpacker.core.portable import total_of
 
-WEIGHTS = {"density": density_weights, "moments": moment_weights}
-"""By the name of the method (`tail_batching.debias`)."""
+METHOD = "moments"
+"""Name of the only method (`tail_batching.debias`), as checkpoints have it."""
 
 
 class Debias:
@@ -31,18 +31,14 @@ class Debias:
 
     def __init__(
         self,
-        method: str,
         *,
         cap: int | None,
         window_steps: int = 50,
         max_weight: float = 10.0,
     ) -> None:
         """`cap`: the longest response there can be, in tokens; None if there is no bound."""
-        if method not in WEIGHTS:
-            raise ValueError(f"debias must be one of {', '.join(WEIGHTS)}: {method}")
         if not max_weight >= 1:
             raise ValueError(f"max_weight must be at least 1, not {max_weight}")
-        self.method = method
         self.max_weight = max_weight
         self.window = LengthWindow(cap=cap, window_steps=window_steps)
         self._table: FloatArray | None = None
@@ -66,7 +62,7 @@ class Debias:
         model, (counts, _) = self.window.model, self.window.trained()
         self._table = None
         if model is not None and counts.sum():
-            self._table = WEIGHTS[self.method](model, counts, max_weight=self.max_weight)
+            self._table = moment_weights(model, counts, max_weight=self.max_weight)
         return self.weigh(trained_lengths) if early is None else early
 
     def weigh(self, lengths: Sequence[int]) -> list[float] | None:
@@ -101,11 +97,11 @@ class Debias:
 
     def state(self) -> dict[str, Any]:
         """Everything, as JSON. An instance that restores it goes on as this one would."""
-        saved = replace(self.window.saved(), method=self.method, table=self._table_in_force())
+        saved = replace(self.window.saved(), method=METHOD, table=self._table_in_force())
         return to_plain(saved)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over the `state` of another instance, or of a window alone. Another method has its
-        own weights, from the next step on."""
+        """Take over the `state` of another instance, or of a window alone, which has no weights
+        before the next step."""
         saved = self.window.restore(state)
-        self._table = saved.table if saved.method == self.method else None
+        self._table = saved.table if saved.method == METHOD else None

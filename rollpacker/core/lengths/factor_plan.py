@@ -20,19 +20,16 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rollpacker.codec import absent, from_plain, to_plain
+from rollpacker.codec import from_plain, to_plain
 from rollpacker.core.commands import RoundKind
-from rollpacker.core.lengths.bins import FloatArray
 from rollpacker.core.lengths.mean_rounds import Law, MeanRound, PromptRace, mean_round
 from rollpacker.core.lengths.model import LengthModel
-from rollpacker.core.lengths.order_plan import GRID as ORDER_GRID
-from rollpacker.core.lengths.order_plan import OrderOnly, play
-from rollpacker.core.portable import mean, total, total_of
+from rollpacker.core.portable import mean, total
 from rollpacker.core.rounds.tail_batching import times
 
 GRID = (1.0, 1.0625, 1.125, 1.1875, 1.25, 1.375, 1.5)
@@ -103,11 +100,9 @@ class FactorPlanner:
         max_length_shift: float | None = 0.35,
         debiased: bool = False,
         grid: Sequence[float] = GRID,
-        order: OrderOnly | None = None,
     ) -> None:
         """`max_length_shift`: the trained mean may be at most this share below the policy's own;
-        None, or `debiased` (loss weights undo the shift): no bound. `order`: only the order of
-        training changes, and only the prompt factor is chosen; the bound then holds both ways."""
+        None, or `debiased` (loss weights undo the shift): no bound."""
         self.prompts_per_step = prompts_per_step
         self.samples_per_prompt = samples_per_prompt
         self.max_length_shift = None if debiased else max_length_shift
@@ -118,21 +113,6 @@ class FactorPlanner:
         """By kind: tokens of the longest response, all tokens, seconds. Rare kinds are not crowded
         out."""
         self._fixed: deque[float] = deque(maxlen=MAX_ROUNDS)
-        self._order = order
-        self._verified: deque[tuple[int, int]] = deque(maxlen=MAX_ROUNDS)
-        """By round: carried responses that came out differently, and tokens looked at."""
-
-    def observe_verified(self, num_mismatches: int, num_tokens: int) -> None:
-        """Of a round's carried responses so many came out differently, in so many tokens that were
-        drawn again up to then."""
-        if num_tokens:
-            self._verified.append((num_mismatches, num_tokens))
-
-    @property
-    def mismatch(self) -> float:
-        """Chance per carried token that it comes out differently, as measured; 0: not yet."""
-        tokens = sum(count for _, count in self._verified)
-        return sum(differ for differ, _ in self._verified) / tokens if tokens else 0.0
 
     def observe_round(
         self, kind: RoundKind, *, longest_tokens: int, tokens: int, seconds: float
@@ -165,47 +145,26 @@ class FactorPlanner:
         """The factors to use from now on. They change only for a gain of `MIN_GAIN`, or if the
         present ones break the bound on the length shift."""
         now = () if self.current is None else (self.current,)
-        choices = self._predict(model, now)
-        bound, both_ways = self.max_length_shift, self._order is not None
-        best = fastest(choices, max_length_shift=bound, both_ways=both_ways)
+        choices = predict(
+            model,
+            self.step_time(),
+            prompts_per_step=self.prompts_per_step,
+            samples_per_prompt=self.samples_per_prompt,
+            pairs=(*now, *itertools.product(self.grid, self.grid)),
+        )
+        best = fastest(choices, max_length_shift=self.max_length_shift)
         for choice in choices:
-            if choice.factors == self.current and _allowed(choice, bound, both_ways):
+            if choice.factors == self.current and _allowed(choice, self.max_length_shift):
                 if best.step_s > (1.0 - MIN_GAIN) * choice.step_s:
                     best = choice
                 break
         self.current = best.factors
         return best
 
-    def _predict(self, model: LengthModel, now: tuple[tuple[float, float], ...]) -> list[Choice]:
-        if self._order is None:
-            return predict(
-                model,
-                self.step_time(),
-                prompts_per_step=self.prompts_per_step,
-                samples_per_prompt=self.samples_per_prompt,
-                pairs=(*now, *itertools.product(self.grid, self.grid)),
-            )
-        return predict_order(
-            model,
-            self.step_time(),
-            self._order,
-            prompts_per_step=self.prompts_per_step,
-            samples_per_prompt=self.samples_per_prompt,
-            factors=(*(prompts for prompts, _ in now), *ORDER_GRID),
-            mismatch=self.mismatch,
-        )
-
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        return to_plain(
-            _Saved(
-                current=self.current,
-                rounds=self._rounds,
-                fixed=self._fixed,
-                verified=self._verified,
-            )
-        )
+        return to_plain(_Saved(current=self.current, rounds=self._rounds, fixed=self._fixed))
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """As it was when `state` was taken."""
@@ -213,7 +172,6 @@ class FactorPlanner:
         self.current = saved.current
         self._rounds = {kind: deque(of, maxlen=MAX_ROUNDS) for kind, of in saved.rounds.items()}
         self._fixed = deque(saved.fixed, maxlen=MAX_ROUNDS)
-        self._verified = deque(saved.verified, maxlen=MAX_ROUNDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,29 +181,22 @@ class _Saved:
     current: tuple[float, float] | None
     rounds: dict[str, deque[tuple[int, int, float]]]
     fixed: deque[float]
-    verified: deque[tuple[int, int]] = field(default_factory=deque, metadata=absent(deque()))
 
 
-def fastest(
-    choices: Sequence[Choice], *, max_length_shift: float | None = None, both_ways: bool = False
-) -> Choice:
+def fastest(choices: Sequence[Choice], *, max_length_shift: float | None = None) -> Choice:
     """The best of those within the bound: of those that are about as fast as the fastest, the one
-    that shifts the lengths least; then the smallest factors. `both_ways`: longer responses than the
-    policy's own are as wrong as shorter ones. Raises `ValueError` if none is within the bound."""
-    allowed = [choice for choice in choices if _allowed(choice, max_length_shift, both_ways)]
+    that shortens the lengths least; then the smallest factors. Raises `ValueError` if none is
+    within the bound."""
+    allowed = [choice for choice in choices if _allowed(choice, max_length_shift)]
     if not allowed:
         raise ValueError(f"no pair of factors keeps the length shift within {max_length_shift}")
     limit = (1.0 + SLACK) * min(choice.step_s for choice in allowed)
     close = [choice for choice in allowed if choice.step_s <= limit]
-    return min(close, key=lambda choice: (_shortening(choice, both_ways), choice.factors))
+    return min(close, key=lambda choice: (-choice.length_shift, choice.factors))
 
 
-def _allowed(choice: Choice, max_length_shift: float | None, both_ways: bool) -> bool:
-    return max_length_shift is None or _shortening(choice, both_ways) <= max_length_shift
-
-
-def _shortening(choice: Choice, both_ways: bool) -> float:
-    return abs(choice.length_shift) if both_ways else -choice.length_shift
+def _allowed(choice: Choice, max_length_shift: float | None) -> bool:
+    return max_length_shift is None or -choice.length_shift <= max_length_shift
 
 
 def fit_round_time(rounds: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
@@ -319,55 +270,6 @@ def predict(
             )
         )
     return choices
-
-
-def predict_order(
-    model: LengthModel,
-    time: StepTime,
-    order: OrderOnly,
-    *,
-    prompts_per_step: int,
-    samples_per_prompt: int,
-    factors: Sequence[float] = ORDER_GRID,
-    mismatch: float = 0.0,
-) -> list[Choice]:
-    """What each prompt factor would do where only the order changes; the first of those that launch
-    the same number of prompts. The factor 1 is always among them."""
-    launched: dict[int, float] = {}
-    for factor in (*factors, 1.0):
-        launched.setdefault(times(factor, prompts_per_step), factor)
-    played = {
-        factor: play(
-            model,
-            order,
-            factor,
-            prompts_per_step=prompts_per_step,
-            samples_per_prompt=samples_per_prompt,
-            mismatch=mismatch,
-        )
-        for factor in launched.values()
-    }
-    seconds = {
-        factor: time.per_step_s * rounds.longest + time.per_token_s * rounds.tokens
-        for factor, rounds in played.items()
-    }
-    baseline_s = float(mean(seconds[launched[prompts_per_step]])) + time.fixed_s
-    return [
-        Choice(
-            prompt_factor=factor,
-            sample_factor=1.0,
-            step_s=float(mean(seconds[factor])) + time.fixed_s,
-            step_sd_s=_standard_deviation(seconds[factor]),
-            baseline_step_s=baseline_s,
-            length_shift=rounds.trained / rounds.own - 1.0,
-        )
-        for factor, rounds in played.items()
-    ]
-
-
-def _standard_deviation(values: FloatArray) -> float:
-    from_mean = values - mean(values)
-    return math.sqrt(total_of(from_mean * from_mean) / values.size)
 
 
 def _seconds(round_: MeanRound, time: StepTime) -> float:

@@ -14,7 +14,6 @@ from typing import Any
 from rollpacker.core.job.config import JobConfig
 from rollpacker.core.lengths.debias import Debias
 from rollpacker.core.lengths.factor_plan import FactorPlanner
-from rollpacker.core.lengths.order_plan import OrderOnly
 from rollpacker.core.lengths.window import LengthWindow
 from rollpacker.core.rounds.round import Round
 from rollpacker.core.rounds.tail_batching import Factors
@@ -34,7 +33,7 @@ class Learned:
         self.planner: FactorPlanner | None = None
         """Chooses the factors."""
         if tail.enabled and tail.debias != "none":
-            self.debias = Debias(tail.debias, cap=cap)
+            self.debias = Debias(cap=cap)
             self.window = self.debias.window
         elif tail.chooses:
             self.window = LengthWindow(cap=cap)
@@ -44,7 +43,6 @@ class Learned:
                 config.samples_per_prompt,
                 max_length_shift=tail.max_length_shift,
                 debiased=tail.debias != "none",
-                order=OrderOnly.of(tail) if tail.selection == "none" else None,
             )
         self._continued = tail.selection == "none"
         """A prompt's next launch shows more of the same responses."""
@@ -80,7 +78,6 @@ class Learned:
                 tokens=round_.tokens(),
                 seconds=self._rollout_s,
             )
-            self.planner.observe_verified(*round_.verified())
         if self.window is not None:
             for prompt, finished, stopped in round_.lengths():
                 self.window.observe(prompt, finished, stopped, continued=self._continued)

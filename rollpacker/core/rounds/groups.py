@@ -32,6 +32,9 @@ class CarriedLength(NamedTuple):
 NOTHING_CARRIED = CarriedLength(0, False)
 
 
+_TRAINED_NOW = check(SampleState.SCORED, SampleState.TRAINED)
+
+
 class Waiting(NamedTuple):
     """A prompt that waits for a round."""
 
@@ -216,7 +219,9 @@ class Group:
         states = self.states
         for index, state in enumerate(states):
             if index in kept:
-                states[index] = check(state, SampleState.TRAINED)
+                # Looked up once, as most are: a step trains on thousands.
+                scored = state is SampleState.SCORED
+                states[index] = _TRAINED_NOW if scored else check(state, SampleState.TRAINED)
             elif state is SampleState.SCORED or state is SampleState.GENERATED:
                 states[index] = check(state, SampleState.DROPPED)
 

@@ -160,19 +160,6 @@ class Round:
             for index in range(len(group.samples))
         )
 
-    def verified(self) -> tuple[int, int]:
-        """Carried responses that came out differently, and how many tokens of all of them were
-        drawn again up to then."""
-        differ = tokens = 0
-        for group in self._groups.values():
-            for index, kept in enumerate(group.kept_tokens):
-                # A trajectory may end before all that it carries is looked at.
-                carried = min(group.carried_at(index).tokens, group.lengths[index])
-                if kept is not None and carried:
-                    differ += kept < carried
-                    tokens += min(kept + 1, carried)
-        return differ, tokens
-
     def waiting_for(self) -> str:
         """In words, for a deadline's message."""
         if self.num_under_way:
@@ -184,8 +171,7 @@ class Round:
     # -- events ------------------------------------------------------------------------
 
     def on_generated(self, event: SampleGenerated) -> list[Command]:
-        sample = event.sample
-        group, index = self._leave_engine(sample, event.num_tokens, event.num_kept)
+        group, index = self._leave_engine(event.sample, event.num_tokens, event.num_kept)
         group.whole[index] = True
         self.preemptions += event.preemptions
         if group.states[index] is not LAUNCHED:
@@ -198,12 +184,11 @@ class Round:
 
     def _generated(self, group: Group, index: int, num_tokens: int) -> list[Command]:
         """The sample, which is complete, counts."""
-        sample = group.samples[index]
         group.num_generating -= 1
         group.num_unscored += 1
         self._num_awaited += 1
         if self._overlap:
-            commands = self._rewards.ask(sample, num_tokens)
+            commands = self._rewards.ask(group.samples[index], num_tokens)
         else:
             commands = []
             self._unasked.append((group, index))
@@ -212,17 +197,18 @@ class Round:
             finished.append(index)
             if len(finished) == self._needed or not group.num_generating:
                 commands += self._finish_group(group)
-        if not self.num_under_way:
+        if not self.num_under_way and self._unasked:
             commands += self._after_engine()
         return commands
 
     def on_scored(self, event: SampleScored) -> list[Command]:
         """A verdict; one on a sample of an earlier round is late like any other."""
-        prompt, index, attempt = event.sample
-        group = self._groups.get(prompt)
+        sample = event.sample
+        index = sample.index
+        group = self._groups.get(sample.prompt)
         if (
             group is None
-            or attempt != group.attempt
+            or sample.attempt != group.attempt
             or index >= len(group.states)
             or group.states[index] is not GENERATED
         ):
@@ -281,9 +267,9 @@ class Round:
 
     def awaits(self, sample: SampleId) -> bool:
         """Whether a verdict on the sample still matters."""
-        prompt, index, attempt = sample
-        group = self._groups.get(prompt)
-        if group is None or attempt != group.attempt or index >= len(group.states):
+        index = sample.index
+        group = self._groups.get(sample.prompt)
+        if group is None or sample.attempt != group.attempt or index >= len(group.states):
             return False
         return group.states[index] is GENERATED
 
@@ -385,8 +371,11 @@ class Round:
     def _launch(
         self, samples: list[SampleId], replaces: tuple[SampleId, ...] = ()
     ) -> list[Command]:
-        plan, groups = self.plan, self._groups
-        carried = [groups[sample.prompt].carried_at(sample.index).tokens for sample in samples]
+        plan = self.plan
+        carried: list[int] = []
+        for sample in samples:
+            group = self._groups[sample.prompt]
+            carried.append(group.carried_at(sample.index).tokens if group.carried else 0)
         launch = Launch(
             round=plan.number,
             kind=plan.kind,
@@ -403,23 +392,22 @@ class Round:
         self, sample: SampleId, num_tokens: int, num_kept: int | None
     ) -> tuple[Group, int]:
         """The engine is done with the sample."""
-        prompt, index, attempt = sample
-        group = self._groups.get(prompt)
-        if group is None or attempt != group.attempt or not 0 <= index < len(group.samples):
+        group, index = self._groups.get(sample.prompt), sample.index
+        if group is None or sample.attempt != group.attempt or not 0 <= index < len(group.lengths):
             raise self._stray(sample)
         if group.lengths[index] != UNDER_WAY:
             raise StrayEventError(f"{sample} ended twice")
         group.lengths[index] = num_tokens
         group.kept_tokens[index] = num_kept
-        if num_tokens > self.longest_tokens:
+        if num_tokens > self.longest_tokens:  # what was carried can only make it fewer
             self.longest_tokens = max(self.longest_tokens, group.new_tokens(index))
         self.num_under_way -= 1
         return group, index
 
     def _group_of(self, sample: SampleId) -> tuple[Group, int]:
-        prompt, index, attempt = sample
-        group = self._groups.get(prompt)
-        if group is None or attempt != group.attempt or not 0 <= index < len(group.samples):
+        index = sample.index
+        group = self._groups.get(sample.prompt)
+        if group is None or sample.attempt != group.attempt or not 0 <= index < len(group.samples):
             raise self._stray(sample)
         return group, index
 

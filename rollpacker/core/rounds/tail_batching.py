@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from rollpacker.codec import OMIT_DEFAULT, absent
 from rollpacker.core.ids import SampleId
@@ -20,7 +20,7 @@ from rollpacker.core.ids import SampleId
 Selection = Literal["none", "published"]
 Carry = Literal["none", "exact", "weighted"]
 Stragglers = Literal["queue", "pool"]
-DebiasMethod = Literal["none", "density", "moments"]
+DebiasMethod = Literal["none", "moments"]
 Race = Literal["generated", "scored"]
 Factor = float | Literal["auto"]
 
@@ -81,9 +81,9 @@ class TailBatchingConfig:
     race, and what is deferred is drawn afresh, so that short responses are selected."""
     prompt_factor: Factor | None = None
     """eta_p: a short round launches ceil(prompt_factor * P0) prompts. "auto": chosen for the run's
-    own lengths, and anew as they change; with selection=published sample_factor is "auto" too. The
-    choice goes by measured seconds, so such a run does not repeat bit by bit. None: 1.5, or 1.25
-    with selection=published."""
+    own lengths, and anew as they change; only with selection=published, where sample_factor is
+    "auto" too. The choice goes by measured seconds, so such a run does not repeat bit by bit. None:
+    1.5, or 1.25 with selection=published."""
     sample_factor: Factor | None = None
     """eta_r: ... with ceil(sample_factor * R0) samples each. None: 1 with selection=none, which
     takes no other, and 1.25 with selection=published."""
@@ -115,8 +115,7 @@ class TailBatchingConfig:
     a source with slow rewards or long answers is not raced out of the batch."""
     debias: DebiasMethod = "none"
     """Weigh each sample's loss so that training sees the policy's own lengths, not only those that
-    won a race. "density": ratio of the two densities; "moments": the smallest weights that match
-    the distribution's shape."""
+    won a race. "moments": weights of least variance that match the distribution's shape."""
     max_length_shift: float | None = None
     """With "auto": trained responses may be at most this much shorter, on average, than the
     policy's own (0.35 is 35 %). With debias it bounds nothing: the weights undo the shift. None:
@@ -155,6 +154,16 @@ class TailBatchingConfig:
             value = getattr(self, name)
             if value != "auto":
                 _check_factor(name, value)
+        if self.debias not in get_args(DebiasMethod):
+            raise ValueError(
+                f"tail_batching.debias={self.debias} is no method of this version: set it to "
+                "moments"
+            )
+        if self.chooses and self.selection == "none":
+            raise ValueError(
+                "prompt_factor=auto goes with selection=published: with selection=none give a "
+                "number; `rollpacker plan` finds the fastest"
+            )
         if self.chooses or self.sample_factor == "auto":
             if self.selection == "published" and self.prompt_factor != self.sample_factor:
                 raise ValueError("prompt_factor and sample_factor must both be auto, or neither")

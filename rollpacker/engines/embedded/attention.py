@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 ATTENTION_NAME = "rollpacker"
@@ -26,26 +26,21 @@ class UnsupportedModelError(ValueError):
 
 
 class Scores(NamedTuple):
-    """How a layer scores queries against keys."""
+    """The way in which a layer scores queries against keys."""
 
     scaling: float
     sliding_window: int | None
-    """So many tokens does one see, itself included; None: all before it."""
+    """Number of tokens that a query sees, its own included. None: it sees all tokens before it."""
     softcap: float | None
     """See `capped_attention`."""
 
 
 class RolloutStep(Protocol):
-    """What a forward pass of the engine gives to every attention layer."""
+    """A forward pass of the engine, as every attention layer sees it."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scores: Scores,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores
+    ) -> Tensor:
         """Output [rows, tokens, heads, head_dim]; inputs are [rows, heads, tokens, head_dim]."""
         ...
 
@@ -92,17 +87,17 @@ def other_layers(model: PreTrainedModel) -> list[str]:
 
 def rollpacker_attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention in the shape that transformers asks for.
 
     query is [rows, heads, tokens, head_dim], key and value have the key-value heads. Returns the
@@ -128,10 +123,7 @@ def rollpacker_attention(
 
 
 def _refuse_extras(
-    module: nn.Module,
-    attention_mask: torch.Tensor | None,
-    is_causal: bool | None,
-    kwargs: dict[str, Any],
+    module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, kwargs: dict[str, Any]
 ) -> None:
     reason = None
     if kwargs.get("s_aux") is not None:
@@ -151,14 +143,14 @@ def _refuse_extras(
 
 
 def causal_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Causal attention from the first token on: [rows, heads, tokens, head_dim], as the query."""
     num_tokens = query.shape[2]
     window = num_tokens if sliding_window is None else min(sliding_window, num_tokens)
@@ -191,12 +183,8 @@ def causal_attention(
 
 
 def biased_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    scores: Scores,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scores: Scores
+) -> Tensor:
     """Attention where `bias` is 0, and none where it is minus infinity: [rows, heads, tokens,
     head_dim], as the query. The bias knows of windows."""
     if scores.softcap is not None:
@@ -205,14 +193,14 @@ def biased_attention(
 
 
 def capped_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
     scaling: float,
     softcap: float,
     dropout: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention whose scores are bent by `softcap * tanh(score / softcap)`, as in Gemma 2."""
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
     scores = torch.tanh(scores / softcap) * softcap

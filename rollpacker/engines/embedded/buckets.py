@@ -1,4 +1,4 @@
-"""Which rows attend over which cache width.
+"""Splits the rows of a decode step into buckets that attend over cache widths of their own.
 
 A decode step runs the linear layers once over all rows, but attention costs rows times width.
 Splitting the rows into a few contiguous ranges, each as wide as its own longest row, spares short
@@ -13,22 +13,23 @@ import numpy as np
 
 MAX_BUCKETS = 4
 CALL_COST_ELEMENTS = 25_000
-"""One more attention call costs about as much as reading this many key elements (measured on a CPU
-with 16 to 64 elements a head: 40 microseconds a call, 14 for 416 x 16 keys)."""
+"""Cost of one more attention call, in key elements that could be read in the same time. Measured on
+a CPU with 16 to 64 elements a head: 40 microseconds a call, 14 for 416 x 16 keys."""
 SORT_HORIZON_STEPS = 8
-"""Moving rows must pay for its copies within so many steps."""
+"""Steps within which the saved reading must pay for the copies of moved rows."""
 MOVE_COST = 3
 """A position that moves costs as much as so many that a step attends to (measured on a CPU)."""
 
 
 class Bucket(NamedTuple):
-    """Rows [start, stop) attend over the first `width` positions."""
+    """A range of rows [start, stop) that attend over the first `width` positions."""
 
     start: int
     stop: int
     width: int
     is_even: bool = False
-    """Known to be exactly as wide as every one of its rows, which so need no mask."""
+    """Whether the bucket is known to be exactly as wide as every one of its rows, which then need
+    no mask."""
 
 
 def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:
@@ -53,8 +54,9 @@ def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:
 
 
 def least_moves(order: np.ndarray, buckets: list[Bucket]) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows move to which places, so that each is in the bucket that it has when all rows are
-    in this order. Those that are there already stay, in whatever order they are.
+    """The rows that move, and the places that they move to, so that each row is in the bucket that
+    it has when all rows are in this order. Rows that are in their bucket already stay where they
+    are.
 
     Rows that come or leave would otherwise move all that are between the old place and the new.
     """
@@ -66,7 +68,7 @@ def least_moves(order: np.ndarray, buckets: list[Bucket]) -> tuple[np.ndarray, n
 
 
 def bucket_cost(buckets: list[Bucket], call_cost: float) -> float:
-    """What a step over these buckets costs, in row-positions."""
+    """The cost of a step over these buckets, in row-positions."""
     return sum((stop - start) * width + call_cost for start, stop, width, _ in buckets)
 
 

@@ -12,6 +12,7 @@ from itertools import groupby
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollpacker.engines.embedded.attention import STEP_KEYWORD, install_attention
@@ -25,12 +26,7 @@ from rollpacker.engines.embedded.buckets import (
     plan_buckets,
 )
 from rollpacker.engines.embedded.extend_step import ExtendStep
-from rollpacker.engines.embedded.kv_slots import (
-    DecodeStep,
-    KVSlots,
-    PrefillStep,
-    PromptCache,
-)
+from rollpacker.engines.embedded.kv_slots import DecodeStep, KVSlots, PrefillStep, PromptCache
 from rollpacker.engines.embedded.plain_forward import PlainForward, plain_forward
 from rollpacker.engines.embedded.probe import plain_agrees, probe
 from rollpacker.engines.embedded.rows import Pending, RowTable
@@ -41,7 +37,7 @@ MAX_SLOTS = 1024
 PREFILL_TOKENS = {"cpu": 4096}
 PREFILL_TOKENS_ACCELERATOR = 16384
 PREFILL_LOGITS = 1 << 26
-"""At most so many logits at once in a prefill."""
+"""Most logits that a prefill may make at once."""
 
 Prompt = tuple[int, ...]
 
@@ -51,8 +47,8 @@ class KeptPrompt:
     """A prompt that was prefilled and has samples waiting for a free row."""
 
     prompt: Prompt
-    logits: torch.Tensor
-    """[vocabulary], after the prompt's last token."""
+    logits: Tensor
+    """Logits [vocabulary] after the prompt's last token."""
     cache: PromptCache
 
 
@@ -111,7 +107,8 @@ class Decoder:
         return self.slots.fits(1, entry.width)
 
     def num_admissible(self, waiting: Iterable[Pending]) -> int:
-        """How many of these, from the first on, can join the live rows and surely be finished."""
+        """Number of these requests, from the first one on, that can join the live rows and surely
+        be finished."""
         return self.would_have(waiting)[0] - self.rows.num_rows
 
     def would_have(self, waiting: Iterable[Pending]) -> tuple[int, int]:
@@ -144,11 +141,13 @@ class Decoder:
         self._plan = None
 
     def forget_plan(self) -> None:
-        """Rows went on, or back, by something else than a decode step."""
+        """Drop the plan of buckets, since rows went on, or back, by something else than a decode
+        step."""
         self._plan = None
 
     def forget_prompt(self) -> None:
-        """Nothing waits any more, and the weights may change."""
+        """Drop the prompt that is kept for waiting samples: none waits any more, and the weights
+        may change."""
         self._kept = None
 
     def let_go(self) -> None:
@@ -174,14 +173,15 @@ class Decoder:
             self._plain.reserve(self.slots.width)
 
     def _join(self, entries: list[Pending], kept: KeptPrompt) -> None:
-        """Samples whose prompt was prefilled before copy its keys and values."""
+        """Add samples whose prompt was prefilled before: they copy its keys and values."""
         first = self.rows.num_rows
         noise = self.rows.add(entries)
         self.slots.restore(kept.cache, slice(first, self.rows.num_rows))
         self.draw_first(first, kept.logits.expand(len(entries), -1), noise)
 
     def _prefill_batches(self, groups: list[list[Pending]]) -> Iterable[list[list[Pending]]]:
-        """Groups, sorted by prompt length, in batches that keep to the token budget."""
+        """Batches of the groups, which are sorted by prompt length, that keep to the token
+        budget."""
         budget = PREFILL_TOKENS.get(self._device.type, PREFILL_TOKENS_ACCELERATOR)
         max_kept = max(1, PREFILL_LOGITS // self.rows.vocabulary_size)
         batch: list[list[Pending]] = []
@@ -218,15 +218,13 @@ class Decoder:
             self._kept = KeptPrompt(next_prompt, logits[place].clone(), cache)
         self.draw_first(first, logits.index_select(0, prompt_of_row), noise)
 
-    def _prompt_logits(
-        self, padded: np.ndarray, ends: np.ndarray, step: PrefillStep
-    ) -> torch.Tensor:
+    def _prompt_logits(self, padded: np.ndarray, ends: np.ndarray, step: PrefillStep) -> Tensor:
         """Logits [prompts, vocabulary] after each prompt's last token, which is at `ends`."""
         tokens = torch.from_numpy(padded).to(self._device)
         if self._plain is not None:
             return self._plain.prefill(tokens, torch.from_numpy(ends).to(self._device), step)
         kept, kept_of_prompt = np.unique(ends, return_inverse=True)
-        logits: torch.Tensor = self.model(
+        logits: Tensor = self.model(
             input_ids=tokens,
             use_cache=False,
             logits_to_keep=torch.from_numpy(kept).to(self._device),
@@ -235,8 +233,9 @@ class Decoder:
         prompt_index = torch.arange(len(ends), device=self._device)
         return logits[prompt_index, torch.from_numpy(kept_of_prompt).to(self._device)]
 
-    def draw_first(self, first: int, logits: torch.Tensor, noise: torch.Tensor) -> None:
-        """Of the rows from `first` on, from logits [rows, vocabulary] after their prompts."""
+    def draw_first(self, first: int, logits: Tensor, noise: Tensor) -> None:
+        """Draw the first tokens of the rows from `first` on, from the logits [rows, vocabulary]
+        after their prompts."""
         rows = slice(first, self.rows.num_rows)
         column = self.rows.device_column
         tokens, log_probs = draw(
@@ -252,16 +251,14 @@ class Decoder:
     # -- decoding ----------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """One token for every live row."""
+        """Draw one token for every live row."""
         if self._plan is None:
             self._plan = WidthPlan(self._mark_even(self._make_plan()))
         tokens, log_probs = self._forward(self._plan.next_step(), self.rows.next_noise())
         self.num_steps += 1
         self.rows.record(tokens.cpu().numpy(), log_probs.cpu().numpy())
 
-    def _forward(
-        self, buckets: list[Bucket], noise: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, buckets: list[Bucket], noise: Tensor) -> tuple[Tensor, Tensor]:
         num_rows, column = self.rows.num_rows, self.rows.device_column
         positions = column("position")[:num_rows]
         tokens = column("token")[:num_rows]
@@ -284,7 +281,7 @@ class Decoder:
             self.rows.mode,
         )
 
-    def extend_logits(self, tokens: np.ndarray, step: ExtendStep, *, last: bool) -> torch.Tensor:
+    def extend_logits(self, tokens: np.ndarray, step: ExtendStep, *, last: bool) -> Tensor:
         """Logits [tokens, vocabulary] after each of `tokens`, which lie one row's behind the
         other's; with `last` [rows, vocabulary], after each row's last alone."""
         self._plan = None
@@ -292,7 +289,7 @@ class Decoder:
         wanted = torch.from_numpy(step.last).to(self._device) if last else None
         if self._plain is not None:
             return self._plain.extend(fed, step.positions, wanted, step)
-        logits: torch.Tensor = self.model(
+        logits: Tensor = self.model(
             input_ids=fed[None],
             position_ids=step.positions[None],
             use_cache=False,

@@ -22,29 +22,33 @@ from rollpacker.core.ids import PromptId
 from rollpacker.engines.embedded.rows import Pending, RowTable
 
 MAX_ROWS = 128
-"""With more rows live nothing is drafted, and nothing is looked up."""
+"""Most live rows with which drafts are looked up and tried."""
 LONGEST_MATCH = 32
 SHORTEST_MATCH = 2
-"""What follows a single equal token is right in one case of three."""
+"""Fewest equal tokens that count as a match. The token that follows a single equal one is the right
+draft in one case of three."""
 LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Tokens that may be drafted per row."""
 MAX_KEPT_TOKENS = 1 << 20
-"""Of finished responses, the newest ones."""
+"""Tokens of finished responses that are kept as drafts; the oldest groups are dropped first."""
 STEP_COST = {"cpu": (0.06, 2.3, 0.02, 0.035)}
-"""By device type (a, b, c, d), in units of a plain step's overhead: a plain step over r rows costs
-1 + a r, one that computes t tokens for each of them b + c r + d r t. Set by hand after timings of
-single steps; c is a guess. `benchmarks/drafts.py` shows what
-comes of them."""
+"""Costs of a step (a, b, c, d) by device type, in units of a plain step's overhead: a plain step
+over r rows costs 1 + a r, one that computes t tokens for each of them b + c r + d r t. Set by hand
+after timings of single steps; c is a guess.
+`benchmarks/drafts.py` shows the effect."""
 LOOK_COST = (0.15, 0.05)
-"""In the same units: looking for drafts, and per row that is looked at."""
+"""Cost of a look for drafts, and of each row that is looked at, in units of a plain step's
+overhead."""
 LOOK_SHARE = 0.01
-"""Of the time may go into looks that find nothing."""
+"""Share of the time that looks which find nothing may take."""
 LOOK_ROWS = 8
-"""Where nothing was drafted just before, so many rows are looked at first."""
+"""Rows that are looked at first where nothing was drafted just before."""
 MIN_GAIN = 1.15
-"""Nothing is drafted that promises fewer tokens per second than so many times a plain step's."""
+"""Least gain of drafts in tokens per second, as a multiple of a plain step's. Drafts that promise
+less are not tried."""
 MIN_BALANCE = 0.98
-"""Drafting pauses when it gave fewer than so many times a plain step's tokens per second."""
+"""Least tokens per second of drafting, as a multiple of a plain step's. Drafting pauses when it
+gave fewer."""
 BALANCE_STEPS = 32
 """Steps after which older ones count half in that balance."""
 PAUSE_STEPS = 64
@@ -53,17 +57,18 @@ RECENT_TOKENS = 128
 
 OWN, RUNNING, FINISHED, EARLIER, RESUMED = range(5)
 KINDS = ("own", "running", "finished", "earlier", "resumed")
-"""What a draft is copied from: the row's prompt and response, its siblings', an earlier launch of
-itself; or from where the last draft went wrong, a token further."""
+"""The text that a draft is copied from: the row's prompt and response, a running or finished
+sibling's response, or an earlier launch of the row itself. "resumed" is the text of the last draft,
+one token behind the place where that draft went wrong."""
 _PRIOR = (0.3, 0.5, 0.5, 0.7, 0.85, 0.9)
 """Chance that a drafted token is right, by the class of its match's length, before anything was
 drafted: somewhat below what `benchmarks/drafts.py` finds on the quickstart."""
 _PRIOR_TOKENS = 8.0
-"""So many tokens' worth is that opinion."""
+"""Weight of these chances, in drafted tokens."""
 NOTES_PER_LOOK = 8
-"""What is expected is worked out anew after so many drafts."""
+"""Drafts after which the expected numbers of tokens are computed anew."""
 _SIZE_CLASS = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5)
-"""By number of equal tokens; as many as the last, or more."""
+"""The class of a match by its number of equal tokens. A longer match has the last class."""
 _SEPARATOR = chr(0x10FFFF)
 
 
@@ -81,13 +86,13 @@ class RowText(Text):
 
     group: PromptId
     num_seen: int
-    """Response tokens that are in `text`."""
+    """Number of response tokens that are in `text`."""
     redraw: int
-    """Of the complement rule, which may take tokens back."""
+    """The row's redraw by the complement rule, which may take tokens back."""
     earlier: Text | None = None
     source: Text | None = None
     place: int = 0
-    """Of the source: what follows from here on is the draft."""
+    """The place in the source from which on its tokens are the draft."""
     kind: int = OWN
     matched: int = 0
     """Tokens before `place` that equal the row's newest."""
@@ -112,7 +117,7 @@ class RowText(Text):
             self.kind, self.matched = RESUMED, same if len(followed) == len(new) else 0
 
     def ahead(self, num_tokens: int) -> str:
-        """At most so many tokens of what the row follows."""
+        """The next tokens of the text that the row follows, at most so many."""
         if self.source is None:
             return ""
         part = self.source.text[self.place : self.place + num_tokens]
@@ -129,12 +134,13 @@ class EndedText(Text):
     num_tokens: int = 0
 
     def add(self, tokens: np.ndarray) -> None:
-        """Costs next to nothing: most groups have ended before anyone looks for drafts."""
+        """Add a response that has ended. It is not read yet: most groups have ended before anyone
+        looks for drafts."""
         self.unread.append(tokens)
         self.num_tokens += len(tokens)
 
     def read(self) -> None:
-        """Bring `text` up to date."""
+        """Append the responses that were not read yet to `text`."""
         for tokens in self.unread:
             self.text += _text(tokens) + _SEPARATOR
         self.unread.clear()
@@ -142,7 +148,8 @@ class EndedText(Text):
 
 @dataclass(slots=True)
 class Acceptance:
-    """How many of the drafted tokens were right of late, by kind and class of match length."""
+    """Counts of drafted tokens and of right ones among them, by kind and class of match length.
+    Older ones weigh less."""
 
     right: np.ndarray = field(
         default_factory=lambda: np.tile(np.array(_PRIOR) * _PRIOR_TOKENS, (len(KINDS), 1))
@@ -174,18 +181,18 @@ class Acceptance:
 
 @dataclass(slots=True)
 class Pacing:
-    """When to look for drafts: as often as looks in vain may cost, and not while drafts do not
-    pay."""
+    """Decides when to look for drafts: as often as looks in vain may cost, and not while drafts do
+    not pay."""
 
     row_cost: float
-    """Of a row in a plain step, in units of its overhead."""
+    """Cost of a row in a plain step, in units of the step's overhead."""
     is_on: bool = False
     """The last step was drafted."""
     credit: float = 0.0
     pause: int = 0
     num_tokens: float = 0.0
     plain_tokens: float = 0.0
-    """What plain steps would have given in the same time."""
+    """Tokens that plain steps would have given in the same time."""
     num_steps: int = 0
 
     def looks(self, num_rows: int) -> bool:
@@ -204,7 +211,8 @@ class Pacing:
         return True
 
     def took_step(self, num_tokens: int, plain_tokens: float) -> None:
-        """Of so many tokens, with drafts."""
+        """Note a step with drafts that gave so many tokens, where plain steps would have given
+        `plain_tokens` in the same time."""
         self.is_on = True
         self.num_tokens += num_tokens
         self.plain_tokens += plain_tokens
@@ -228,13 +236,14 @@ class Drafter:
         self._costs = _step_costs(self._lengths, device_type)
         self._row_cost = STEP_COST[device_type][0]
         self._proposed: list[tuple[int, int, int]] = []
-        """Of the drafts at hand: kind, class of match length, tokens."""
+        """Kind, class of match length and number of tokens of each draft that is being tried."""
         self.forget()
 
     # -- what it knows -----------------------------------------------------------------------------
 
     def keep(self, rows: RowTable, gone: Sequence[int]) -> None:
-        """These rows go; what they have may help their siblings."""
+        """Keep the responses of these rows, which leave the engine: they may be drafts for their
+        siblings."""
         for row in gone:
             entry = rows.pending[row]
             self._rows.pop(entry.sequence, None)
@@ -255,7 +264,7 @@ class Drafter:
         self._num_kept = 0
 
     def _read(self, rows: RowTable, which: Sequence[int]) -> list[RowText]:
-        """These rows' texts, with all that is new."""
+        """The texts of these rows, up to their newest tokens."""
         counts, redraws = rows.host_column("count"), rows.host_column("redraw")
         texts = []
         for row in which:
@@ -293,7 +302,8 @@ class Drafter:
     def _best_length(
         self, rows: RowTable, which: Sequence[int], num_rows: int
     ) -> tuple[int, list[RowText], list[str]]:
-        """How many tokens to draft if all rows are like these; their texts; what may follow."""
+        """The best number of tokens to draft if all rows are like these, the texts of these rows,
+        and the tokens that may follow each. 0 tokens if a plain step is better."""
         texts = self._read(rows, which)
         expected = self.acceptance.expected_tokens()
         groups: dict[PromptId, list[RowText]] = {}
@@ -317,7 +327,7 @@ class Drafter:
         return (int(self._lengths[best]) if gains[best] >= MIN_GAIN else 0), texts, ahead
 
     def judge(self, num_new: np.ndarray) -> None:
-        """How many tokens the step with these drafts gave each row."""
+        """Note how many tokens the step with these drafts gave each row."""
         for (kind, size, num_drafted), new in zip(self._proposed, num_new.tolist(), strict=True):
             if num_drafted:
                 self.acceptance.note(kind, size, num_drafted, new - 1)
@@ -342,7 +352,8 @@ class Drafter:
     def _longest_match(
         self, text: RowText, siblings: Sequence[RowText]
     ) -> tuple[int, Text, int, int] | None:
-        """(kind, source, place after the match, tokens matched). Of equals the row's own text."""
+        """The longest match of the row's newest tokens: (kind, source, place after the match,
+        tokens matched). Among equal matches that in the row's own text. None: there is no match."""
         best, found = SHORTEST_MATCH - 1, None
         most = min(LONGEST_MATCH, len(text.text))
         for kind, source in self._sources(text, siblings):
@@ -387,7 +398,8 @@ def _text(tokens: Sequence[int] | np.ndarray) -> str:
 
 
 def _row_text(entry: Pending, tokens: Sequence[int], redraw: int) -> RowText:
-    """What it had in an earlier launch goes on where the row is now."""
+    """The text of a row that is new here. If an earlier launch had a longer response, the row
+    follows that."""
     request = entry.request
     text = RowText(
         text=_text(request.prompt_tokens) + _text(tokens),
@@ -402,7 +414,8 @@ def _row_text(entry: Pending, tokens: Sequence[int], redraw: int) -> RowText:
 
 
 def _step_costs(lengths: np.ndarray, device_type: str) -> np.ndarray:
-    """What a step with drafts costs in plain ones, by live rows and number of the length."""
+    """Cost of a step with drafts in units of a plain step, by number of live rows and place in
+    `lengths`."""
     plain, overhead, per_row, per_token = STEP_COST[device_type]
     rows = np.arange(MAX_ROWS + 1)[:, None]
     costs: np.ndarray = overhead + per_row * rows + per_token * rows * (1 + lengths)

@@ -1,4 +1,5 @@
-"""What ends a response: an end token, a stop string, its limit, logits that are not numbers."""
+"""Finds the end of a response: an end token, a stop string, its limit, logits that are not
+numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ STOP_TAIL_TOKENS = 8
 
 
 class Endings:
-    """Looks at responses of one model."""
+    """Finds the ends of responses of one model."""
 
     def __init__(
         self,
@@ -42,8 +43,8 @@ class Endings:
         return any(stop in text for stop in stops)
 
     def stopped(self, rows: RowTable, first: int) -> np.ndarray:
-        """Which rows, from `first` on, their newest token stopped: an end token, or the last one
-        of a stop string."""
+        """Whether each row, from `first` on, was stopped by its newest token: an end token, or the
+        last token of a stop string."""
         token, may_stop, has_strings = (
             rows.host_column(name)[first:] for name in ("token", "may_stop", "has_stop_strings")
         )
@@ -57,8 +58,8 @@ class Endings:
     def among(
         self, rows: RowTable, drawn_for: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray
     ) -> np.ndarray:
-        """Which of these tokens [rows, tokens], drawn for rows `drawn_for`, end their row by
-        themselves: end tokens, and those drawn from logits that are not numbers."""
+        """Whether each of these tokens [rows, tokens], drawn for rows `drawn_for`, ends its row by
+        itself: it is an end token, or was drawn from logits that are not numbers."""
         may_stop = rows.host_column("may_stop")[drawn_for]
         ends: np.ndarray = self._is_end[tokens] & may_stop[:, None] | np.isnan(log_probs)
         return ends
@@ -89,5 +90,5 @@ class Endings:
 
 
 def _tail(stops: Sequence[str]) -> int:
-    """Of how many of the newest tokens the text is looked at."""
+    """Number of the newest tokens that are decoded to look for these stop strings."""
     return max(len(stop.encode()) for stop in stops) + STOP_TAIL_TOKENS

@@ -70,7 +70,7 @@ class TorchEngine(LoopEngine):
         config: EngineConfig,
         device: torch.device | str | None = None,
     ) -> None:
-        """`tokenizer` is needed for stop strings only. `device` None: that of the model."""
+        """`tokenizer` is needed for stop strings only. `device`: None for the model's."""
         super().__init__(model)
         self._device = torch.device(device or next(model.parameters()).device)
         if self._device.type == "cuda":
@@ -136,7 +136,8 @@ class TorchEngine(LoopEngine):
         return outputs
 
     def _step(self) -> int:
-        """One decode step, of drafted tokens if there are some. Returns how many tokens it gave."""
+        """Make one decode step, of drafted tokens if there are some. Returns the number of tokens
+        that it gave."""
         rows = self._decoder.rows
         drafts = self._drafter.propose(rows) if self._drafter is not None else None
         if self._drafter is None or drafts is None:
@@ -148,7 +149,7 @@ class TorchEngine(LoopEngine):
         return int(num_new.sum())
 
     def _remove(self, gone: np.ndarray) -> None:
-        """Take these rows out; what they have stays as a draft for their siblings."""
+        """Take these rows out. Their responses stay as drafts for their siblings."""
         if self._drafter is not None:
             self._drafter.keep(self._decoder.rows, gone.tolist())
         self._decoder.remove(gone)
@@ -173,7 +174,8 @@ class TorchEngine(LoopEngine):
     # -- requests come -----------------------------------------------------------------------------
 
     def _take_inbox(self) -> list[Numbered]:
-        """New requests join the queue; aborted ones leave it, or their rows."""
+        """Add new requests to the queue, and remove aborted ones from it or from their rows.
+        Returns outputs of these."""
         self._kept.let_go(self._inbox.take_let_go())
         submitted, aborted = self._inbox.take()
         outputs = []
@@ -203,7 +205,7 @@ class TorchEngine(LoopEngine):
         return outputs
 
     def _carrying(self, row: int) -> dict[str, Any]:
-        """What the events say about the tokens that a row took up."""
+        """The fields of a row's event that describe the carried tokens of the row."""
         column = self._decoder.rows.host_column
         num_kept = int(column("num_kept")[row])
         return {
@@ -244,7 +246,8 @@ class TorchEngine(LoopEngine):
         return self._collect_ended(first)
 
     def _parted(self, entries: list[Pending]) -> tuple[list[Pending], list[Pending], list[KeptRow]]:
-        """Those of which nothing is there; the others, and what is there of each."""
+        """The entries without kept keys and values; the entries that have some, and what is kept of
+        each of these."""
         fresh, going_on, kept = [], [], []
         for entry in entries:
             request = entry.request
@@ -287,8 +290,8 @@ class TorchEngine(LoopEngine):
         return self._settle(kept, outputs) if kept else outputs
 
     def _keep(self, gone: list[int], outputs: list[Numbered]) -> list[SampleId]:
-        """Keep those of these rows whose turn has ended, as these outputs say, if there is to be
-        another."""
+        """Keep the rows whose turn has ended, as these outputs say, if there is to be another turn.
+        Returns their samples."""
         kept = []
         for row, (_, output) in zip(gone, outputs, strict=True):
             request, response = self._decoder.rows.pending[row].request, output.response

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rollpacker.engines.embedded.decoder import (
     PREFILL_LOGITS,
@@ -34,23 +35,25 @@ from rollpacker.engines.engine import Carried
 MAX_REDRAWS = 16
 """An end that the complement rule refuses is drawn once more at most so often."""
 MAX_GUESS = 255
-"""Longer guesses are cut: a response that differs early then costs one short pass."""
+"""Most tokens of a guess. Longer guesses are cut: a response that differs early then costs one
+short pass."""
 EXTEND_SCORES = {"cpu": 1 << 24}
 EXTEND_SCORES_ACCELERATOR = 1 << 27
-"""At most so many attention scores of one head in a pass, which is the size of its mask."""
+"""Most attention scores of one head in a pass, which is the size of its mask."""
 
 DRAW_LOGITS = 1 << 24
-"""At most so many are drawn from at once: their probabilities have twice the digits, several times
-over."""
+"""Most logits that tokens are drawn from at once: their probabilities have twice the digits,
+several times over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What may follow a row's newest token."""
+    """Tokens that may follow a row's newest token."""
 
     tokens: Sequence[int]
     log_probs: Sequence[float] | None = None
-    """If there are any the tokens are not drawn: they are taken, with these."""
+    """Log-probabilities of the tokens, which are then taken as they are. None: the tokens are drawn
+    anew."""
 
 
 class Extender:
@@ -97,8 +100,8 @@ class Extender:
     def _passes(
         self, lengths: np.ndarray, ends: np.ndarray, max_tokens: int
     ) -> Iterator[np.ndarray]:
-        """Which rows go together that get so many tokens, up to these positions, in parts that keep
-        to the budget."""
+        """Parts of the rows that go through the model together and keep to the budget, as indices.
+        Row i gets `lengths[i]` tokens, which end at position `ends[i]`."""
         order = np.argsort(lengths, kind="stable")
         if self._fits(lengths, ends, max_tokens):
             yield np.arange(len(lengths))
@@ -151,9 +154,9 @@ class Extender:
         self._cut_at_strings(rows, num_new)
 
     def _pass_without(self, rows: np.ndarray) -> None:
-        """One token for these rows, whose guesses made logits that are no numbers: a wrong guess
-        may have, and spoils the tokens before it too, since a key that is no number cannot be
-        masked."""
+        """Give each of these rows one token without its guess. The guesses made logits that are not
+        numbers: a wrong guess may do so, and spoils the tokens before it too, since a key that is
+        not a number cannot be masked."""
         for row, position in zip(rows, self._rows.host_column("position")[rows], strict=True):
             self._decoder.slots.clear(int(row), int(position))
         self._pass(rows, [Guess(())] * len(rows), np.ones(len(rows), np.int64))
@@ -185,9 +188,9 @@ class Extender:
 
     def _read(
         self, rows: np.ndarray, starts: np.ndarray, prompts: Sequence[tuple[int, ...]]
-    ) -> torch.Tensor:
-        """Feed these rows their prompts from these places on. Logits [rows, vocabulary] after
-        them."""
+    ) -> Tensor:
+        """Feed these rows their prompts from `starts` on. Returns logits [rows, vocabulary] after
+        the prompts."""
         done, most = starts.copy(), self._most(self._max_tokens)
         logits = torch.zeros(0)
         ends = np.array([len(prompt) for prompt in prompts])
@@ -242,7 +245,7 @@ class Extender:
         return carried
 
     def _take_first(self, rows: list[int]) -> None:
-        """These rows' first tokens are the carried ones, whatever came out."""
+        """Replace the first tokens of these rows, whatever was drawn, by the carried ones."""
         if not rows:
             return
         carried = [self._carried(row) for row in rows]
@@ -255,7 +258,8 @@ class Extender:
         )
 
     def _agreeing(self, rows: list[int]) -> list[int]:
-        """Those that may take up more: all their tokens are carried ones, and none ended them."""
+        """The rows that may take up more carried tokens: all their tokens are carried ones, and
+        none ended them."""
         counts = self._rows.host_column("count")[rows].tolist()
         return [
             row
@@ -272,8 +276,8 @@ class Extender:
         return next(differs, min(len(tokens), len(carried)))
 
     def _guess(self, row: int, count: int) -> Guess:
-        """What comes next of the carried tokens, as far as they have noise of one redraw: the token
-        after a guess is drawn with it too."""
+        """The carried tokens from token `count` on, as far as they have noise of one redraw: the
+        token after a guess is drawn with that noise too."""
         redraw, end = self._rows.pending[row].carried_redraw(count)
         self._rows.draw_with(row, count, redraw)
         size = MAX_GUESS if end is None else min(MAX_GUESS, end - count - 1)
@@ -309,7 +313,7 @@ class Extender:
         return ExtendStep(self._decoder.slots, NewTokens(rows, starts, lengths), self._span_cost)
 
     def _draw(
-        self, logits: torch.Tensor, row_of_position: np.ndarray, noise: torch.Tensor
+        self, logits: Tensor, row_of_position: np.ndarray, noise: Tensor
     ) -> tuple[np.ndarray, np.ndarray]:
         row = torch.from_numpy(row_of_position).to(logits.device)
         settings = [

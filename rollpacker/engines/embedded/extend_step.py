@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rollpacker.engines.embedded.attention import Scores, biased_attention
 from rollpacker.engines.embedded.kv_slots import KVSlots
 
 SPAN_COST_SCORES = 30_000
-"""One more attention call costs about as much as so many attention scores (measured on a CPU: 40
-microseconds a call, 1.4 nanoseconds a score of 16 elements a head)."""
+"""Cost of one more attention call, in attention scores that could be computed in the same time.
+Measured on a CPU: 40 microseconds a call, 1.4 nanoseconds a score of 16 elements a head."""
 
 
 class Span(NamedTuple):
@@ -53,7 +54,8 @@ def _cost(span: Span) -> int:
 
 
 class NewTokens(NamedTuple):
-    """Row `rows[i]` gets `lengths[i]` tokens, the first at position `starts[i]`."""
+    """Tokens that rows get in one pass: row `rows[i]` gets `lengths[i]` of them, the first at
+    position `starts[i]`."""
 
     rows: np.ndarray
     starts: np.ndarray
@@ -70,13 +72,9 @@ class ExtendStep:
     slots.
     """
 
-    def __init__(
-        self,
-        slots: KVSlots,
-        new: NewTokens,
-        call_cost: float = float("inf"),
-    ) -> None:
-        """`call_cost`: of a span, in rows x tokens x width; where it is infinite there is one."""
+    def __init__(self, slots: KVSlots, new: NewTokens, call_cost: float = float("inf")) -> None:
+        """`call_cost`: cost of one more span, in rows x tokens x width. Infinite: there is one
+        span."""
         rows, starts, lengths = new
         self._slots = slots
         self._row_of_token = np.repeat(rows, lengths)
@@ -84,23 +82,18 @@ class ExtendStep:
         positions = np.arange(lengths.sum()) - np.repeat(first - starts, lengths)
         self._positions = positions
         self.positions = torch.from_numpy(positions).to(slots.device)
-        """[tokens]"""
+        """Positions of the pass's tokens [tokens]."""
         self.last = first + lengths - 1
-        """Where in [tokens] the last one of each row is: [rows]"""
+        """Index in [tokens] of each row's last token [rows]."""
         self._spans = [
             _SpanStep(slots, new.of(span), int(first[span.start]), span)
             for span in plan_spans(lengths, starts + lengths, call_cost)
         ]
-        self._flat: dict[int, torch.Tensor] = {}
+        self._flat: dict[int, Tensor] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scores: Scores,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores
+    ) -> Tensor:
         """See `RolloutStep`; there is one row, that has the tokens of all."""
         keys, values = self._slots.keys[layer], self._slots.values[layer]
         for store, new in ((keys, key), (values, value)):
@@ -110,7 +103,7 @@ class ExtendStep:
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined.unsqueeze(0)
 
-    def _flat_places(self, num_kv_heads: int) -> torch.Tensor:
+    def _flat_places(self, num_kv_heads: int) -> Tensor:
         """Where each head of each token lies in the flat storage."""
         flat = self._flat.get(num_kv_heads)
         if flat is None:
@@ -124,13 +117,7 @@ class ExtendStep:
 class _SpanStep:
     """The rows of one span, whose tokens begin at `first` among those of the pass."""
 
-    def __init__(
-        self,
-        slots: KVSlots,
-        new: NewTokens,
-        first: int,
-        span: Span,
-    ) -> None:
+    def __init__(self, slots: KVSlots, new: NewTokens, first: int, span: Span) -> None:
         rows, starts, lengths = new
         self._slots = slots
         self._num_rows, self._num_tokens, self._width = len(rows), span.num_tokens, span.width
@@ -141,24 +128,18 @@ class _SpanStep:
         # Padding repeats a row's last token, and is dropped from what comes out.
         place = np.minimum(np.arange(span.num_tokens), lengths[:, None] - 1)
         self._last_columns = slots.width - 1 - (starts[:, None] + place)
-        self._padded: torch.Tensor | None = None
-        """Which token of the pass is at each place of [rows x tokens]; None: no row is padded."""
-        self._real: torch.Tensor | None = None
-        """Where in [rows x tokens] the real ones are."""
+        self._padded: Tensor | None = None
+        """The token of the pass at each place of [rows x tokens]. None: no row is padded."""
+        self._real: Tensor | None = None
+        """Indices in [rows x tokens] of the real tokens. None: no row is padded."""
         real = np.arange(span.num_tokens) < lengths[:, None]
         if not real.all():
             padded = first + (np.cumsum(lengths) - lengths)[:, None] + place
             self._padded = torch.from_numpy(padded.ravel()).to(slots.device)
             self._real = torch.from_numpy(np.flatnonzero(real.ravel())).to(slots.device)
-        self._biases: dict[int | None, torch.Tensor] = {}
+        self._biases: dict[int | None, Tensor] = {}
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scores: Scores,
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         """Output [the span's tokens, heads, head_dim]; `query` is [heads, the pass's tokens,
         head_dim], keys and values are a layer's slots."""
         num_heads, num_kv_heads = query.shape[0], keys.shape[1]
@@ -181,15 +162,16 @@ class _SpanStep:
         flat = output.transpose(1, 2).reshape(-1, num_heads, output.shape[-1])
         return flat if self._real is None else flat.index_select(0, self._real)
 
-    def _cached(self, store: torch.Tensor) -> torch.Tensor:
-        """What the span's rows have, up to its width."""
+    def _cached(self, store: Tensor) -> Tensor:
+        """Keys or values of the span's rows, up to the span's width."""
         part = store.narrow(2, 0, self._width)
         if self._first_row is None:
             return part.index_select(0, self._rows)
         return part.narrow(0, self._first_row, self._num_rows)
 
-    def _bias(self, sliding_window: int | None, groups: int) -> torch.Tensor:
-        """[rows, 1, groups x tokens, width]: 0 where a token may look, minus infinity elsewhere."""
+    def _bias(self, sliding_window: int | None, groups: int) -> Tensor:
+        """The bias [rows, 1, groups x tokens, width]: 0 where a token may look, minus infinity
+        elsewhere."""
         bias = self._biases.get(sliding_window)
         if bias is None:
             lines = self._slots.bias_line(sliding_window).unfold(0, self._width, 1)

@@ -13,20 +13,20 @@ from rollpacker.core.ids import SampleId
 from rollpacker.engines.embedded.kv_slots import KVSlots, PromptCache
 
 HEADROOM = 1 / 8
-"""Of the budget. There is said to be no room left before that is so: who says which rows go has his
-say, and what comes faster than that is not kept."""
+"""Share of the budget that `room` leaves out: the core, which decides which rows go, hears in time
+that there is no room, and rows that come faster than that are not kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptRow:
-    """Of tokens from the prompt's first one on."""
+    """Keys and values of the first tokens of a dialogue, from the prompt's first token on."""
 
     tokens: tuple[int, ...]
     cache: PromptCache
 
 
 class KeptRows:
-    """By sample, the one that was kept first before the others. Used from one thread."""
+    """The kept rows by sample, the oldest first. Used from one thread."""
 
     def __init__(self, slots: KVSlots) -> None:
         self._slots = slots
@@ -38,13 +38,14 @@ class KeptRows:
         return len(self._rows[sample].tokens) if sample in self._rows else 0
 
     def keep(self, sample: SampleId, tokens: tuple[int, ...], row: int) -> None:
-        """Copy what this row has of these tokens. `settle` says whether it can stay."""
+        """Copy what this row has of these tokens. `settle` decides whether the copy can stay."""
         self.let_go([sample])
         self._rows[sample] = KeptRow(tokens, self._slots.snapshot(row, len(tokens)))
         self.num_tokens += len(tokens)
 
     def take(self, sample: SampleId, prompt: tuple[int, ...]) -> KeptRow | None:
-        """What there is of a prompt, all but its last token at most; it is kept no longer."""
+        """Remove what is kept of a sample and return the part that its new prompt begins with,
+        without the prompt's last token. None: there is none."""
         kept = self._rows.get(sample)
         if kept is None:
             return None
@@ -59,7 +60,7 @@ class KeptRows:
         return KeptRow(kept.tokens[:size], cache) if size else None
 
     def let_go(self, samples: Iterable[SampleId]) -> None:
-        """Those that are not here are ignored."""
+        """Drop what is kept of these samples. Samples of which nothing is kept are ignored."""
         for sample in samples:
             kept = self._rows.pop(sample, None)
             if kept is not None:
@@ -71,8 +72,8 @@ class KeptRows:
         self.num_tokens = 0
 
     def settle(self, new: Sequence[SampleId], num_rows: int, width: int) -> None:
-        """So many rows are left, of so many positions at most. Of the new ones here those stay, the
-        first first, for which there is memory."""
+        """Drop those of the new samples, the last ones first, for which there is no memory beside
+        the rows that are left: `num_rows` rows of at most `width` positions."""
         if self._is_over and self._is_wasteful(num_rows * width):
             self._slots.shrink(num_rows, width)
         for sample in reversed(new):

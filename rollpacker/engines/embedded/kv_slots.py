@@ -12,19 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rollpacker.engines.embedded.attention import Scores, biased_attention, causal_attention
 from rollpacker.engines.embedded.buckets import Bucket
 
-PromptCache = list[torch.Tensor]
-"""Per layer the keys [key-value heads, tokens, head_dim] of one row, then per layer its values."""
+PromptCache = list[Tensor]
+"""The keys [key-value heads, tokens, head_dim] of one row, layer by layer, then its values in the
+same way."""
 PAIRWISE_MOVES = 4
-"""Up to so many moved rows are copied one by one at their own length, more at the longest."""
+"""Most moved rows that are copied one by one, each at its own length. More rows are copied
+together, at the longest length."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps per token."""
+    """Sizes of the keys and values of one token in one layer."""
 
     layer: int
     num_kv_heads: int
@@ -53,10 +56,10 @@ class KVSlots:
         self.budget_bytes = budget_bytes
         self.num_slots = 0
         self.width = 0
-        self.keys: dict[int, torch.Tensor] = {}
-        self.values: dict[int, torch.Tensor] = {}
-        self._row_offsets: dict[int, torch.Tensor] = {}
-        self._bias_lines: dict[int | None, torch.Tensor] = {}
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self._row_offsets: dict[int, Tensor] = {}
+        self._bias_lines: dict[int | None, Tensor] = {}
 
     @property
     def bytes_per_token(self) -> int:
@@ -64,7 +67,7 @@ class KVSlots:
 
     @property
     def budget_tokens(self) -> int:
-        """So many positions keep to the budget."""
+        """Number of positions that keep to the budget."""
         return self.budget_bytes // self.bytes_per_token
 
     def fits(self, num_slots: int, width: int) -> bool:
@@ -116,7 +119,7 @@ class KVSlots:
         self.num_slots = self.width = 0
         self.keys, self.values, self._row_offsets, self._bias_lines = {}, {}, {}, {}
 
-    def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
+    def _zeros(self, size: tuple[int, ...]) -> Tensor:
         """Zeros, not empty: a masked position contributes 0 x garbage, and 0 x NaN is NaN.
 
         On a CPU the memory comes from the system as zero pages, which cost nothing until they are
@@ -127,15 +130,15 @@ class KVSlots:
         num_bytes = math.prod(size) * self.dtype.itemsize
         return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self.dtype).view(size)
 
-    def flat_positions(self, positions: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Per number of key-value heads: where row r's `positions[r]` lies in the flat storage."""
+    def flat_positions(self, positions: Tensor) -> dict[int, Tensor]:
+        """Where row r's `positions[r]` lies in the flat storage, by number of key-value heads."""
         num_rows, column = positions.shape[0], positions.unsqueeze(1)
         return {
             heads: (offsets.narrow(0, 0, num_rows) + column).view(-1)
             for heads, offsets in self._row_offsets.items()
         }
 
-    def bias_line(self, sliding_window: int | None) -> torch.Tensor:
+    def bias_line(self, sliding_window: int | None) -> Tensor:
         """Minus infinities around zeros: the bias of every row is a stretch of this line.
 
         [2 x width - 1]; that of a row whose newest token is at position p begins at width - 1 - p.
@@ -175,7 +178,7 @@ class KVSlots:
         for store, part in zip(self._stores(), cache, strict=True):
             store[rows, :, : part.shape[1]] = part
 
-    def _stores(self) -> list[torch.Tensor]:
+    def _stores(self) -> list[Tensor]:
         return [*self.keys.values(), *self.values.values()]
 
     def clear(self, row: int, first: int = 0) -> None:
@@ -191,24 +194,16 @@ class PrefillStep:
     to.
     """
 
-    def __init__(self, slots: KVSlots, first_row: int, prompt_of_row: torch.Tensor) -> None:
+    def __init__(self, slots: KVSlots, first_row: int, prompt_of_row: Tensor) -> None:
         self._slots = slots
         self._rows = slice(first_row, first_row + len(prompt_of_row))
         self._prompt_of_row = prompt_of_row
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scores: Scores,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores
+    ) -> Tensor:
         num_tokens = key.shape[2]
-        for store, new in (
-            (self._slots.keys[layer], key),
-            (self._slots.values[layer], value),
-        ):
+        for store, new in ((self._slots.keys[layer], key), (self._slots.values[layer], value)):
             store[self._rows, :, :num_tokens] = new.index_select(0, self._prompt_of_row)
         output = causal_attention(query, key, value, *scores)
         return output.transpose(1, 2)
@@ -217,21 +212,16 @@ class PrefillStep:
 class DecodeStep:
     """A forward pass over one new token per row, at `positions` [rows], by width buckets."""
 
-    def __init__(self, slots: KVSlots, positions: torch.Tensor, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, slots: KVSlots, positions: Tensor, buckets: Sequence[Bucket]) -> None:
         self._slots = slots
         self._positions = positions
         self._buckets = buckets
         self._flat_positions = slots.flat_positions(positions)
-        self._biases: dict[int | None, list[torch.Tensor | None]] = {}
+        self._biases: dict[int | None, list[Tensor | None]] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scores: Scores,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores
+    ) -> Tensor:
         keys, values = self._slots.keys[layer], self._slots.values[layer]
         num_rows, num_kv_heads = key.shape[0], key.shape[1]
         flat = self._flat_positions[num_kv_heads]
@@ -255,12 +245,12 @@ class DecodeStep:
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined.reshape(num_rows, 1, num_heads, -1)
 
-    def _make_biases(self, sliding_window: int | None) -> list[torch.Tensor | None]:
+    def _make_biases(self, sliding_window: int | None) -> list[Tensor | None]:
         """Per bucket [rows, 1, 1, width]: 0 where a row may look, minus infinity elsewhere.
 
         None where every row of the bucket may look everywhere.
         """
-        biases: list[torch.Tensor | None] = []
+        biases: list[Tensor | None] = []
         for start, stop, width, is_even in self._buckets:
             if is_even and (sliding_window is None or width <= sliding_window):
                 biases.append(None)
@@ -283,13 +273,8 @@ class LayerProbe:
         self.dtype: torch.dtype | None = None
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scores: Scores,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores
+    ) -> Tensor:
         self.dtype = key.dtype
         self.calls.append((layer, scores))
         self.shapes.append(LayerShape(layer, key.shape[1], key.shape[-1], value.shape[-1]))

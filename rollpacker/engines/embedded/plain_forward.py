@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.models.llama import modeling_llama as llama
@@ -25,7 +25,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from rollpacker.engines.embedded.attention import RolloutStep, Scores
 
 STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
-"""Those whose frequencies do not depend on the length of the sequence at hand."""
+"""Kinds of rotary embedding whose frequencies do not depend on the length of the sequence."""
 FAMILIES = {"Llama": llama, "Mistral": mistral, "Qwen2": qwen2, "Qwen3": qwen3}
 _PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
 _TORCH_PARTS = {nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, SiLUActivation}
@@ -33,9 +33,9 @@ _TORCH_PARTS = {nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, SiLUActivation}
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    weight: torch.Tensor
-    """[in, out], a view of the parameter."""
-    bias: torch.Tensor | None
+    weight: Tensor
+    """The matrix [in, out], a view of the parameter."""
+    bias: Tensor | None
     adapter: _Adapter | None = None
 
 
@@ -43,20 +43,20 @@ class _Linear:
 class _Adapter:
     """A low-rank addition to a matrix, which may have more digits than the matrix."""
 
-    down: torch.Tensor
-    """[in, rank], a view of the parameter."""
-    up: torch.Tensor
-    """[rank, out], a view of the parameter."""
+    down: Tensor
+    """The matrix [in, rank], a view of the parameter."""
+    up: Tensor
+    """The matrix [rank, out], a view of the parameter."""
     scaling: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
-    weight: torch.Tensor
-    eps: torch.Tensor
-    """[1], in float32."""
+    weight: Tensor
+    eps: Tensor
+    """The norm's epsilon [1], in float32."""
     mean_factor: float
-    """1 / width."""
+    """1 / width: the factor that makes a mean of a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class PlainForward:
         )
 
     def reserve(self, width: int) -> None:
-        """Rotations for positions below `width`."""
+        """Compute the rotations for positions below `width`."""
         old_width = len(self._rotations)
         if width <= old_width:
             return
@@ -166,13 +166,11 @@ class PlainForward:
             sin = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)
             self._rotations = torch.stack((cos, sin), dim=1)
 
-    def decode(
-        self, tokens: torch.Tensor, positions: torch.Tensor, step: RolloutStep
-    ) -> torch.Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, step: RolloutStep) -> Tensor:
         """Logits [rows, vocabulary] after one token per row, `tokens` at `positions` [rows]."""
         return self._logits(self._hidden(tokens, positions, tokens.shape[0], step))
 
-    def prefill(self, tokens: torch.Tensor, ends: torch.Tensor, step: RolloutStep) -> torch.Tensor:
+    def prefill(self, tokens: Tensor, ends: Tensor, step: RolloutStep) -> Tensor:
         """Logits [prompts, vocabulary] after each prompt's last token.
 
         `tokens` is [prompts, tokens], padded on the right; the last ones are at `ends` [prompts].
@@ -184,25 +182,22 @@ class PlainForward:
         return self._logits(hidden.index_select(0, starts + ends))
 
     def extend(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        wanted: torch.Tensor | None,
-        step: RolloutStep,
-    ) -> torch.Tensor:
+        self, tokens: Tensor, positions: Tensor, wanted: Tensor | None, step: RolloutStep
+    ) -> Tensor:
         """Logits [wanted, vocabulary] after those of `tokens` [tokens], at `positions` [tokens],
         that `wanted` points to (None: all). To `step` they are the tokens of one row."""
         hidden = self._hidden(tokens, positions, 1, step)
         return self._logits(hidden if wanted is None else hidden.index_select(0, wanted))
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor:
         return _project(_normalize(hidden, self._norm), self._head)
 
     def _hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, num_rows: int, step: RolloutStep
-    ) -> torch.Tensor:
-        """Hidden states [tokens, width] of so many rows' tokens, one row after the other."""
-        hidden: torch.Tensor = self._embedding.index_select(0, tokens)
+        self, tokens: Tensor, positions: Tensor, num_rows: int, step: RolloutStep
+    ) -> Tensor:
+        """Hidden states [tokens, width] of the tokens of `num_rows` rows, one row after the
+        other."""
+        hidden: Tensor = self._embedding.index_select(0, tokens)
         rotations = self._rotations.index_select(0, positions)
         cos, sin = rotations.narrow(1, 0, 1), rotations.narrow(1, 1, 1)
         for layer in self._layers:
@@ -217,13 +212,13 @@ class PlainForward:
     def _attend(
         self,
         layer: _Layer,
-        normed: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        normed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
         num_rows: int,
         step: RolloutStep,
-    ) -> torch.Tensor:
-        """Attention's heads side by side, [tokens, heads x head_dim]."""
+    ) -> Tensor:
+        """The outputs of all heads side by side, [tokens, heads x head_dim]."""
         head_dim, num_heads = self._head_dim, layer.num_heads
         value = _project(normed, layer.value)
         # Query and key heads are normed and rotated together.
@@ -247,19 +242,19 @@ class PlainForward:
         return output.reshape(normed.shape[0], -1)
 
 
-def _by_row(heads: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[rows x tokens, heads, head_dim] as [rows, heads, tokens, head_dim]."""
+def _by_row(heads: Tensor, num_rows: int) -> Tensor:
+    """The heads [rows x tokens, heads, head_dim] in the order [rows, heads, tokens, head_dim]."""
     if heads.shape[0] == num_rows:
         return heads.unsqueeze(2)
     rows = torch.unflatten(heads, 0, (num_rows, -1))
     return rows.transpose(1, 2)
 
 
-def _normalize(hidden: torch.Tensor, norm: _Norm) -> torch.Tensor:
+def _normalize(hidden: Tensor, norm: _Norm) -> Tensor:
     return _scale_to_unit(hidden, norm).mul_(norm.weight)
 
 
-def _scale_to_unit(hidden: torch.Tensor, norm: _Norm) -> torch.Tensor:
+def _scale_to_unit(hidden: Tensor, norm: _Norm) -> Tensor:
     """Each last dimension over its root mean square, in the roundings of transformers' RMSNorm.
 
     The sum of squares comes from a vector norm: on a CPU that takes half the time of a mean.
@@ -271,7 +266,7 @@ def _scale_to_unit(hidden: torch.Tensor, norm: _Norm) -> torch.Tensor:
     return scaled if is_wide else scaled.to(hidden.dtype)
 
 
-def _project(hidden: torch.Tensor, linear: _Linear) -> torch.Tensor:
+def _project(hidden: Tensor, linear: _Linear) -> Tensor:
     if linear.bias is None:
         output = torch.mm(hidden, linear.weight)
     else:
@@ -283,7 +278,7 @@ def _project(hidden: torch.Tensor, linear: _Linear) -> torch.Tensor:
     return (output + inner * linear.adapter.scaling).to(output.dtype)
 
 
-def _add_projected(hidden: torch.Tensor, inner: torch.Tensor, linear: _Linear) -> None:
+def _add_projected(hidden: Tensor, inner: Tensor, linear: _Linear) -> None:
     """The residual connection, in place. In half precision with two roundings, as in training."""
     if linear.bias is None and linear.adapter is None and hidden.dtype == torch.float32:
         hidden.addmm_(inner, linear.weight)

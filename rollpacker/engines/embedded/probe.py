@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollpacker.engines.embedded.attention import STEP_KEYWORD, RolloutStep, UnsupportedModelError
@@ -25,13 +26,14 @@ from rollpacker.engines.embedded.plain_forward import plain_forward
 logger = logging.getLogger(__name__)
 
 PLAIN_TOLERANCE = {True: 1e-3, False: 5e-2}
-"""By whether it computes in float32: how far plain logits may be off, as a part of the largest."""
+"""Largest difference between plain logits and the model's own, as a share of the largest logit; by
+whether the model computes in float32."""
 
 
 def probe(
     model: PreTrainedModel, device: torch.device
 ) -> tuple[list[LayerShape], torch.dtype, int]:
-    """Which layers attend, with what shapes; the dtype of the keys; the vocabulary's size.
+    """The shapes of all layers that attend; the dtype of the keys; the vocabulary's size.
 
     Refuses a model whose decode steps do not repeat what its full forward pass says.
     """
@@ -92,9 +94,9 @@ def plain_agrees(model: PreTrainedModel, device: torch.device) -> bool:
 
 
 def _last_logits(
-    model: PreTrainedModel, ids: torch.Tensor, step: RolloutStep, **kwargs: torch.Tensor
-) -> torch.Tensor:
+    model: PreTrainedModel, ids: Tensor, step: RolloutStep, **kwargs: Tensor
+) -> Tensor:
     with torch.inference_mode():
         output = model(input_ids=ids, use_cache=False, **{STEP_KEYWORD: step}, **kwargs)
-    logits: torch.Tensor = output.logits[0, -1].float()
+    logits: Tensor = output.logits[0, -1].float()
     return logits

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rollpacker.engines.embedded.sampling import DrawMode, exponentials, noise_size, sample_key
 from rollpacker.engines.engine import GenerationRequest, Response
@@ -58,7 +59,7 @@ class Pending:
     request: GenerationRequest
     sequence: int
     redraws: list[tuple[int, int]] = field(default_factory=list)
-    """`Response.redraws`, of what is generated so far."""
+    """`Response.redraws` of the tokens that are generated so far."""
 
     @property
     def limit(self) -> int:
@@ -66,7 +67,7 @@ class Pending:
 
     @property
     def width(self) -> int:
-        """Cache positions it can need: the last token is never fed back."""
+        """Cache positions that the row can need: its last token is never fed back."""
         return len(self.request.prompt_tokens) + self.limit - 1
 
     @property
@@ -81,20 +82,22 @@ class Pending:
         return redraw, min([start for start, _ in redraws if start > token], default=None)
 
     def key(self, redraw: int) -> int:
-        """Of its noise, in this redraw."""
+        """The key of its noise in this redraw."""
         request = self.request
         whose = request.noise or request.sample
         return sample_key(request.sampling.seed, whose, redraw, request.turn)
 
     def draw_with(self, start: int, redraw: int) -> int:
-        """From token `start` on it is drawn with noise of this redraw, whose key this returns."""
+        """Note that tokens from `start` on are drawn with noise of this redraw. Returns the
+        redraw's key."""
         self.redraws[:] = [one for one in self.redraws if one[0] < start]
         if redraw != (self.redraws[-1][1] if self.redraws else 0):
             self.redraws.append((start, redraw))
         return self.key(redraw)
 
     def redraw_from(self, start: int) -> int:
-        """From token `start` on it is drawn with noise of a redraw that it had not yet."""
+        """Note that tokens from `start` on are drawn with noise of a redraw that was not used yet.
+        Returns the redraw's key."""
         carried = self.request.carried
         before = (*self.redraws, *(carried.redraws if carried is not None else ()))
         return self.draw_with(start, 1 + max([redraw for _, redraw in before], default=0))
@@ -120,7 +123,7 @@ class RowTable:
         self._columns: dict[str, np.ndarray] = {
             name: np.zeros(0, dtype) for name, dtype in {**_DEVICE_COLUMNS, **_HOST_COLUMNS}.items()
         }
-        self._seen_as_tensors: dict[str, torch.Tensor] = {}
+        self._seen_as_tensors: dict[str, Tensor] = {}
         self._noise = torch.zeros(0)
         self._noise_column = 0
         self._is_uneven = False
@@ -153,7 +156,7 @@ class RowTable:
         self._noise = torch.zeros(shape, dtype=torch.float64, device=self.device)
         self._noise_column = steps
 
-    def device_column(self, name: str) -> torch.Tensor:
+    def device_column(self, name: str) -> Tensor:
         """The whole column [slots] as it is now, on the device, to be read only."""
         return self._seen_as_tensors[name].to(self.device)
 
@@ -162,7 +165,7 @@ class RowTable:
         return self._columns[name][: self.num_rows]
 
     def _set_mode(self) -> None:
-        """Find out what a draw has to heed, after rows came or went."""
+        """Find out which parts of a draw the live rows need. Called after rows came or went."""
         temperature, top_k, top_p = (
             self.host_column(name) for name in ("temperature", "top_k", "top_p")
         )
@@ -174,8 +177,8 @@ class RowTable:
 
     # -- noise -------------------------------------------------------------------------------------
 
-    def next_noise(self) -> torch.Tensor:
-        """Noise of every slot for the step at hand, float64 [slots, size] on the device."""
+    def next_noise(self) -> Tensor:
+        """Noise of every slot for the next step, float64 [slots, size] on the device."""
         num_steps = self._noise.shape[1]
         if self._noise_column >= num_steps:
             self._noise_column = max(0, num_steps - NOISE_BLOCK_UNEVEN) if self._is_uneven else 0
@@ -185,7 +188,7 @@ class RowTable:
         self._noise_column += 1
         return column
 
-    def noise_ahead(self, rows: slice | np.ndarray, count: int) -> torch.Tensor:
+    def noise_ahead(self, rows: slice | np.ndarray, count: int) -> Tensor:
         """Noise of the next `count` tokens of each of these rows, float64 [rows, count, size] on
         the device."""
         keys, counts = (
@@ -203,7 +206,7 @@ class RowTable:
 
     # -- rows come, advance, go --------------------------------------------------------------------
 
-    def add(self, new: list[Pending]) -> torch.Tensor:
+    def add(self, new: list[Pending]) -> Tensor:
         """Append rows with no token yet. Returns noise for their first tokens, float64
         [new, size]."""
         first, self.num_rows = self.num_rows, self.num_rows + len(new)
@@ -298,13 +301,13 @@ class RowTable:
         self._fill_noise(rows)
 
     def redraw_from(self, row: int, start: int) -> None:
-        """From token `start` on the row is drawn with noise of a redraw that it had not yet, once
-        `cut` was called."""
+        """Draw the row's tokens from `start` on with noise of a redraw that was not used yet. Call
+        `cut` first."""
         self._columns["redraw"][row] += 1
         self._columns["key"][row] = self.pending[row].redraw_from(start)
 
     def draw_with(self, row: int, start: int, redraw: int) -> None:
-        """From token `start` on the row is drawn with noise of this redraw."""
+        """Draw the row's tokens from `start` on with noise of this redraw."""
         self._columns["key"][row] = self.pending[row].draw_with(start, redraw)
 
     def _widen_outputs(self) -> None:
@@ -313,7 +316,7 @@ class RowTable:
         self._log_probs = np.pad(self._log_probs, ((0, 0), (0, added)))
 
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
-        """What a row generated, from token number `start` to before `stop`, by default all."""
+        """Tokens that a row has generated, from number `start` to before `stop`, by default all."""
         count = int(self._columns["count"][row])
         store = self._columns["store"][row]
         found: list[int] = self._tokens[store, start : count if stop is None else stop].tolist()
@@ -347,7 +350,7 @@ class RowTable:
         )
 
     def remove(self, gone: np.ndarray) -> tuple[list[int], list[int]]:
-        """Take rows out; the last ones fill their places. Returns who moved (from, to)."""
+        """Take rows out; the last rows fill their places. Returns the moves, as (from, to)."""
         remaining = self.num_rows - len(gone)
         self._free_stores.extend(self._columns["store"][gone].tolist())
         dead = np.zeros(self.num_rows, np.bool_)
@@ -361,7 +364,7 @@ class RowTable:
         return movers.tolist(), holes.tolist()
 
     def rearrange(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Row source[i] becomes row target[i]."""
+        """Move rows: row source[i] becomes row target[i]."""
         if not len(source):
             return
         for column in self._columns.values():

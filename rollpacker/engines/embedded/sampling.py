@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
+from torch import Tensor
 
 from rollpacker.core.ids import SampleId
 
@@ -42,19 +43,19 @@ def sample_key(seed: int, sample: SampleId, redraw: int = 0, turn: int = 1) -> i
 
 
 def num_groups(vocabulary_size: int) -> int:
-    """Groups of the first round, or the vocabulary's size if there is but one round."""
+    """Number of groups in the first round, or the vocabulary's size if there is but one round."""
     if vocabulary_size <= WIDE_VOCABULARY:
         return vocabulary_size
     return 1 << math.ceil(math.log2(vocabulary_size) / 2)
 
 
 def noise_size(vocabulary_size: int) -> int:
-    """Exponentials per token: one per group, then one per token of a group."""
+    """Number of exponentials per token: one per group, then one per token of a group."""
     groups = num_groups(vocabulary_size)
     return groups if groups == vocabulary_size else groups - (-vocabulary_size // groups)
 
 
-def exponentials(keys: torch.Tensor, first: torch.Tensor, count: int, size: int) -> torch.Tensor:
+def exponentials(keys: Tensor, first: Tensor, count: int, size: int) -> Tensor:
     """Noise for tokens first[i] ... first[i] + count - 1 of the samples with these keys (int64).
 
     Returns float64 [samples, count, size], standard exponentials. The hash of a token is two rounds
@@ -70,20 +71,21 @@ def exponentials(keys: torch.Tensor, first: torch.Tensor, count: int, size: int)
     return uniform.log_().neg_()
 
 
-def _mix(bits: torch.Tensor) -> torch.Tensor:
+def _mix(bits: Tensor) -> Tensor:
     bits = (bits ^ _shifted(bits, 30)).mul_(_MIX_1)
     bits = bits.bitwise_xor_(_shifted(bits, 27)).mul_(_MIX_2)
     return bits.bitwise_xor_(_shifted(bits, 31))
 
 
-def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, zeros coming in: torch's own shift repeats the sign."""
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """Shift to the right with zeros coming in; torch's own shift repeats the sign."""
     return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class DrawMode:
-    """Which parts of `draw` any row of a batch needs; other rows come out the same bit for bit."""
+    """The parts of `draw` that some row of a batch needs. Rows that do not need a part come out the
+    same with it, bit for bit."""
 
     greedy: bool = False
     tempered: bool = False
@@ -91,13 +93,8 @@ class DrawMode:
 
 
 def draw(
-    logits: torch.Tensor,
-    noise: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    mode: DrawMode,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, noise: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mode: DrawMode
+) -> tuple[Tensor, Tensor]:
     """One token per row, and its log-probability under the distribution that it was drawn from.
 
     logits [rows, vocabulary]; noise float64 [rows, `noise_size`]; temperature, top_p float64
@@ -127,7 +124,7 @@ def draw(
     return tokens.squeeze(1), probs.gather(-1, tokens).log_().squeeze(1)
 
 
-def _winners(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def _winners(probs: Tensor, noise: Tensor) -> Tensor:
     """Tokens [rows, 1]: the smallest exponential over probability wins, and 0 never does."""
     size = probs.shape[-1]
     groups = num_groups(size)
@@ -142,12 +139,13 @@ def _winners(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     tokens = group + groups * torch.arange(rounds, device=probs.device)
     inside = probs.gather(-1, tokens.clamp(max=size - 1)).masked_fill_(tokens >= size, 0.0)
     place = (noise[:, groups:] / inside).argmin(dim=-1, keepdim=True)
-    winners: torch.Tensor = tokens.gather(-1, place)
+    winners: Tensor = tokens.gather(-1, place)
     return winners
 
 
-def _truncate(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep the top_k likeliest tokens, of those the fewest that reach top_p; renormalize."""
+def _truncate(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the top_k likeliest tokens, and of these the fewest that reach top_p. The result is
+    normalized."""
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     ranked = ranked.masked_fill(rank >= top_k[:, None], 0.0)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollpacker.engines.embedded.attention import UnsupportedModelError
@@ -27,7 +28,7 @@ def has_adapter(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
-def base_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def base_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """All parameters but the adapter's, under the names that they have without one."""
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
@@ -35,7 +36,8 @@ def base_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def adapter_arguments(model: PreTrainedModel, *, on_cpu: bool) -> dict[str, Any]:
-    """What vLLM has to know of the model's adapter when it starts; nothing of a model without one.
+    """Arguments that tell vLLM at its start about the model's adapter; empty for a model without
+    one.
 
     Raises `UnsupportedModelError` for an adapter, or with one for a dtype, that it cannot run.
     """
@@ -65,7 +67,7 @@ def adapter_arguments(model: PreTrainedModel, *, on_cpu: bool) -> dict[str, Any]
 
 
 def lora_request(model: PreTrainedModel) -> LoRARequest | None:
-    """What names the adapter to vLLM in every request; None for a model without one."""
+    """The request that names the adapter to vLLM. None for a model without one."""
     if not has_adapter(model):
         return None
     from vllm.lora.request import LoRARequest
@@ -97,7 +99,8 @@ def load_adapter(model: PreTrainedModel, vllm: LLMEngine) -> None:
 
 
 def _write(model: PreTrainedModel, folder: Path) -> None:
-    """As peft does. Raises `OSError`."""
+    """Write the adapter's tensors and config into the folder, in peft's format. Raises
+    `OSError`."""
     from peft import get_peft_model_state_dict
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -113,7 +116,7 @@ def _write(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _configs(model: Any) -> list[Any]:
-    """peft's, one an adapter."""
+    """The configs of peft's adapters, one for each adapter."""
     return list(model.peft_config.values())
 
 
@@ -124,7 +127,8 @@ def _adapted(model: PreTrainedModel) -> list[str]:
 
 
 def _places(model: torch.nn.Module) -> set[str]:
-    """In vLLM: the modules of its model that can have adapters, by their names in files."""
+    """The modules of vLLM's model that can have adapters, by their names in files. Runs in vLLM's
+    process."""
     loras: Any = model.lora_manager
     packed: dict[str, list[str]] = loras.packed_modules
     names = [n for n in loras.modules if n.rpartition(".")[2] in loras.supported_lora_modules]
@@ -132,5 +136,6 @@ def _places(model: torch.nn.Module) -> set[str]:
 
 
 def _is_one_of(name: str, places: frozenset[str]) -> bool:
-    """Where vLLM's code for a model also sees, its names have something before them."""
+    """Whether this name, or a longer one that ends with it, is among the places: where vLLM's code
+    for a model also sees, names have something before them."""
     return name in places or any(place.endswith(f".{name}") for place in places)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from rollpacker.engines.embedded.sampling import DrawMode, draw, exponentials, noise_size
 from rollpacker.engines.engine import SamplingParams
@@ -36,32 +37,32 @@ class Anew:
     __slots__ = ("keys", "log_probs", "tokens")
 
     def __init__(self, keys: Sequence[int]) -> None:
-        """`keys`: of each token's noise."""
+        """`keys`: the key of each token's noise."""
         self.keys = [_signed(key) for key in keys]
         self.tokens: list[int] = []
-        """What came out in their places so far."""
+        """Tokens that were drawn in the places of the carried ones so far."""
         self.log_probs: list[float] = []
 
 
 class Draw:
-    """How one request is drawn, and what has been drawn so far."""
+    """The parameters and the noise of one request, and what has been drawn so far."""
 
     __slots__ = ("anew", "key", "log_probs", "offset", "sampling", "tokens")
 
     def __init__(
         self, sampling: SamplingParams, key: int, *, offset: int = 0, anew: Anew | None = None
     ) -> None:
-        """`offset`: response tokens that the request's prompt ends with. `anew`: they are drawn
-        too."""
+        """`offset`: number of response tokens that the request's prompt ends with. `anew`: these
+        tokens, if they are drawn too."""
         assert anew is None or len(anew.keys) == offset
         self.sampling = sampling
         self.key = _signed(key)
         self.offset = offset
         self.anew = anew
         self.tokens: Sequence[int] = ()
-        """vLLM's own list of what it took, which grows."""
+        """vLLM's own list of the tokens that it took, which grows."""
         self.log_probs: list[float] = []
-        """Of these tokens, and maybe of one more that vLLM threw away."""
+        """Log-probabilities of these tokens, and maybe of one more token that vLLM threw away."""
 
 
 class Draws:
@@ -70,7 +71,7 @@ class Draws:
     def __init__(self) -> None:
         self.by_number: dict[int, Draw] = {}
         self.broken: list[int] = []
-        """Whose logits were not numbers, since this was last emptied."""
+        """Numbers of the requests whose logits were not numbers, since this was last emptied."""
 
 
 def drawing_with(draws: Draws) -> type[LogitsProcessor]:
@@ -91,7 +92,7 @@ def drawing_with(draws: Draws) -> type[LogitsProcessor]:
             if process_dict_updates(self._rows, batch_update, _of_request):
                 self._batch = None
 
-        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        def apply(self, logits: Tensor) -> Tensor:
             if not self._rows:  # a trial run of vLLM's own
                 return logits
             if self._batch is None:
@@ -115,7 +116,7 @@ def _signed(key: int) -> int:
 
 
 class Settings:
-    """How each of some requests is drawn."""
+    """The draw parameters of several requests, as tensors."""
 
     def __init__(
         self, sampling: Sequence[SamplingParams], vocabulary_size: int, device: torch.device
@@ -139,12 +140,8 @@ class Settings:
         ]
 
     def draw(
-        self,
-        logits: torch.Tensor,
-        keys: torch.Tensor,
-        places: torch.Tensor,
-        requests: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, logits: Tensor, keys: Tensor, places: Tensor, requests: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """A token per row of logits [rows, vocabulary] and its log-probability, with the noise of
         its key and place in its response (int64 [rows]). `requests` int64 [rows]: which of them a
         row is for; None: one row each."""
@@ -156,7 +153,7 @@ class Settings:
 
 
 class _Batch:
-    """Requests that are decoded together, until that changes."""
+    """Requests that are decoded together. Made anew when they change."""
 
     def __init__(
         self, rows: Sequence[tuple[int, Draw]], vocabulary_size: int, device: torch.device
@@ -166,7 +163,7 @@ class _Batch:
         self._settings = Settings([one.sampling for _, one in rows], vocabulary_size, device)
         self._keys = torch.tensor([one.key for _, one in rows], device=device)
 
-    def draw(self, logits: torch.Tensor, broken: list[int]) -> torch.Tensor:
+    def draw(self, logits: Tensor, broken: list[int]) -> Tensor:
         """A token per row, int64 [rows]. Notes log-probabilities, and who has logits that are not
         numbers."""
         counts = [len(one.tokens) for _, one in self._rows]

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollpacker.core.events import SampleGenerated
@@ -33,13 +34,7 @@ from rollpacker.engines.engine import (
     EngineOutput,
     EngineStatus,
 )
-from rollpacker.engines.loop import (
-    LoopEngine,
-    Numbered,
-    abortion,
-    failure,
-    why_impossible,
-)
+from rollpacker.engines.loop import LoopEngine, Numbered, abortion, failure, why_impossible
 from rollpacker.engines.vllm.adapters import lora_request
 from rollpacker.engines.vllm.draws import DRAW, NUMBER, Draw, Draws
 from rollpacker.engines.vllm.live import Live
@@ -102,7 +97,7 @@ class VllmEngine(LoopEngine):
         # The worker's own.
         self._live: dict[int, Live] = {}
         self._num_ended = 0
-        """Generated tokens of those that are gone."""
+        """Number of generated tokens of responses that have left."""
         self._num_steps = 0
         self._is_closed = False
         try:
@@ -144,7 +139,7 @@ class VllmEngine(LoopEngine):
 
     @property
     def _scheduler(self) -> Any:
-        """vLLM's. It holds the record of every request that is not done with."""
+        """vLLM's scheduler. It holds the record of every request that has not ended."""
         return self._vllm.engine_core.engine_core.scheduler
 
     # -- the worker --------------------------------------------------------------------------------
@@ -165,7 +160,8 @@ class VllmEngine(LoopEngine):
         return outputs
 
     def _add(self, entry: Pending) -> Numbered | None:
-        """Hand a request to vLLM. What there is to report instead, if there is nothing to do."""
+        """Hand a request to vLLM. Returns the output to report at once, if there is nothing to
+        generate."""
         reason = self._why_impossible(entry)
         if reason is not None:
             return failure(entry, reason)
@@ -177,7 +173,7 @@ class VllmEngine(LoopEngine):
         return None
 
     def _begin_live(self, live: Live) -> None:
-        """Let vLLM have it, from what it has on."""
+        """Hand a response to vLLM, which goes on from the tokens that it has."""
         entry, given = live.entry, live.begin()
         # What comes from the prefix cache is not read, and so not drawn anew.
         draws_anew = live.draw.anew is not None
@@ -192,7 +188,7 @@ class VllmEngine(LoopEngine):
         self._live[entry.sequence] = live
 
     def _hand_over(self, number: int, draw: Draw, prompt: list[int], **sampling: Any) -> Request:
-        """Let vLLM have a request. Returns its record of it."""
+        """Hand a request to vLLM. Returns vLLM's record of it."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -242,7 +238,7 @@ class VllmEngine(LoopEngine):
         return reason
 
     def _is_over(self, entry: Pending, tokens: Sequence[int]) -> Literal["stop", "length"] | None:
-        """How a response has ended that was carried in; None if it goes on."""
+        """How a response that was carried in has ended. None: it goes on."""
         if self._stops(entry, tokens, len(tokens)):
             return "stop"
         if len(tokens) < entry.limit:
@@ -310,13 +306,14 @@ class VllmEngine(LoopEngine):
         return {number: count for number, count in cuts.items() if count is not None}
 
     def _broken(self) -> list[int]:
-        """Those whose newest token was drawn from logits that are not numbers."""
+        """Numbers of the requests whose newest token was drawn from logits that are not numbers.
+        Empties `Draws.broken`."""
         broken, self._draws.broken = self._draws.broken, []
         return [one for one in broken if one in self._live and self._live[one].is_broken]
 
     def _end(self, live: Live, reason: str | None) -> Numbered | None:
-        """What there is to report of one that has left vLLM, where it ended for this reason; None:
-        it goes on there."""
+        """The output to report of a response that has left vLLM for this reason. None if the
+        response goes on in vLLM."""
         if reason not in (None, "stop", "length"):
             return failure(live.entry, f"vLLM ended it: {reason}")
         if live.first_broken is not None:
@@ -350,7 +347,8 @@ class VllmEngine(LoopEngine):
         ]
 
     def _take_out(self, numbers: Sequence[int], unended: Sequence[int]) -> list[Live]:
-        """These leave vLLM, which is to drop those of them that have not ended there."""
+        """Take these responses out of vLLM and return them. The ones in `unended` have not ended
+        there and are dropped by vLLM."""
         states = self._vllm.output_processor.request_states
         for number in unended:
             state = states.get(self._live[number].request.request_id)
@@ -365,7 +363,8 @@ class VllmEngine(LoopEngine):
         return found
 
     def _forget(self, numbers: Sequence[int]) -> None:
-        """These are done with; what was noted of them is in their `Draw`s."""
+        """Drop the `Draw`s of these requests, which have left vLLM. Their log-probabilities stay in
+        the `Draw`s that others refer to."""
         draws = [self._draws.by_number.pop(number) for number in numbers]
         if self._workers is not None and numbers:
             for draw, log_probs in zip(draws, self._workers.take_log_probs(numbers), strict=True):
@@ -373,9 +372,7 @@ class VllmEngine(LoopEngine):
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def _renew(
-        self, version: int, weights: Mapping[str, torch.Tensor] | WeightSource | None
-    ) -> None:
+    def _renew(self, version: int, weights: Mapping[str, Tensor] | WeightSource | None) -> None:
         super()._renew(version, weights)
         self._copy.load()
 
@@ -395,5 +392,6 @@ def _may_stop(entry: Pending) -> bool:
 
 
 def _failed(live: Live) -> Numbered:
-    """Its logits are no numbers, from its first token without a log-probability on."""
+    """A failure for logits that are not numbers, which names the first token without a
+    log-probability."""
     return failure(live.entry, f"{NOT_NUMBERS} at response token {live.first_broken}")

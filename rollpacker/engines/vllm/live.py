@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class Live:
-    """One response."""
+    """A response on its way through vLLM."""
 
     draw: Draw
     request: Request
-    """While vLLM has it: its own record of it, which says what it has taken and how often it was
-    put back."""
+    """vLLM's own record of the request while vLLM has it. It says which tokens vLLM has taken and
+    how often the request was put back."""
 
     def __init__(self, entry: Pending) -> None:
         carried = entry.request.carried or Carried(tokens=(), log_probs=(), verify=False)
@@ -39,15 +39,16 @@ class Live:
         self.given = list(carried.tokens)
         """Tokens that it has without what vLLM has added since it was handed over; ..."""
         self.log_probs = list(carried.log_probs)
-        """... one for each of them."""
+        """Log-probabilities of these tokens."""
         self.num_kept: int | None = None
-        """Of the carried tokens, so many came out the same. None: nobody has looked."""
+        """Number of carried tokens that came out the same. None: they have not been drawn anew
+        yet."""
         self.num_redraws = 0
         entry.draw_with(0, entry.carried_redraw(0)[0])
         self.num_preemptions = 0
-        """When vLLM had it before."""
+        """Number of preemptions before vLLM's current record."""
         self.num_reused = 0
-        """Of the tokens before a later turn, those that vLLM found in its prefix cache."""
+        """Number of tokens before a later turn that vLLM found in its prefix cache."""
 
     @property
     def is_unseen(self) -> bool:
@@ -56,7 +57,7 @@ class Live:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """What the response has while vLLM has it."""
+        """All tokens of the response while vLLM has it."""
         new = () if self.is_unseen else self.request.output_token_ids
         return (*self.given, *new)
 
@@ -69,7 +70,8 @@ class Live:
 
     @property
     def first_broken(self) -> int | None:
-        """The same, once it has left: the first such token."""
+        """Number of the first token that was drawn from logits that are not numbers, once the
+        response has left vLLM. None: there is none."""
         return next((n for n, one in enumerate(self.log_probs) if math.isnan(one)), None)
 
     # -- vLLM gets it and gives it back ------------------------------------------------------------
@@ -127,13 +129,13 @@ class Live:
         return num_tokens
 
     def note_reused(self, num_tokens: int | None) -> None:
-        """vLLM, which has it, found so many tokens in its prefix cache."""
+        """Note that vLLM, which has the response, found so many tokens in its prefix cache."""
         request = self.entry.request
         if request.turn > 1 and num_tokens:
             self.num_reused = min(num_tokens, len(request.prompt_tokens))
 
     def leave(self) -> None:
-        """vLLM no longer has it."""
+        """Take over what vLLM has generated, since vLLM no longer has the response."""
         self.num_preemptions += self.request.num_preemptions
         if not self.is_unseen:
             new = self.request.output_token_ids
@@ -141,7 +143,7 @@ class Live:
             self.log_probs = [*self.log_probs, *self.draw.log_probs[: len(new)]]
 
     def cut(self, num_tokens: int) -> None:
-        """Forget what it has beyond so many."""
+        """Forget all tokens beyond the first `num_tokens`."""
         del self.given[num_tokens:], self.log_probs[num_tokens:]
 
     # -- ends that are not taken -------------------------------------------------------------------
@@ -155,7 +157,7 @@ class Live:
 
     @property
     def is_too_long(self) -> bool:
-        """vLLM, which has it, has taken it beyond its ceiling."""
+        """Whether vLLM, which has the response, has taken it beyond its ceiling."""
         return len(self.tokens) > self._ceiling and self.num_redraws < MAX_REDRAWS
 
     def draw_again(self, *, stopped: bool) -> bool:
@@ -177,7 +179,7 @@ class Live:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What its event says beside its tokens."""
+        """Fields of the response's event beside its tokens."""
         return {
             "preemptions": self.num_preemptions,
             "num_kept": self.num_kept,
@@ -185,7 +187,7 @@ class Live:
         }
 
     def response(self, reason: Literal["stop", "length", "aborted"], version: int) -> Response:
-        """Of one that vLLM no longer has."""
+        """The `Response` of a response that has left vLLM."""
         request = self.entry.request
         return Response(
             sample=request.sample,

@@ -30,7 +30,7 @@ WORKER = "rollpacker.engines.vllm.worker"
 
 
 class Workers:
-    """Of one engine."""
+    """The worker processes of one engine."""
 
     def __init__(self, engine: LLMEngine, model: PreTrainedModel) -> None:
         """Takes memory for the weights. Raises `OSError`, or `ValueError` if there is no room."""
@@ -39,7 +39,7 @@ class Workers:
         self._num_loads = 0
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Bring them to these weights."""
+        """Give the workers these weights."""
         self._num_loads += 1
         with self._buffer.writing(self._num_loads) as shared:
             for name, tensor in named:
@@ -47,24 +47,26 @@ class Workers:
         self._call("load_shared", self._buffer.source(self._num_loads))
 
     def take_log_probs(self, numbers: Sequence[int]) -> list[list[float]]:
-        """Of each of these requests, which the workers forget."""
+        """Log-probabilities of each of these requests, which the workers then forget."""
         found: list[list[float]] = self._agreed("take_log_probs", tuple(numbers))
         return found
 
     def drawn_anew(self, numbers: Sequence[int]) -> list[tuple[list[int], list[float]]]:
-        """What has come out in the places of these requests' carried tokens, and log-probs."""
+        """Tokens drawn in the places of each request's carried tokens, and their
+        log-probabilities."""
         found: list[tuple[list[int], list[float]]] = self._agreed("drawn_anew", tuple(numbers))
         return found
 
     def _agreed(self, method: str, argument: Any) -> Any:
-        """What all of them answer."""
+        """The answer that all workers give to this call. Raises `EngineError` if their answers
+        differ."""
         first, *others = self._call(method, argument)
         if any(repr(other) != repr(first) for other in others):  # NaN is NaN here
             raise EngineError("the devices of an engine of vLLM have drawn different tokens")
         return first
 
     def _call(self, method: str, argument: Any) -> list[Any]:
-        """What each of them answers."""
+        """The answer of each worker to this call."""
         answers: list[Any] = self._engine.collective_rpc(method, args=(argument,))
         return answers
 

@@ -1,4 +1,5 @@
-"""Opens a vLLM engine in this process: what it must be, what it is told, what it may not change."""
+"""Opens a vLLM engine in this process: the required versions, its arguments, and the settings of
+this process that it may not change."""
 
 from __future__ import annotations
 
@@ -33,19 +34,20 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 TESTED = {"vllm": ((0, 32), (0, 33)), "transformers": ((5, 16), (5, 20))}
-"""From the first version on, to before the second. The engine reads vLLM's own records of its
-requests, which are nobody's interface."""
+"""Versions that the engine is written for: from the first to before the second. The engine reads
+vLLM's own records of its requests, which are nobody's interface."""
 BLOCK_TOKENS = 32
-"""Prompts that are shorter share no keys and values."""
+"""Tokens of a block of keys and values. Prompts that are shorter share none."""
 KV_CACHE_GIB = 1.0
-"""On a CPU; on a GPU vLLM takes what is left of the memory."""
+"""Memory for keys and values on a CPU, in GiB. On a GPU vLLM takes what is left of the memory."""
 SHARE_OF_FREE = 0.9
-"""Of a GPU's memory that is free when vLLM starts."""
+"""Share of the GPU memory that is free when vLLM starts, which vLLM may take."""
 _NEED_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
-"""Hybrids whose code vLLM shares with models that see."""
+"""Kinds of hybrid models whose code vLLM shares with models that see."""
 _HYBRIDS_ON_CPU = ("qwen3_5_text",)
 _STATE_SIZES_ON_CPU = (64, 128)
-"""Heads of linear attention that its CPU kernels know, the same for keys and values."""
+"""Sizes of heads for which vLLM's linear attention on a CPU has kernels, the same for keys and
+values."""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -57,11 +59,13 @@ _ENVIRONMENT = {
     RUNNER_VARIABLE: "0",
 }
 _OF_MEMORY = re.compile(r"memory|KV cache|cache blocks", re.IGNORECASE)
-"""What a `ValueError` of vLLM's says if the memory for keys and values does not suffice."""
+"""Matches the `ValueError` with which vLLM says that the memory for keys and values does not
+suffice."""
 
 
 _the_only_one = threading.Lock()
-"""vLLM keeps what an engine shares with its workers in globals of the process."""
+"""Held while there is an engine: vLLM keeps what an engine shares with its workers in globals of
+the process."""
 
 
 def open_vllm(
@@ -99,14 +103,14 @@ def open_vllm(
 
 
 def close_vllm(engine: LLMEngine) -> None:
-    """Let go of its memory. Once."""
+    """Free the engine's memory. Called once."""
     engine.engine_core.shutdown()
     _the_only_one.release()
 
 
 def pack_output_layer(model: torch.nn.Module) -> None:
-    """On a CPU vLLM computes logits with a copy of the output matrix in another layout, which a
-    reload does not renew where the matrix is the embedding's."""
+    """Renew vLLM's copy of the output matrix, with which it computes logits on a CPU. A reload does
+    not renew it where the matrix is the embedding's."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for layer in model.modules():
@@ -115,7 +119,7 @@ def pack_output_layer(model: torch.nn.Module) -> None:
 
 
 def _of_workers(tensor_parallel: int) -> dict[str, str]:
-    """What vLLM's processes find in their environment: their share of this one's threads."""
+    """Environment variables of vLLM's worker processes, which share out this process's threads."""
     if tensor_parallel == 1:
         return {}
     threads = max(torch.get_num_threads() // tensor_parallel, 1)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from rollpacker.engines.embedded.extend import DRAW_LOGITS
 from rollpacker.engines.vllm.draws import NUMBER, Anew, Draw, Draws, Settings
@@ -38,7 +39,7 @@ def watch(runner: Any, draws: Draws) -> str | None:
         )
     of_prompts = runner._get_prompt_logprobs_dict
 
-    def also(hidden_states: torch.Tensor, num_scheduled: Mapping[str, int]) -> Any:
+    def also(hidden_states: Tensor, num_scheduled: Mapping[str, int]) -> Any:
         _draw_anew(runner, draws, hidden_states, num_scheduled)
         return of_prompts(hidden_states, num_scheduled)
 
@@ -47,9 +48,10 @@ def watch(runner: Any, draws: Draws) -> str | None:
 
 
 def _draw_anew(
-    runner: Any, draws: Draws, hidden_states: torch.Tensor, num_scheduled: Mapping[str, int]
+    runner: Any, draws: Draws, hidden_states: Tensor, num_scheduled: Mapping[str, int]
 ) -> None:
-    """`hidden_states` [tokens of the step, hidden]; so many of them are each request's."""
+    """Draw carried tokens from the hidden states before them. `hidden_states` [tokens of the step,
+    hidden]; `num_scheduled` says how many of these are each request's."""
     found: list[_Piece] = []
     for name, num_tokens in num_scheduled.items():
         state = runner.requests[name]
@@ -76,13 +78,13 @@ class _Piece(NamedTuple):
     draw: Draw
     anew: Anew
     place: int
-    """In the response, of the first one."""
+    """Number of the first token in the response."""
     num_tokens: int
     row: int
-    """Of the hidden state before it."""
+    """Row of the hidden state before the first token."""
 
 
-def _draw_all(runner: Any, found: list[_Piece], hidden_states: torch.Tensor) -> None:
+def _draw_all(runner: Any, found: list[_Piece], hidden_states: Tensor) -> None:
     device, size = hidden_states.device, runner.input_batch.vocab_size
     settings = Settings([one.draw.sampling for one in found], size, device)
     keys = [key for one in found for key in one.anew.keys[one.place : one.place + one.num_tokens]]

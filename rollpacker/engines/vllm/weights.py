@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollpacker.engines.engine import EngineError, SamplingParams
@@ -24,11 +25,12 @@ PROBE_TOKENS = 16
 """The fixed prompt after which both sides' log-probabilities are compared."""
 TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_HALF = 1.0
-"""How far they may be apart, in float32 and in any shorter format."""
+"""Largest difference between both sides' log-probabilities, in float32 and in any shorter
+format."""
 
 
 class Copy:
-    """Of one engine."""
+    """vLLM's copy of the weights of one engine."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class Copy:
         self._compare()
 
     def _load_base(self) -> None:
-        """All weights but the adapter's. vLLM drops the adapter."""
+        """Give vLLM all weights but the adapter's. vLLM drops the adapter."""
         named = list(base_weights(self._model))
         if self._workers is not None:
             self._workers.load(named)
@@ -71,7 +73,7 @@ class Copy:
 
     @property
     def can_sleep(self) -> bool:
-        """vLLM was opened such that it can let go of its memory."""
+        """Whether vLLM was opened such that it can free its memory."""
         return bool(self._vllm.model_config.enable_sleep_mode)
 
     def sleep(self) -> None:
@@ -114,18 +116,19 @@ class Copy:
                 "with these weights; set rollout.engine.name=torch if it stays so"
             )
 
-    def _model_says(self, prompt: list[int]) -> torch.Tensor:
+    def _model_says(self, prompt: list[int]) -> Tensor:
         """Log-probabilities of the prompt's tokens from the second one on."""
         ids = torch.tensor([prompt], device=self._model.device)
         was_training = self._model.training
         self._model.train(False)
         logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
         self._model.train(was_training)
-        log_probs: torch.Tensor = logits.log_softmax(-1).gather(1, ids[0, 1:, None])
+        log_probs: Tensor = logits.log_softmax(-1).gather(1, ids[0, 1:, None])
         return log_probs[:, 0].cpu()
 
-    def _vllm_says(self, prompt: list[int]) -> torch.Tensor:
-        """The same, by vLLM."""
+    def _vllm_says(self, prompt: list[int]) -> Tensor:
+        """Log-probabilities of the prompt's tokens from the second one on, as vLLM computes
+        them."""
         number = -1
         draw = Draw(SamplingParams(max_response_tokens=1, temperature=0.0), key=0)
         self._hand_over(number, draw, prompt, max_tokens=1, prompt_logprobs=0)

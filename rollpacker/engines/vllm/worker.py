@@ -25,17 +25,18 @@ DrawTokens = drawing_with(_draws)
 
 
 class Extension:
-    """Methods that vLLM's worker gets."""
+    """Methods that vLLM's worker gets from here."""
 
     def take_log_probs(self, numbers: Sequence[int]) -> list[list[float]]:
-        """What was noted of these requests, which are done with; nothing of one that was never
-        drawn for."""
+        """Log-probabilities of each of these requests, which have ended and are forgotten here.
+        Empty for a request that was never drawn for."""
         _draws.broken.clear()  # nobody looks at it here
         found = [_draws.by_number.pop(number, None) for number in numbers]
         return [[] if one is None else one.log_probs for one in found]
 
     def drawn_anew(self, numbers: Sequence[int]) -> list[tuple[list[int], list[float]]]:
-        """What has come out in the places of these requests' carried tokens, and log-probs."""
+        """Tokens drawn in the places of each request's carried tokens, and their
+        log-probabilities."""
         found = [_draws.by_number[number].anew for number in numbers]
         return [(one.tokens, one.log_probs) for one in found if one is not None]
 

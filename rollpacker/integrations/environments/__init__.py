@@ -25,7 +25,7 @@ PACKAGES = {
     "reasoning-gym": "reasoning_gym",
     "verifiers": "verifiers",
 }
-"""What stands before the colon -> the module here."""
+"""The module here for each name before the colon."""
 
 __all__ = ["PACKAGES", "AdapterError", "is_adapted", "load", "rows"]
 
@@ -37,7 +37,7 @@ def is_adapted(name: str) -> bool:
 
 
 def load(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
-    """What makes an episode's environment, to be called in the process that plays it.
+    """The function that makes an episode's environment, to be called in the process that plays it.
 
     `name`: `package:NAME`. `arguments`: those of the adapter (its module's docstring) and, where
     its package takes any, those of the environment. Imports the package. Raises `AdapterError` for

@@ -34,7 +34,7 @@ from rollpacker.integrations.environments.messages import (
 )
 
 _MARKED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
-"""What is drawn in colour: where the player is, in Gymnasium's own environments."""
+"""Matches text that is drawn in colour: the player's place, in Gymnasium's own environments."""
 
 
 def factory(name: str, arguments: dict[str, Any]) -> Callable[[], GymnasiumEnvironment]:
@@ -92,7 +92,7 @@ class GymnasiumEnvironment:
     def step(
         self, message: Message
     ) -> tuple[Sequence[Message], float | None, bool, bool, dict[str, Any]]:
-        """Gymnasium's five values; the last is empty."""
+        """Play one step. Returns Gymnasium's five values; the last is empty."""
         action = text_of(message) if self._is_text else self._action(text_of(message))
         if action is None:
             return said(f"That names no action. {self._choices()}"), None, False, False, {}

@@ -1,4 +1,5 @@
-"""What all adapters do alike: their own arguments, the first messages, the model's text, seeds."""
+"""Parts that all adapters share: their own arguments, the first messages, the model's text,
+seeds."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from rollpacker.did_you_mean import did_you_mean
 from rollpacker.environments.environment import Message
 
 DEFAULT_NUM_ROWS = 1024
-"""Where an environment is made of a seed alone, rows are numbers: so many unless told."""
+"""Number of rows of an environment that is made of a seed alone, unless the config says another."""
 
 
 class AdapterError(ValueError):
@@ -40,7 +41,7 @@ class OwnArguments:
         return value
 
     def take_num_rows(self) -> int:
-        """`num_rows`. Raises `AdapterError` if it is no positive whole number."""
+        """The argument `num_rows`. Raises `AdapterError` if it is no positive whole number."""
         number: int = self.take("num_rows", DEFAULT_NUM_ROWS, int)
         if number < 1:
             raise AdapterError(f"{self._name}: num_rows is {number}; it must be at least 1.")
@@ -73,12 +74,12 @@ def opening(*parts: str | None, system_prompt: str | None) -> list[Message]:
 
 
 def said(text: str) -> list[Message]:
-    """One message of the environment; none where it says nothing."""
+    """One message of the environment with this text; no message for an empty text."""
     return [{"role": "user", "content": text}] if text else []
 
 
 def text_of(message: Message) -> str:
-    """What the model's message says; its tool calls are not part of it."""
+    """The text of the model's message, without its tool calls."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -87,7 +88,7 @@ def text_of(message: Message) -> str:
 
 
 def plain(value: Any) -> Any:
-    """`value` without arrays and scalars of numpy, which are no JSON."""
+    """The value without arrays and scalars of numpy, which JSON has not."""
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -110,7 +110,7 @@ def _require() -> None:
 
 
 def _check_server(url: str) -> None:
-    """Raises `AdapterError` where nothing answers."""
+    """Raises `AdapterError` if no server answers there."""
     if not url.startswith(("http://", "https://")):
         raise AdapterError(f"openenv:{url}: write openenv:http://HOST:PORT, where its server is.")
     try:

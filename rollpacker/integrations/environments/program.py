@@ -34,9 +34,9 @@ from rollpacker.serving.http import LOOPBACK
 from rollpacker.workers.child import Child
 
 MAX_ROW_BYTES = 96 << 10
-"""Of an environment variable; systems take a little more."""
+"""Most bytes of a row in an environment variable; systems take a little more."""
 MAX_LINE_BYTES = 64 << 10
-"""Of what a program printed last."""
+"""Bytes of a program's latest output that are kept."""
 MAX_ERROR_CHARS = 600
 _LOOK_S = 0.005
 
@@ -117,7 +117,8 @@ class Program:
         return {**os.environ, **known, **self._programs.variables}
 
     async def _until_called(self) -> tuple[Sequence[Message], Any, bool]:
-        """Until the program calls the model again, or has ended."""
+        """Wait until the program calls the model again, or has ended. Returns what `step`
+        returns."""
         session, process = self._session, self._process
         assert session is not None and process is not None
         called = session.called
@@ -141,7 +142,7 @@ class _Process:
     """The program, what it prints last, and its end."""
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
-        """Raises `OSError`."""
+        """Starts the program. Raises `OSError`."""
         output, errors = _Tail(), _Tail()
         try:
             self._child = Child.start(
@@ -161,10 +162,10 @@ class _Process:
             os.close(errors.writer)
         self._output, self._errors = output, errors
         self.ended: asyncio.Future[str] = asyncio.ensure_future(self._end())
-        """How it ended; all that it printed was read by then."""
+        """Done with how the program ended, once all that it printed was read."""
 
     def reward(self) -> Any:
-        """What its last line says. None: nothing of a reward."""
+        """The reward in the program's last line. None: that line has no reward."""
         try:
             told = json.loads(self._output.last_line())
         except (ValueError, RecursionError):
@@ -201,7 +202,7 @@ class _Tail:
         os.set_blocking(self._reader, False)
         self._kept = b""
         self.over: asyncio.Future[None] = self._loop.create_future()
-        """Done when nobody can write to it any more."""
+        """Done when nobody can write to the pipe any more."""
         self._loop.add_reader(self._reader, self._read)
 
     @property
@@ -223,7 +224,7 @@ class _Tail:
                 self.over.set_result(None)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop reading and close the pipe. Idempotent."""
         if self._reader >= 0:
             self._loop.remove_reader(self._reader)
             os.close(self._reader)

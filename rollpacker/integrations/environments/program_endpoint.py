@@ -34,7 +34,7 @@ from rollpacker.serving.http import (
 )
 
 _IN_VAIN = {"x-should-retry": "false"}
-"""OpenAI's clients heed it."""
+"""Headers of an error, which tell OpenAI's clients not to repeat the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Call:
     """The model is called."""
 
     messages: tuple[dict[str, Any], ...]
-    """What is new since its last message."""
+    """The messages behind the model's last one."""
     tools: tuple[dict[str, Any], ...]
 
 
@@ -53,9 +53,10 @@ class Session:
         self.token = secrets.token_urlsafe(24)
         self.row = json.dumps(row, default=str)
         self.reward: Any = None
-        """What it posted."""
+        """The reward that the program posted. None: it posted none."""
         self.called: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
-        """Done with the next call; or fails with what the program did wrong."""
+        """Done with the program's next call. It fails if the program did something that cannot be
+        trained on."""
         self._said: list[str] = []
         """All messages so far, the model's too, as `chat.as_said` has them."""
         self._tools: tuple[dict[str, Any], ...] = ()
@@ -68,7 +69,7 @@ class Session:
     # -- for the environment -----------------------------------------------------------------------
 
     def answer(self, message: Mapping[str, Any]) -> None:
-        """Answer the call with the model's message; the next one can be waited for."""
+        """Answer the call with the model's message. `called` is then the next call."""
         assert self._pending is not None, "the model was not called"
         wire = chat.on_wire(message)
         self._said.append(chat.as_said(chat.read_back(wire)))
@@ -140,11 +141,11 @@ class Session:
 
 
 class ProgramError(Exception):
-    """What a program did that cannot be trained on."""
+    """A program did something that cannot be trained on."""
 
 
 class ProgramEndpoint:
-    """Of a process: there while any session is open, and gone with the last."""
+    """The endpoint of a process. Its server is open while any session is."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -166,7 +167,7 @@ class ProgramEndpoint:
             raise
 
     async def leave(self, session: Session) -> None:
-        """Idempotent."""
+        """Close a session, and the server with the last one. Idempotent."""
         session.close()
         self._sessions.pop(session.token, None)
         if not self._sessions and self._server is not None:

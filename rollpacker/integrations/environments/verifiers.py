@@ -59,8 +59,8 @@ def rows(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class Servers:
-    """What verifiers needs to run for its episodes (its own endpoint, tools that tasks share):
-    there while any episode is open, for all of them, and gone with the last."""
+    """The servers that verifiers needs for its episodes (its own endpoint, tools that tasks share).
+    All episodes share them; they are open while any episode is."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -83,7 +83,8 @@ class Servers:
 
 
 class _Running:
-    """One stretch of that. A task of its own enters and leaves, as verifiers' servers want it."""
+    """The time from the first open episode to the last, in which verifiers' servers run. They are
+    entered and left in one task, as verifiers requires."""
 
     def __init__(self, config: Any) -> None:
         from verifiers.v1.utils.loaders import load_environment
@@ -166,7 +167,8 @@ class VerifiersEnvironment:
                 del clients[config.model_dump_json()]
 
     async def _until_called(self) -> tuple[Sequence[Message], float | None, bool]:
-        """Until verifiers calls the model again, or the episode is over."""
+        """Wait until verifiers calls the model again, or the episode is over. Returns what `step`
+        returns."""
         assert self._episode is not None and self._client is not None
         called = self._client.called
         await asyncio.wait({called, self._episode}, return_when=asyncio.FIRST_COMPLETED)
@@ -178,7 +180,8 @@ class VerifiersEnvironment:
         return self._what_is_new(call.messages), None, False
 
     def _what_is_new(self, messages: list[dict[str, Any]]) -> list[Message]:
-        """What was said since the model's last message. Raises if anything before was rewritten."""
+        """The messages since the model's last one. Raises `RuntimeError` if any message before was
+        rewritten."""
         number = len(self._seen)
         behind = number + 1 if number else 0  # the model's own message, which its caller has
         is_extended = messages[:number] == self._seen and (
@@ -194,9 +197,9 @@ class VerifiersEnvironment:
 
 
 def _tools_of(config: Any, name: str) -> tuple[ToolSchema, ...]:
-    """What the model is told of: verifiers knows it when a tool's server runs, so an episode of the
-    first task is begun and given up, in a thread, since the caller may have an event loop. Nothing
-    is begun where there are no tools."""
+    """The schemas of the tools that the model is told of. Verifiers knows them when a tool's server
+    runs, so an episode of the first task is begun and given up, in a thread, since the caller may
+    have an event loop. Nothing is begun where there are no tools."""
     from verifiers.v1.utils.loaders import load_taskset
 
     taskset = load_taskset(config.taskset)
@@ -224,7 +227,8 @@ def _tools_of(config: Any, name: str) -> tuple[ToolSchema, ...]:
 
 
 def _reward_of(episode: Any) -> float:
-    """Raises for an episode that failed: an error of the environment is no reward of zero."""
+    """The reward of an episode. Raises `RuntimeError` for an episode that failed: an error of the
+    environment is no reward of zero."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         said = f"{errors[-1].type}: {errors[-1].message}" if errors else "no reason is given"

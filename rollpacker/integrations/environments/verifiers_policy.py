@@ -41,7 +41,7 @@ class Call:
     """The whole dialogue, as on the wire."""
     tools: tuple[dict[str, Any], ...]
     answer: asyncio.Future[Mapping[str, Any]]
-    """To be given the model's next message."""
+    """The future that is to be given the model's next message."""
 
 
 class PolicyHarness(Harness[HarnessConfig]):  # type: ignore[misc]
@@ -128,7 +128,7 @@ class _PolicySession(HarnessSession):  # type: ignore[misc]
             raise RuntimeError(f"a call of the model failed: {await response.text()}")
 
     async def _call(self, function: Mapping[str, str]) -> Any:
-        """What a tool says; what is wrong with the call is said to the model."""
+        """The result of a tool, or a text for the model that says what is wrong with the call."""
         dispatch, servers = self._servers
         try:
             arguments = json.loads(function["arguments"] or "{}")
@@ -146,7 +146,7 @@ class PolicyClient(Client):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.called: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
-        """Done when the model is called; whoever takes the call puts a new one here."""
+        """Done when the model is called. Whoever takes the call puts a new future here."""
 
     async def get_response(self, dialect: Any, body: dict[str, Any], *_: Any, **__: Any) -> Any:
         if self.called.done():
@@ -176,7 +176,8 @@ class PolicyClient(Client):  # type: ignore[misc]
 def _as_on_the_wire(
     message: Mapping[str, Any], calls: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """As OpenAI's API writes it: arguments of calls are a text, and calls have ids."""
+    """An assistant's message as OpenAI's API writes it: arguments of calls are a text, and calls
+    have ids."""
     wire: dict[str, Any] = {"role": "assistant", "content": message.get("content") or ""}
     if message.get("reasoning_content"):
         wire["reasoning_content"] = message["reasoning_content"]

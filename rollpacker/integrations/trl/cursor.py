@@ -23,7 +23,7 @@ class SamplerCursor:
     def __init__(
         self, num_rows: int, *, prompts_per_step: int, num_steps: int, shuffle: bool, seed: int
     ) -> None:
-        """`num_steps`: how often TRL asks for responses."""
+        """`num_steps`: the number of times that TRL asks for responses."""
         self._sampler = RepeatSampler(
             range(num_rows),
             mini_repeat_count=1,
@@ -53,11 +53,11 @@ class SamplerCursor:
 
     @property
     def ended(self) -> bool:
-        """No step is left for another prompt."""
+        """Whether no step is left for another prompt."""
         return self._left == 0
 
     def state(self) -> dict[str, Any]:
-        """Where it is, for `restore`."""
+        """The cursor's place, for `restore`."""
         return {"epoch": self._epoch, "position": self._position, "order": len(self._order)}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -66,7 +66,8 @@ class LateDataset(Dataset):  # type: ignore[misc]
 
     @classmethod
     def of(cls, dataset: Dataset, decide: Callable[[], list[Row]]) -> LateDataset:
-        """`decide` says which rows the next generation has."""
+        """The data set with rows that are decided late: `decide` returns the rows of the next
+        generation."""
         late = cls.__new__(cls)
         late.__dict__.update(dataset.__dict__)
         late._decide = decide

@@ -40,7 +40,7 @@ class LentModel:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, the model is the engine's; the trainer must not run it."""
+        """A context in which the model is the engine's, and the trainer must not run it."""
         model = self._model
         attention = model.config._attn_implementation
         replaced = vars(model).pop("forward", None)
@@ -69,7 +69,8 @@ def _without_wrapper(model: Any) -> PreTrainedModel:
 def prompt_tokens(
     prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any]
 ) -> list[tuple[int, ...]]:
-    """As TRL tokenizes them: a text as it is, messages by the chat template."""
+    """The tokens of these prompts, as TRL makes them: of a text as it is, of messages by the chat
+    template."""
     encoded: Any
     if isinstance(prompts[0], str):
         encoded = tokenizer(text=list(prompts))

@@ -1,4 +1,4 @@
-"""What a user of TRL sees: one object that is data set, rollout function and callback at once."""
+"""The one object that a user of TRL sees: data set, rollout function and callback at once."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class RolloutFunction(TrainerCallback):
             )
         _check_tail_batching(tail_batching)
         self.dataset = LateDataset.of(dataset, self._decide)
-        """The same data for the trainer: which row is trained on when is decided late."""
+        """The data set for the trainer. Which of its rows is trained on when is decided late."""
         self._rows = dataset
         self._tail_batching = tail_batching
         self._engine_config = engine
@@ -99,12 +99,13 @@ class RolloutFunction(TrainerCallback):
         self._step: Groups = []
         """The step that is being generated or trained on."""
         self._drawn: list[Row] = []
-        """Its rows, one for each response."""
+        """The rows of that step, one for each response."""
         self._trainer: Any = None
         self._num_evaluations = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RolloutFunction:
-        """One training has one; data sets are copied by those who rename a column."""
+        """The object itself: a training has one, and data sets are copied by those who rename a
+        column."""
         return self
 
     # -- what the trainer calls --------------------------------------------------------------
@@ -189,12 +190,12 @@ class RolloutFunction(TrainerCallback):
             self._trainer._metrics["train"][f"rollpacker/{name}"].append(value)
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """What waits goes beside what TRL has just saved."""
+        """Save what waits for its next launch beside what TRL has just saved."""
         if self._rollouts is not None and state.is_world_process_zero:
             self._rollouts.save(_checkpoint(args, state.global_step))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Let go of the engine, and say where the seconds went."""
+        """Close the engine, and print where the seconds went."""
         if self._rollouts is not None and state.is_world_process_zero:
             print(self.report())
         self._close()
@@ -231,7 +232,8 @@ class RolloutFunction(TrainerCallback):
         self._lent = None
 
     def _evaluate(self, prompts: list[Any], trainer: Any) -> list[Response]:
-        """All are awaited: the prompts of an evaluation are fixed."""
+        """The responses to the prompts of an evaluation. All are awaited, since an evaluation has
+        fixed prompts."""
         engine = self._engine(trainer.model, trainer.processing_class)
         assert self._lent is not None
         self._num_evaluations += 1
@@ -298,9 +300,8 @@ def _job(
 
 
 def num_generations(args: Any, max_steps: int, batches_per_epoch: int) -> int:
-    """How often TRL asks for responses in so many optimizer steps. An epoch has
-    `batches_per_epoch` of them; what does not fill an optimizer step at its end makes a smaller
-    one."""
+    """Number of times that TRL asks for responses in `max_steps` optimizer steps. An epoch has
+    `batches_per_epoch` of them; the rest at the end of an epoch makes a smaller optimizer step."""
     every: int = args.steps_per_generation * args.num_iterations
     accumulated: int = args.gradient_accumulation_steps
     micro_steps = batches_per_epoch * every
@@ -320,7 +321,8 @@ def _sampling(args: Any) -> SamplingParams:
 
 
 def _check_tail_batching(config: TailBatchingConfig) -> None:
-    """What asks something of the trainer, or of the rewards, that TRL does not do."""
+    """Raises `ValueError` for settings that ask something of the trainer, or of the rewards, that
+    TRL does not do."""
     if config.carries and config.carry == "weighted":
         raise ValueError("carry=weighted needs token weights in the loss: not with TRL; use exact")
     if config.debias != "none":

@@ -74,12 +74,12 @@ from rollpacker.run.ports.carried import CarriedTokens, Waiting, read_carried, w
 from rollpacker.run.ports.clock import RealClock
 
 FOLDER = "rollpacker"
-"""Of a checkpoint of TRL's, with what waits for its next launch."""
+"""The folder in a checkpoint of TRL's that holds what waits for its next launch."""
 TOKENIZER = "that of the checkpoint"
 
 LIMIT = "generation_s of rollout_function"
 LOOKS = 20
-"""How often a deadline's time is looked at the engine for a sign of life."""
+"""Looks at the engine for a sign of life, per deadline."""
 
 Groups = list[list[Response]]
 """The samples of each prompt, in launch order."""
@@ -87,7 +87,8 @@ Found = queue.SimpleQueue[Groups | BaseException]
 
 
 class Rollouts:
-    """Belongs to the thread that trains; hears the engine in the engine's own."""
+    """The rollouts of one training. Belongs to the thread that trains; outputs come in the engine's
+    thread."""
 
     def __init__(
         self,
@@ -100,11 +101,13 @@ class Rollouts:
         generation_s: float,
         waiting: Waiting | None = None,
     ) -> None:
-        """`prompts`: by row. `waiting`: what deferred prompts had when the job was saved."""
+        """`prompts`: the prompt of each row. `waiting`: the tokens of deferred prompts when the job
+        was saved."""
         self.engine = engine
         self.cursor = cursor
         self.waiting: Waiting = waiting or {}
-        """As of the last step that was trained on."""
+        """Tokens of prompts that wait for their next launch, as of the last step that was trained
+        on."""
         self._history = History()
         self._history.last_step = job.step
         self._time = TimeBook(slots=None)
@@ -160,11 +163,11 @@ class Rollouts:
         return self._metrics()
 
     def seconds(self) -> dict[str, float]:
-        """Where they went so far, by cause (see `CAUSES`)."""
+        """Seconds of the training so far, by cause (see `CAUSES`)."""
         return self._time.seconds(self._history.step.peak_live)
 
     def report(self) -> str:
-        """Where the seconds went so far, in one line."""
+        """The seconds of the training so far, by cause, in one line."""
         seconds = self.seconds()
         wall = sum(seconds.values())
         parts = []
@@ -174,8 +177,8 @@ class Rollouts:
         return f"rollpacker: {self.bus.job.version} steps in {wall:.1f} s: {', '.join(parts)}"
 
     def save(self, checkpoint: Path) -> None:
-        """Beside what TRL saves. In the middle of the updates of one generation there is nothing
-        that a resume could go on from."""
+        """Save the job and what waits beside what TRL saves. Saves nothing in the middle of the
+        updates of one generation: a resume could not go on from there."""
         job, folder = self.bus.job, checkpoint / FOLDER
         if job.phase is not Phase.COMMITTING:
             return
@@ -285,12 +288,13 @@ CAUSES = {
     "between_steps": ("checkpoint",),
     "controller": ("controller", "sync"),
 }
-"""What the seconds of the time book's causes are called here: training is TRL's rewards and
-gradients, and what comes between two steps its evaluations, logs and checkpoints."""
+"""The time book's causes of seconds, by the names that they have here: training is TRL's rewards
+and gradients, and between two steps are its evaluations, logs and checkpoints."""
 
 
 def wait_for(found: Found, engine: Engine, limit_s: float, what: Callable[[], str]) -> Groups:
-    """What is put there by the engine's thread, as long as the engine shows signs of life.
+    """Wait for the groups that the engine's thread puts there, as long as the engine shows signs of
+    life.
 
     Raises `DeadlineExceeded`, and whatever exception is put there.
     """

@@ -203,5 +203,5 @@ class DirectReceiver:
 
 
 def _first_sentence(error: Exception) -> str:
-    """What gloo adds to it is no help here."""
+    """The first sentence of an error. gloo's further lines are no help to a user."""
     return (str(error).splitlines() or [repr(error)])[0].partition(". ")[0]

@@ -98,7 +98,7 @@ class HostReceiver:
         """The number of the next message to deliver."""
         self._connections: dict[int, _Connection] = {}
         self._alone_since = time.monotonic()
-        """There is no connection since then, if there is none."""
+        """The time since which there is no connection; meaningless while there is one."""
         self._times: deque[ArrivalTimes] = deque(maxlen=MAX_TIMES)
         self._listeners: list[Listener] = []
         try:

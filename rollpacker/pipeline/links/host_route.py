@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 GREETING = struct.Struct(">IQ")
-"""What a connection says after the token: its place among those of the sender, and how many the
-sender had made before. A later one of the same place replaces an earlier one."""
+"""The greeting of a connection, after the token: its place among those of the sender, and how
+many the sender had made before. A later one of the same place replaces an earlier one."""
 MAX_CONNECTIONS = 64
 
 

@@ -85,7 +85,7 @@ class HostSender:
         self._loss = Loss(on_lost)
         self._changed = threading.Condition()
         self._messages: dict[int, _Message] = {}
-        """Those that are not acknowledged, in order."""
+        """Messages that are not acknowledged yet, by number, in order."""
         self._waiting: list[int] = []
         """Numbers of those that no connection carries: a heap."""
         self._num_posted = 0

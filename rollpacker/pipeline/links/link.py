@@ -1,4 +1,4 @@
-"""What the two ends of a link are: one direction over one border between two stages.
+"""The contract of a link's two ends. A link is one direction over one border between two stages.
 
 Messages are numbered from 0 in the order in which they are sent. Each arrives once, in that order,
 bit for bit. A link that cannot keep this up is *lost*: it says so once, and carries nothing more.
@@ -55,29 +55,30 @@ class Border:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendTimes:
-    """Of one message, by the sender's clock (`time.monotonic`)."""
+    """Times of one message, by the sender's clock (`time.monotonic`)."""
 
     number: int
     num_bytes: int
     posted_s: float
     """`send` was called."""
     started_s: float
-    """Its first byte was handed on; the last time, if it was sent again."""
+    """The time at which the first byte was handed on. If the message was sent again, this is the
+    last time."""
     acknowledged_s: float
     """The sender knew that it had arrived. A direct link knows only that it has left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivalTimes:
-    """Of one message. The clocks are those of two processes, perhaps of two hosts: what one is
-    ahead of the other is in `seconds`, and cancels in a message there and one back."""
+    """Times of one message. The clocks are those of two processes, perhaps of two hosts: their
+    difference is in `seconds`, and cancels in a message there and one back."""
 
     number: int
     num_bytes: int
     posted_s: float
-    """By the sender's clock: `send` was called."""
+    """The time at which `send` was called, by the sender's clock."""
     arrived_s: float
-    """By the receiver's clock: all of it is here."""
+    """The time at which all of it was received, by the receiver's clock."""
 
     @property
     def seconds(self) -> float:
@@ -120,7 +121,7 @@ class Loss:
 
     def __init__(self, on_lost: OnLost) -> None:
         self.over = threading.Event()
-        """It carries nothing more."""
+        """Set once the link is closed or lost and carries nothing more."""
         self.error: LinkLost | None = None
         self._on_lost = on_lost
         self._lock = threading.Lock()

@@ -57,7 +57,7 @@ class SwitchedReceiver:
         self._num_arrived: Counter[LinkKind] = Counter()
 
     def arrival_over(self, kind: LinkKind) -> OnArrival:
-        """What the link of this kind is to call."""
+        """The function that the link of this kind calls for each message that arrives."""
 
         def arrive(number: int, tensor: Tensor) -> None:
             assert number == self._num_arrived[kind], f"message {number} is out of order"

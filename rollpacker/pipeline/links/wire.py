@@ -33,7 +33,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class Header(NamedTuple):
-    """What a message says of itself before its bytes."""
+    """The header of a message, which comes before its bytes."""
 
     kind: Literal[1, 2]
     number: int

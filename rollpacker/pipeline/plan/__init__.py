@@ -1,1 +1,2 @@
-"""What a pipeline stage does next, how layers are split, and which link or stage is slow. Pure."""
+"""Plans of a pipeline: the next op of a stage, the split of the layers, and the watch for slow
+links and stages. Pure."""

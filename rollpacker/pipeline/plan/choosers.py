@@ -1,4 +1,4 @@
-"""What a pipeline stage does next.
+"""Choosers of a pipeline stage's next op.
 
 A model's layers are cut into *stages*, one after the other. A *sweep* takes micro-batches through
 them, with three ops each on every stage:
@@ -63,7 +63,7 @@ def check_order_name(order: str) -> None:
 
 @dataclass(slots=True)
 class StageState:
-    """What one stage knows and has done in a sweep.
+    """Inputs that have reached one stage in a sweep, and ops that it has done.
 
     A sweep may be *open*: micro-batches are added while it runs, until it is closed. Inputs arrive
     in the order of the micro-batches; whoever receives them otherwise counts the first that are all
@@ -73,7 +73,7 @@ class StageState:
     stage: int
     num_stages: int
     tokens: list[int] = field(default_factory=list)
-    """Of every micro-batch there is so far."""
+    """Tokens of each micro-batch that exists so far."""
     closed: bool = False
     """No more of them will come."""
     num_f_arrived: int = 0
@@ -85,7 +85,7 @@ class StageState:
     num_i: int = 0
     num_w: int = 0
     live_tokens: int = 0
-    """Of micro-batches whose F is done and whose W is not: their activations are kept."""
+    """Tokens of micro-batches whose F is done and whose W is not: their activations are kept."""
     peak_live_tokens: int = 0
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -144,11 +144,11 @@ class StageState:
 
 
 class Chooser(Protocol):
-    """Of one stage, for one sweep."""
+    """Chooses the ops of one stage in one sweep."""
 
     def choose(self, state: StageState) -> Op | None:
-        """What to run now; None: wait until something arrives, or micro-batches are added. The
-        answer depends on `state` alone and always is ready."""
+        """Choose the op to run now. None: wait until something arrives, or micro-batches are
+        added. The op depends on `state` alone and always is ready."""
         ...
 
 
@@ -159,7 +159,7 @@ class FixedOrder:
         self._order = list(order)
 
     def extend(self, order: Sequence[Op]) -> None:
-        """Of micro-batches added to an open sweep, numbered on."""
+        """Append the ops of micro-batches that were added to an open sweep, numbered on."""
         self._order += order
 
     def choose(self, state: StageState) -> Op | None:
@@ -238,9 +238,9 @@ def check_caps(caps: Sequence[int | None], tokens: Sequence[int]) -> None:
 def live_token_caps(
     live_tokens: int | Literal["auto"], *, num_stages: int, longest: int
 ) -> list[int]:
-    """By stage, what `train.pipeline.live_tokens` says where the largest micro-batch has `longest`
-    tokens. auto: two of them for each stage from this one to the last. ValueError for a cap below
-    it."""
+    """Caps of live tokens by stage, from `train.pipeline.live_tokens`, where the largest
+    micro-batch has `longest` tokens. With auto, two such micro-batches for each stage from this
+    one to the last. Raises `ValueError` for a cap below one."""
     if live_tokens == "auto":
         return [2 * (num_stages - stage) * longest for stage in range(num_stages)]
     if longest > live_tokens:
@@ -267,8 +267,8 @@ def even_quotas(num_stages: int, most: int) -> list[int]:
 
 
 def slack_needed(f_s: Sequence[float], i_s: Sequence[float], link_s: Sequence[float]) -> list[int]:
-    """By link: by how much the quota of the stage before must be above that of the stage after so
-    that its delay does not cascade (ADAPTRA's Eq. 1):
+    """Difference of quotas that each link needs between the stage before it and the stage after it,
+    so that its delay does not cascade (ADAPTRA's Eq. 1):
 
         F_i + I_i + 2 c_i <= slack * (F_{i+1} + I_{i+1})
 

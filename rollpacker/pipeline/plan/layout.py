@@ -1,4 +1,4 @@
-"""Which layers and which processes the stages of a pipeline should have, by what was measured.
+"""Proposals of other layouts for a pipeline's layers and processes, by measured times.
 
 A stage that became slow is to have fewer layers. Two processes of one stage between which the
 network became slow are to be in two stages: a step's weights and gradients go between shards of a
@@ -42,10 +42,10 @@ class Layout:
     """Where the parts of a model are."""
 
     layers: tuple[int, ...]
-    """Of each stage."""
+    """Layers of each stage."""
     places: tuple[int, ...]
-    """By rank: the number of its device. Ranks of a stage follow one another, and the same shard's
-    of all stages are a pipeline."""
+    """Number of the device of each rank. Ranks of a stage follow one another, and the same
+    shard's of all stages are a pipeline."""
 
     def __str__(self) -> str:
         return f"{list(self.layers)} layers, at places {list(self.places)}"
@@ -111,7 +111,7 @@ def _mean(costs: Sequence[StageCost]) -> StageCost:
 
 
 def _sum(ops: Sequence[OpCost], factor: float) -> OpCost:
-    """What all of these ops take together, times a factor."""
+    """The cost of all these ops together, times a factor."""
     return OpCost(
         fixed_s=factor * math.fsum(op.fixed_s for op in ops),
         per_token_s=factor * math.fsum(op.per_token_s for op in ops),
@@ -179,19 +179,19 @@ def _pair(one: int, other: int) -> Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTimes:
-    """What was measured between places of the same stage after a step."""
+    """Times of messages between places of the same stage, measured after a step."""
 
     there_and_back_s: Mapping[Pair, float]
-    """Of a message."""
+    """Seconds of a message there and back, by pair of places."""
     message_bytes: int
     step_bytes: float
-    """What a step sends from each of them to each other one, one way."""
+    """Bytes that each of these places sends to each other one in a step, one way."""
     step_s: float
 
 
 class PairWatch:
-    """Which places of the same stage reach one another slowly: as `LinkWatch` says of links, if a
-    step's bytes took as long as those of the message did."""
+    """Finds places of the same stage that reach one another slowly. They are judged as
+    `LinkWatch` judges links, as if a step's bytes took as long as those of the message did."""
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         self._config = WatchConfig() if config is None else config
@@ -201,7 +201,7 @@ class PairWatch:
         """Seconds of a message there and back, when it was sent last."""
 
     def observe(self, times: ShardTimes) -> list[Pair]:
-        """Those that turned slow."""
+        """Take in the times of a step. Returns the pairs of places that turned slow."""
         turned = []
         steps_bytes = times.step_bytes / times.message_bytes
         for pair, seconds in times.there_and_back_s.items():
@@ -236,7 +236,7 @@ class Proposal:
     layout: Layout
     why: str
     saved_s: float
-    """Of a step."""
+    """Seconds of a step that the layout is expected to save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +244,7 @@ class MeasuredSweep:
     """A step's sweep with gradients, as its stages were measured."""
 
     costs: Sequence[StageCost]
-    """By stage."""
+    """Costs by stage."""
     loads: Sequence[Load]
     links: Sequence[Link]
     bytes_per_token: float
@@ -259,7 +259,7 @@ class Relayouts:
         self._pairs = PairWatch()
         self._wait_steps = 0
         self._for: list[MeasuredSweep] = []
-        """Of the last steps, running, that speak for other layers."""
+        """The last sweeps, without a gap, that speak for other layers."""
         self._proposed: set[Layout] = set()
 
     def observe(

@@ -1,4 +1,4 @@
-"""Which kind of links a pipeline uses, where it may choose."""
+"""Choice of the kind of links that a pipeline uses, where it may choose."""
 
 from __future__ import annotations
 

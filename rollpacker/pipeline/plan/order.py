@@ -16,7 +16,7 @@ from rollpacker.pipeline.plan.choosers import KINDS, Kind, Op, Order, StageState
 
 _CELL = re.compile(r"(\d+)([FIWB])(\d+)")
 _NEEDS: dict[Kind, Kind | None] = {"F": None, "I": "F", "W": "I"}
-"""What a stage must have done before with the same micro-batch."""
+"""The op that a stage must have done before with the same micro-batch. None: F needs none."""
 _SHOWN = 4
 """Stages named in a message about a deadlock."""
 

@@ -39,8 +39,9 @@ def ready_choosers(
 
 
 def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = None) -> list[Order]:
-    """By stage: the order of this name (one of `ORDERS`, but `ready`) for a sweep that is expected
-    to take these times. ValueError for a cap below a micro-batch; 1f1b heeds no other one."""
+    """Plan the order of this name (one of `ORDERS`, but `ready`), by stage, for a sweep that is
+    expected to take these times. Raises `ValueError` for a cap below a micro-batch; 1f1b heeds
+    no other cap."""
     if name == "1f1b":
         return plan_1f1b(work.num_stages, work.num_micro_batches)
     if name == "zero-bubble":
@@ -50,8 +51,8 @@ def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = Non
 
 
 def plan_1f1b(num_stages: int, num_micro_batches: int) -> list[Order]:
-    """By stage: as many forwards as stages follow, then by turns F and I with its W. Its live
-    tokens are those of so many micro-batches and one more."""
+    """Plan 1f1b, by stage: as many forwards as stages follow, then by turns F and I with its W.
+    Its live tokens are those of as many micro-batches and one more."""
     orders = []
     for stage in range(num_stages):
         ahead = min(num_stages - stage - 1, num_micro_batches)
@@ -65,8 +66,9 @@ def plan_1f1b(num_stages: int, num_micro_batches: int) -> list[Order]:
 
 
 def plan_zero_bubble(work: Work, *, caps: Caps = None) -> list[Order]:
-    """By stage: 2 (S - i) - 1 forwards first (ZB-H2), then what is ready of I, F and W, in the
-    times of `work` and over links that take none. ValueError for a cap below a micro-batch."""
+    """Plan zero-bubble, by stage: 2 (S - i) - 1 forwards first (ZB-H2), then the ready ones of
+    I, F and W, in the times of `work` and over links that take none. Raises `ValueError` for a
+    cap below a micro-batch."""
     stages = work.num_stages
     check_caps(caps or (), work.tokens)
     choosers = ready_choosers(stages, quotas=even_quotas(stages, 2 * stages - 1), caps=caps)
@@ -76,15 +78,15 @@ def plan_zero_bubble(work: Work, *, caps: Caps = None) -> list[Order]:
 def plan_adapted(
     work: Work, links: Sequence[Link], *, caps: Caps = None, search_ops: int = SEARCH_OPS
 ) -> list[Order]:
-    """By stage: the best order found for these times and links. ValueError for a cap below a
-    micro-batch."""
+    """Plan the best order found for these times and links, by stage. Raises `ValueError` for a
+    cap below a micro-batch."""
     check_caps(caps or (), work.tokens)
     first = run(ready_choosers(work.num_stages, caps=caps), work, constant(links))
     return improve(first.orders, work, links, caps=caps, budget_ops=search_ops)
 
 
 def as_if_even(work: Work) -> Work:
-    """The same micro-batches, with ops that all take as long: what zero-bubble's order is planned
-    for. The order that the authors' measurements show is this one."""
+    """The work of these micro-batches if all ops took as long: zero-bubble's order is planned
+    for it. The authors' measurements show that order."""
     ones = ((1.0,) * work.num_micro_batches,) * work.num_stages
     return replace(work, f_s=ones, i_s=ones, w_s=ones)

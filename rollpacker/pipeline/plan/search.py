@@ -19,7 +19,7 @@ TRIED_AT_ONCE = 12
 """Exchanges compared in one step."""
 
 _Ops = list[list[Op]]
-Place = tuple[int, int]
+OpPlace = tuple[int, int]
 """A stage, and where in its order."""
 
 
@@ -63,12 +63,12 @@ def improve(
 
 
 def _exchanges(
-    orders: _Ops, chain: Sequence[Place], work: Work, caps: Sequence[int | None] | None
-) -> list[Place]:
+    orders: _Ops, chain: Sequence[OpPlace], work: Work, caps: Sequence[int | None] | None
+) -> list[OpPlace]:
     """(stage, place) of ops in the chain that may change places with the next one, which is in the
     chain too: first those at the ends of a run on one stage, where an exchange helps most."""
-    ends: list[Place] = []
-    inner: list[Place] = []
+    ends: list[OpPlace] = []
+    inner: list[OpPlace] = []
     for index in range(len(chain) - 1):
         (stage, place), (next_stage, next_place) = chain[index], chain[index + 1]
         if stage != next_stage or next_place != place + 1:
@@ -97,120 +97,80 @@ def _may_exchange(
     return sum(work.tokens[:forwards]) - sum(work.tokens[:freed]) <= cap
 
 
+Cause = OpPlace | None
+"""The op that made another one begin when it did: the one before it on its stage, or the one whose
+message came last. None: nothing held it up."""
+
+
 class _Sweep:
     """Times orders fast: one op after the other, without events."""
 
     def __init__(self, work: Work, links: Sequence[Link]) -> None:
-        self.num_stages = work.num_stages
-        self.num_micro_batches = work.num_micro_batches
-        self.seconds: list[dict[Kind, tuple[float, ...]]] = [
+        self._num_stages = work.num_stages
+        self._count = work.num_micro_batches
+        self._seconds: list[dict[Kind, tuple[float, ...]]] = [
             {kind: work.table(kind)[stage] for kind in KINDS} for stage in range(work.num_stages)
         ]
-        self.latency_s = [link.latency_s for link in links]
-        self.leaves_s = [[link.leaves_s(size) for size in work.message_bytes] for link in links]
+        self._latency_s = [link.latency_s for link in links]
+        self._leaves_s = [[link.leaves_s(size) for size in work.message_bytes] for link in links]
 
-    def longest_chain(self, orders: _Ops) -> tuple[float, list[Place]]:
+    def longest_chain(self, orders: _Ops) -> tuple[float, list[OpPlace]]:
         """Seconds of the sweep, and the ops that make it so long, first to last. Infinite, without
         a chain, where the orders deadlock."""
-        if self.num_micro_batches == 0:
-            return 0.0, []
-        trial = _Trial(self, orders)
-        waiting = list(range(self.num_stages))
+        num_stages, count = self._num_stages, self._count
+        causes: list[list[Cause]] = [[None] * len(order) for order in orders]
+        at, free_s = [0] * num_stages, [0.0] * num_stages
+        input_s = {kind: [[-1.0] * count for _ in orders] for kind in ("F", "I")}
+        """When each input arrives; negative: not known yet."""
+        input_s["F"][0] = [0.0] * count
+        senders: dict[str, list[list[Cause]]] = {
+            kind: [[None] * count for _ in orders] for kind in ("F", "I")
+        }
+        """The op whose message decided when each input arrives."""
+        left: dict[str, list[tuple[float, Cause]]] = {
+            kind: [(-1.0, None)] * num_stages for kind in ("F", "I")
+        }
+        """When each link has sent its last message, and the op that decided it."""
+        waiting = list(range(num_stages))
         while waiting:
-            waiting += trial.advance(waiting.pop())
-        if any(trial.at[stage] < len(order) for stage, order in enumerate(orders)):
+            stage = waiting.pop()
+            order, seconds, time_s = orders[stage], self._seconds[stage], free_s[stage]
+            told = set()
+            for place in range(at[stage], len(order)):
+                kind, m = order[place]
+                cause: Cause = (stage, place - 1) if place else None
+                if kind != "W":
+                    arrives_s = input_s[kind][stage][m]
+                    if arrives_s < 0:
+                        break
+                    if arrives_s > time_s:
+                        time_s, cause = arrives_s, senders[kind][stage][m]
+                time_s += seconds[kind][m]
+                causes[stage][place] = cause
+                at[stage] = place + 1
+                if kind == "W" or (kind == "I" and not stage):
+                    continue
+                if kind == "F" and stage == num_stages - 1:
+                    input_s["I"][stage][m], senders["I"][stage][m] = time_s, (stage, place)
+                    continue
+                link, target = (stage, stage + 1) if kind == "F" else (stage - 1, stage - 1)
+                sent_s, sender = left[kind][link]
+                if time_s >= sent_s:
+                    sent_s, sender = time_s, (stage, place)
+                sent_s += self._leaves_s[link][m]
+                left[kind][link] = sent_s, sender
+                input_s[kind][target][m] = sent_s + self._latency_s[link]
+                senders[kind][target][m] = sender
+                told.add(target)
+            free_s[stage] = time_s
+            waiting += told
+        if any(done < len(order) for done, order in zip(at, orders, strict=True)):
             return math.inf, []
-        return max(trial.free_s), trial.chain()
-
-
-class _Trial:
-    """One timing of some orders."""
-
-    def __init__(self, sweep: _Sweep, orders: _Ops) -> None:
-        count, stages = sweep.num_micro_batches, sweep.num_stages
-        self._sweep = sweep
-        self._orders = orders
-        self.at = [0] * stages
-        """How many ops of each stage are timed."""
-        self.free_s = [0.0] * stages
-        self._ends_s = [[0.0] * (3 * count) for _ in range(stages)]
-        self._waited = [[False] * (3 * count) for _ in range(stages)]
-        """The op began when its input came, not when the op before it was over."""
-        self._input_s = {kind: [[-1.0] * count for _ in range(stages)] for kind in ("F", "I")}
-        """Negative: not known yet."""
-        self._input_s["F"][0] = [0.0] * count
-        self._left_s = {kind: [0.0] * stages for kind in ("F", "I")}
-
-    def advance(self, stage: int) -> list[int]:
-        """Times the stage's ops up to one whose input is not known; the stages that got one."""
-        sweep, order, seconds = self._sweep, self._orders[stage], self._sweep.seconds[stage]
-        ends_s, waited = self._ends_s[stage], self._waited[stage]
-        f_input_s, i_input_s = self._input_s["F"][stage], self._input_s["I"][stage]
-        last = sweep.num_stages - 1
-        time_s, place = self.free_s[stage], self.at[stage]
-        down = up = False
-        while place < len(order):
-            kind, m = order[place]
-            if kind != "W":
-                input_s = (f_input_s if kind == "F" else i_input_s)[m]
-                if input_s < 0:
-                    break
-                if input_s > time_s:
-                    time_s, waited[place] = input_s, True
-            time_s += seconds[kind][m]
-            ends_s[place] = time_s
-            place += 1
-            if kind == "F":
-                if stage == last:
-                    i_input_s[m] = time_s
-                else:
-                    self._send("F", stage, stage + 1, m, time_s)
-                    down = True
-            elif kind == "I" and stage:
-                self._send("I", stage - 1, stage - 1, m, time_s)
-                up = True
-        self.at[stage], self.free_s[stage] = place, time_s
-        return [*([stage + 1] if down else []), *([stage - 1] if up else [])]
-
-    def _send(self, kind: Kind, link: int, target: int, m: int, now_s: float) -> None:
-        left_s = self._left_s[kind]
-        left_s[link] = max(now_s, left_s[link]) + self._sweep.leaves_s[link][m]
-        self._input_s[kind][target][m] = left_s[link] + self._sweep.latency_s[link]
-
-    def chain(self) -> list[Place]:
-        """From the op that ends last back to one that nothing held up."""
-        places = [{op: place for place, op in enumerate(order)} for order in self._orders]
-        stage = self.free_s.index(max(self.free_s))
-        place = len(self._orders[stage]) - 1
-        chain = [(stage, place)]
-        while True:
-            if self._waited[stage][place]:
-                kind, m = self._orders[stage][place]
-                if kind == "I" and stage < self._sweep.num_stages - 1:
-                    stage += 1
-                    m = self._first_in_queue("I", stage - 1, m, places[stage], stage)
-                elif kind == "F":
-                    stage -= 1
-                    m = self._first_in_queue("F", stage, m, places[stage], stage)
-                place = places[stage][Op(kind, m)]
-            elif place == 0:
-                return chain[::-1]
-            else:
-                place -= 1
-            chain.append((stage, place))
-
-    def _first_in_queue(
-        self, kind: Kind, link: int, m: int, places: dict[Op, int], stage: int
-    ) -> int:
-        """The message whose posting decided when this one left: itself, or one before it."""
-        leaves_s, ends_s = self._sweep.leaves_s[link], self._ends_s[stage]
-        first, taken_s = m, 0.0
-        latest_s = -1.0
-        for earlier in range(m, -1, -1):
-            if earlier < m and leaves_s[earlier] == 0.0:
-                break
-            taken_s += leaves_s[earlier]
-            left_s = ends_s[places[Op(kind, earlier)]] + taken_s
-            if left_s > latest_s:
-                first, latest_s = earlier, left_s
-        return first
+        length_s = max(free_s)
+        chain: list[OpPlace] = []
+        stage = free_s.index(length_s)
+        following: Cause = (stage, len(orders[stage]) - 1) if self._count else None
+        while following is not None:
+            chain.append(following)
+            following = causes[following[0]][following[1]]
+        return length_s, chain[::-1]

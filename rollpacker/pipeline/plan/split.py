@@ -1,4 +1,5 @@
-"""Which layers each stage has, and how large a micro-batch is best for a pipeline."""
+"""Split of a model's layers over stages, and the size of micro-batches that is best for a
+pipeline."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from rollpacker.pipeline.plan.work import Direction, LinkAt, Work
 Sends = Literal["free", "blocking", "paired"]
 
 TOGETHER_S = 1e-9
-"""What happens within so many seconds happens at once: sums of seconds are not exact."""
+"""Seconds within which events count as simultaneous: sums of seconds are not exact."""
 
 
 class Span(NamedTuple):
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What went over a link."""
+    """A message over a link, and its times."""
 
     link: int
     direction: Direction
@@ -51,18 +51,18 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What happened when."""
+    """Ops and messages of a sweep, and their times."""
 
     spans: tuple[tuple[Span, ...], ...]
-    """By stage."""
+    """Ops of each stage, in the order in which it ran them."""
     messages: tuple[Message, ...]
     """In the order in which they were posted."""
     peak_live_tokens: tuple[int, ...]
-    """By stage."""
+    """The most live tokens of each stage."""
 
     @property
     def orders(self) -> tuple[Order, ...]:
-        """By stage."""
+        """The order of ops of each stage."""
         return tuple(tuple(span.op for span in spans) for spans in self.spans)
 
     @property
@@ -231,7 +231,7 @@ class _Run:
 
 
 def _stuck(states: Sequence[StageState]) -> str:
-    """Who waits for what."""
+    """Name the stages that wait, and the ops that each has done."""
     waits = []
     for state in states:
         if not state.finished:

@@ -40,7 +40,8 @@ class WatchConfig:
     """A message there and one back take longer than they did by more than this share of a
     micro-batch's F, I and W on the slower of the two stages."""
     link_share_at_once: float = 1.0
-    """As they are from the first step on, they take more than this share."""
+    """From the first step on: a message there and one back take more than this share of a
+    micro-batch's F, I and W, even if they always did."""
     num_sds: float = 4.0
     """... and by more than so many standard deviations of chance."""
     clear: float = 0.8
@@ -53,15 +54,16 @@ class WatchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepTimes:
-    """What was measured in one step."""
+    """Times of ops and messages that were measured in one step."""
 
     ops: Sequence[Mapping[Kind, Sequence[tuple[Load, float]]]]
-    """By stage: load and seconds of each op, without what it waited for or sent."""
+    """Load and seconds of each op, by stage, without time in which it waited or sent."""
     down: Sequence[Sequence[tuple[int, float]]]
-    """By link: bytes, and seconds from posting to arrival, of each message to the next stage."""
+    """Bytes of each message to the next stage, and seconds from its posting to its arrival, by
+    link."""
     up: Sequence[Sequence[tuple[int, float]]]
     over: LinkKind = "direct"
-    """What the messages took. What is usual over one kind is not so over the other."""
+    """The kind of link that the messages took. Each kind has its own usual times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ class Finding:
     factor: float | None
     """Times what is usual there; None where it was slow from the beginning."""
     seconds: float
-    """Of a message there and one back, or of a micro-batch's F, I and W."""
+    """Seconds of a message there and one back, or of a micro-batch's F, I and W."""
 
     def __str__(self) -> str:
         place, unit = f"stage {self.number}", "F, I and W of a micro-batch"
@@ -95,7 +97,7 @@ class PipelineWatch:
         self._links = [LinkWatch(self.config) for _ in range(num_stages - 1)]
 
     def take_links(self, before: PipelineWatch) -> None:
-        """What is known of them, from a watch of the same links."""
+        """Take over the usual times of links from a watch of the same links."""
         self._links = before._links
 
     @property
@@ -107,7 +109,8 @@ class PipelineWatch:
         return [number for number, link in enumerate(self._links) if link.mark.slow]
 
     def observe(self, times: SweepTimes) -> list[Finding]:
-        """What turned slow or well in this step; mostly nothing."""
+        """Take in a step. Returns the links and stages that turned slow or well in it; mostly
+        none."""
         findings = []
         whole_s = []
         for number, (stage, ops) in enumerate(zip(self._stages, times.ops, strict=True)):
@@ -189,7 +192,7 @@ Ops = Mapping[Kind, Sequence[tuple[Load, float]]]
 
 
 class _StageWatch:
-    """Of one stage: how many times longer its ops take than their loads lead to expect."""
+    """Watches one stage: how many times longer its ops take than their loads lead to expect."""
 
     def __init__(self, config: WatchConfig) -> None:
         self.mark = _Mark(config)
@@ -237,13 +240,13 @@ _MOST_FITTED = 128
 
 @dataclass(frozen=True, slots=True)
 class _Direction:
-    """What is usual for messages one way."""
+    """Usual times of messages one way over a link."""
 
     latency_s: float
-    """Of an empty message; the difference of the clocks is in it."""
+    """Seconds of an empty message, the difference of the two clocks included."""
     per_byte_s: float
     middle_s: float
-    """Of what messages take longer than those two say; nearly 0."""
+    """Median of the seconds that messages take beyond latency and bytes; nearly 0."""
     spread_s: float
     count: int
 
@@ -254,14 +257,15 @@ class _Direction:
         return cls(latency_s, per_byte_s, float(np.median(over)), _spread(over), len(over))
 
     def excess(self, messages: Messages) -> tuple[float, float]:
-        """By how many seconds these take longer, and the standard deviation of that."""
+        """Seconds by which these messages take longer than usual, and the standard deviation of
+        that."""
         over = _residuals(messages, self.latency_s, self.per_byte_s)
         chance_s = self.spread_s * _error(len(over), self.count)
         return float(np.median(over)) - self.middle_s, chance_s
 
 
 class LinkWatch:
-    """Of one link: by how much its messages take longer than their sizes lead to expect."""
+    """Watches one link: how much longer its messages take than their sizes lead to expect."""
 
     def __init__(self, config: WatchConfig) -> None:
         self.mark = _Mark(config)
@@ -321,8 +325,8 @@ def _line(messages: Messages) -> tuple[float, float]:
 
 
 def link_of(down: Messages, up: Messages) -> Link:
-    """What these messages say of their link: the mean of both directions, exact for a message of
-    the middle size."""
+    """The link that these messages show: the mean of both directions, exact for a message of the
+    middle size."""
     both = (down, up)
     size = float(np.median([size for size, _ in (*down, *up)]))
     seconds = math.fsum(map(_median_s, both)) / 2

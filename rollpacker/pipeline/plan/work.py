@@ -1,4 +1,4 @@
-"""What a sweep through pipeline stages costs: seconds of each op, and of each message.
+"""Costs of a sweep through pipeline stages: seconds of each op, and of each message.
 
 A micro-batch's ops take seconds that grow with its tokens, with the pairs of tokens that attend to
 each other, and on the last stage with the tokens that are predicted (`Load`). A message (hidden
@@ -23,7 +23,7 @@ Direction = Literal["down", "up"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What there is to compute in one micro-batch."""
+    """The size of one micro-batch, as far as the time of its ops depends on it."""
 
     tokens: int
     pairs: float = 0.0
@@ -33,7 +33,8 @@ class Load:
 
     @classmethod
     def of(cls, lengths: Sequence[int], num_targets: int | None = None) -> Load:
-        """Of rows of so many tokens, end to end. Without a number, every token is predicted."""
+        """The load of rows of this many tokens each, end to end. Without a number of targets,
+        every token is predicted."""
         tokens = sum(lengths)
         pairs = sum(length * length for length in lengths) / 2
         return cls(
@@ -61,7 +62,7 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Of the three ops of one stage."""
+    """Costs of the three ops of one stage."""
 
     f: OpCost
     i: OpCost
@@ -75,7 +76,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Of one sweep: S stages, N micro-batches."""
+    """Seconds, tokens and bytes of one sweep of N micro-batches through S stages."""
 
     f_s: tuple[tuple[float, ...], ...]
     """[S][N] seconds; `i_s` and `w_s` too."""
@@ -95,7 +96,7 @@ class Work:
     def of(
         cls, costs: Sequence[StageCost], loads: Sequence[Load], *, bytes_per_token: float = 0.0
     ) -> Work:
-        """Of these micro-batches on stages of these costs."""
+        """The work of micro-batches of these loads on stages of these costs."""
         return cls(
             f_s=tuple(tuple(cost.f(load) for load in loads) for cost in costs),
             i_s=tuple(tuple(cost.i(load) for load in loads) for cost in costs),
@@ -138,11 +139,11 @@ class Work:
         return self.i_s if kind == "I" else self.w_s
 
     def stage_s(self, stage: int) -> float:
-        """Of all ops of a stage, without any wait."""
+        """Seconds of all ops of a stage, without any wait."""
         return math.fsum(sum(self.table(kind)[stage]) for kind in KINDS)
 
     def mean_s(self, kind: Kind) -> list[float]:
-        """By stage, over micro-batches."""
+        """Mean seconds of a kind of op over micro-batches, by stage."""
         count = max(self.num_micro_batches, 1)
         return [math.fsum(row) / count for row in self.table(kind)]
 
@@ -160,19 +161,19 @@ class Link:
         return num_bytes / self.bytes_per_s
 
     def seconds(self, num_bytes: int) -> float:
-        """Of a message that waits for no other."""
+        """Seconds of a message that waits for no other."""
         return self.latency_s + self.leaves_s(num_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a pipeline costs, as its last steps had it."""
+    """Costs of a pipeline, measured in its last steps."""
 
     stages: tuple[StageCost, ...]
     links: tuple[Link, ...]
     """Link n is between stages n and n + 1."""
     bytes_per_token: float
-    """Of a message, by the tokens of its micro-batch."""
+    """Bytes of a message, per token of its micro-batch."""
 
 
 LinkAt = Callable[[int, float], Link]
@@ -277,6 +278,6 @@ def _independent(columns: FloatArray) -> list[int]:
 def fit_stage_cost(
     measured: Mapping[Kind, tuple[Sequence[Load], Sequence[float]]],
 ) -> StageCost:
-    """Of one stage, from loads and seconds of each kind."""
+    """Fit the costs of one stage to loads and seconds of each kind."""
     f, i, w = (fit_op_cost(*measured[kind]) for kind in KINDS)
     return StageCost(f, i, w)

@@ -26,7 +26,7 @@ ACTIVATION_BYTES = 34
 """Per token, layer and unit of hidden size: a transformer block in bfloat16 with attention that
 keeps no scores (Korthikanti et al., arXiv 2205.05198)."""
 MEMORY_SHARE = 0.9
-"""Of a GPU's memory, what training may fill."""
+"""Share of a GPU's memory that training may fill."""
 NOMINAL_MICRO_BATCHES = 4
 """A stage's, of the sweep by which splits of the layers are compared."""
 
@@ -140,7 +140,7 @@ def _costs(
 
 
 def op_costs(spec: PipelineSpec) -> tuple[StageCost, ...]:
-    """By stage, of the given times of ops."""
+    """Costs by stage, from the given times of ops."""
     assert spec.op_times is not None
     return tuple(
         _given(spec.op_times, stage, spec.slow_stages.get(stage, 1.0))
@@ -161,8 +161,8 @@ def _given(times: OpTimes, stage: int, slower: float) -> StageCost:
 
 
 def _bytes_per_token(trainer: Trainer, spec: PipelineSpec) -> float:
-    """Of hidden states. Where op times are the same whatever the tokens, so are messages: they take
-    the given delays and no more."""
+    """Bytes of hidden states per token. Where op times do not depend on tokens, neither do
+    messages: they take the given delays and no more."""
     if spec.op_times is not None and spec.op_times.tokens is None:
         return 0.0
     return float(trainer.shape.hidden * DTYPE_BYTES[trainer.shape.dtype])
@@ -184,7 +184,8 @@ def _caps(trainer: Trainer, layers: Sequence[int]) -> tuple[int | None, ...]:
 
 
 def _orders(spec: PipelineSpec) -> Sequence[Order]:
-    """Of a CSV. Raises `ValueError` for what it lacks."""
+    """Orders of the CSV that `order` names; none for an order that is planned. Raises
+    `ValueError` for a file that cannot be read or run."""
     if spec.order in ORDERS:
         return ()
     assert spec.micro_batches is not None

@@ -61,19 +61,19 @@ class DelayAt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineMachine:
-    """What the stages are made of."""
+    """Costs, caps and sizes of a trainer's stages."""
 
     costs: tuple[StageCost, ...]
-    """By stage."""
+    """Costs by stage."""
     layers: tuple[int, ...]
-    """By stage; empty where the times of ops were given."""
+    """Layers by stage; empty where the times of ops were given."""
     caps: Caps
     """Live tokens by stage."""
     num_replicas: int
     stage_gpus: int
-    """Of one replica."""
+    """GPUs of a stage of one replica."""
     bytes_per_token: float
-    """Of a message."""
+    """Bytes of a message per token."""
     relayout: tuple[int, ...] = ()
     """Layers by stage that would be faster; empty: none."""
 
@@ -87,19 +87,19 @@ class PipelineStep:
     sweep_s: float
     """The sweep with gradients alone, of the slowest replica."""
     idle_device_s: float
-    """Of GPUs that waited for a message, or for another replica."""
+    """GPU seconds of waiting for a message, or for another replica."""
     device_s: float
-    """Of all GPUs in the phase, without what is fixed."""
+    """GPU seconds of all GPUs in the phase, without fixed costs."""
     links: Literal["direct", "host"]
     num_micro_batches: int
-    """Of the replica that has the fewest, of those that have any."""
+    """Micro-batches of the replica that has the fewest, among those that have any."""
     slowest: Timeline
     """The sweep with gradients of the slowest replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineResult:
-    """Of all training phases of a simulation."""
+    """Summary of all training phases of a simulation."""
 
     order: str
     links: str
@@ -113,7 +113,7 @@ class PipelineResult:
     num_micro_batches: int
     """The fewest of any sweep."""
     peak_live_tokens: tuple[int, ...]
-    """By stage: the most in any step's slowest replica."""
+    """The most live tokens of each stage in any step's slowest replica."""
     caps: Caps
     relayout: tuple[int, ...]
     """A split of the layers that would be faster; empty: none is known."""
@@ -121,7 +121,7 @@ class PipelineResult:
     """The last sweep of the slowest replica."""
 
     def to_plain(self) -> dict[str, object]:
-        """As `rollpacker simulate --json` prints it."""
+        """The result as `rollpacker simulate --json` prints it."""
         return {
             "order": self.order,
             "links": self.links,
@@ -166,7 +166,7 @@ class Pipeline:
             else link
             for number, link in enumerate(self._links)
         ]
-        """What a plan of the next sweep reckons with."""
+        """Links that a plan of the next sweep expects."""
         self._steps: list[PipelineStep] = []
 
     @property
@@ -214,7 +214,7 @@ class Pipeline:
         return step
 
     def _shares(self, lengths: Sequence[int]) -> list[list[list[int]]]:
-        """By replica: the lengths of each micro-batch."""
+        """Lengths of the rows of each micro-batch, by replica."""
         shares = []
         for members in assign(lengths, self._machine.num_replicas):
             own = [lengths[index] for index in members]
@@ -316,7 +316,7 @@ class Pipeline:
     # -- the result --------------------------------------------------------------------
 
     def result(self) -> PipelineResult | None:
-        """Of the phases so far; None: there was none."""
+        """The result of the phases so far. None: there was no phase."""
         steps, machine = self._steps, self._machine
         if not steps:
             return None
@@ -342,7 +342,7 @@ def _share(steps: Sequence[PipelineStep]) -> float:
 
 
 def merged(work: Work) -> Work:
-    """The same work with both backwards in one: the gradient leaves after W."""
+    """The work with both backward ops in one: the gradient leaves after W."""
     both = tuple(
         tuple(i + w for i, w in zip(*rows, strict=True))
         for rows in zip(work.i_s, work.w_s, strict=True)

@@ -57,7 +57,7 @@ def longest_s(found: Mapping[str, PipelineResult]) -> float:
 
 
 def pipelines_of(results: Mapping[str, SystemResult]) -> dict[str, PipelineResult]:
-    """Those that have stages, by name."""
+    """The results of systems whose trainer has stages, by name."""
     return {name: one.pipeline for name, one in results.items() if one.pipeline is not None}
 
 
@@ -87,7 +87,7 @@ def pipeline_tables(results: Mapping[str, SystemResult]) -> list[list[list[str]]
 
 
 def explain_pipelines(results: Mapping[str, SystemResult]) -> str:
-    """What the stages are, and what would make them faster."""
+    """Explain the stages in words, and what would make them faster."""
     found = pipelines_of(results)
     if not found:
         return ""

@@ -1,5 +1,5 @@
-"""What a scenario says of a trainer in pipeline stages (`train.pipeline.*`), and the orders and
-links that `--compare` knows by name."""
+"""A scenario's trainer in pipeline stages (`train.pipeline.*`), and the orders and links that
+`--compare` knows by name."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class OpTimes:
     w_s: tuple[float, ...]
     """Backward for weights, by stage."""
     tokens: int | None = None
-    """Of the micro-batch that was timed: others take as much more or less as they have tokens.
-    None: every micro-batch takes the same."""
+    """Tokens of the micro-batch that was timed: others take as much more or less as they have
+    tokens. None: every micro-batch takes the same."""
 
     def __post_init__(self) -> None:
         for name in ("f_s", "i_s", "w_s"):
@@ -50,13 +50,13 @@ class DrawnDelays:
     scenario's seed."""
 
     mean_s: float
-    """Of a normal law, cut off at 0."""
+    """Mean of a normal law, in seconds; draws below 0 are cut off at 0."""
     sd_s: float
-    """Its standard deviation."""
+    """Standard deviation of the law, in seconds."""
     hold_s: tuple[float, float]
     """A delay stays for a time between these, all alike; then the next is drawn."""
     links: tuple[int, ...] | None = None
-    """Which links they are on, from 0; None: all."""
+    """Links that have drawn delays, from 0. None: all links."""
 
     def __post_init__(self) -> None:
         check_seconds("mean_s", self.mean_s)
@@ -77,10 +77,11 @@ class PipelineSpec:
     layers: Literal["auto"] | tuple[int, ...] = "auto"
     """Layers of each stage; auto: split so that the slowest has as little to do as can be."""
     order: str = "ready"
-    """What a stage does next. 1f1b: one forward, one backward by turns. zero-bubble: backwards for
-    weights fill in, planned as if every op took as long and links nothing. adapted: planned before
-    each sweep for the delays of the sweep before. ready: what is ready, backwards for inputs first.
-    Else a CSV of torch's format, such as `rollpacker plan --csv` writes."""
+    """The order of a stage's ops. 1f1b: one forward, one backward by turns. zero-bubble:
+    backwards for weights fill in, planned as if every op took as long and links nothing.
+    adapted: planned before each sweep for the delays of the sweep before. ready: the first ready
+    op, backwards for inputs first. Else a CSV of torch's format, such as `rollpacker plan --csv`
+    writes."""
     live_tokens: Literal["auto"] | int | None = "auto"
     """A stage keeps activations of so many tokens at most. auto: what its GPUs have room for beside
     what is trained, at 34 bytes a token, layer and unit of hidden size (bfloat16, nothing computed
@@ -111,9 +112,9 @@ class PipelineSpec:
     slow_stages: Mapping[int, float] = field(default_factory=dict)
     """So many times as long take the ops of these stages, from 0."""
     direct_fixed_s: float = 0.0
-    """Of a sweep with gradients over direct links, beside its ops."""
+    """Seconds of a sweep with gradients over direct links, beside its ops."""
     host_fixed_s: float = 0.0
-    """The same over host links."""
+    """Seconds of a sweep with gradients over host links, beside its ops."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "stages", "micro_batch_tokens")

@@ -1,4 +1,4 @@
-"""What pipeline stages refuse before anything is started, from the config and the models'
+"""Checks of pipeline stages before anything is started, from the config and the models'
 `config.json`. Light: no torch."""
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def check_longest_sample(config: RunConfig, longest_prompt: int) -> None:
 
 
 def read_order(config: RunConfig) -> str | None:
-    """What the file holds that `train.pipeline.order` names; None: it names none. Raises
-    `ValueError` if it cannot be read or run by so many stages, or gradients are streamed. Whether
-    its micro-batches are as many as a sweep's, each sweep tells."""
+    """Read the file that `train.pipeline.order` names; None if it names none. Raises
+    `ValueError` if it cannot be read or run by as many stages, or gradients are streamed. Each
+    sweep checks whether it has as many micro-batches as the file."""
     pipeline = config.train.pipeline
     if pipeline.stages == 1 or pipeline.order in ORDERS:
         return None

@@ -20,7 +20,8 @@ _CPU = torch.device("cpu")
 
 
 class StageClock:
-    """Of one stage. `op` is told of every op, since messages are known by how many came before."""
+    """Times the ops of one stage. `op` must be called around every op, since messages are known
+    by how many came before."""
 
     def __init__(self, device: torch.device = _CPU) -> None:
         self._device = device

@@ -79,7 +79,7 @@ class Connected:
         self._hosts = hosts
         """Addresses of this host, a route over each."""
         self._lost: dict[LinkKind, LinkLost] = {}
-        """Of kinds that were not in use then."""
+        """Errors of links that were lost while another kind was in use, by kind."""
         self._made: set[LinkKind] = set()
         self._senders = {kind: SwitchedSender() for kind in self._targets()}
         self._receivers = {
@@ -177,13 +177,13 @@ class Connected:
             self.executor.fail(error)
 
     def _sources(self) -> dict[Kind, int]:
-        """Which stages hidden states and gradients come from."""
+        """The stages from which hidden states and gradients come."""
         before = {} if self.place.is_first else {"F": self.place.index - 1}
         after = {} if self.place.is_last else {"I": self.place.index + 1}
         return before | after  # type: ignore[return-value]  # the literals are kinds
 
     def _targets(self) -> dict[Kind, int]:
-        """Which stages they go to."""
+        """The stages to which hidden states and gradients go."""
         after = {} if self.place.is_last else {"F": self.place.index + 1}
         before = {} if self.place.is_first else {"I": self.place.index - 1}
         return after | before  # type: ignore[return-value]  # the literals are kinds

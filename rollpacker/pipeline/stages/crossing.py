@@ -1,4 +1,4 @@
-"""What crosses the borders of a stage with one micro-batch.
+"""Messages that cross the borders of a stage with one micro-batch.
 
 A micro-batch may pass several models of a set (policy, reference, critic): their hidden states
 enter and leave a stage in the order in which the models are called, which is the same on all
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-Kind = tuple[torch.Size, torch.dtype]
+ShapeAndType = tuple[torch.Size, torch.dtype]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,9 +25,9 @@ class Passage:
     entered: list[Tensor] = field(default_factory=list)
     """Leaves of the stage's graph, of the models that are called with gradients."""
     left: list[Tensor] = field(default_factory=list)
-    """What all models gave, to be sent on."""
+    """Hidden states that the models gave, to be sent on."""
     differentiable: list[Tensor] = field(default_factory=list)
-    """Those of them that gradients will come back for."""
+    """Hidden states among them for which gradients will come back."""
     offset: int = 0
     """Bytes of the message that were read."""
 
@@ -100,8 +100,8 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([one.contiguous().reshape(-1).view(torch.uint8) for one in tensors])
 
 
-def unpack(message: Tensor, kinds: Sequence[Kind]) -> list[Tensor]:
-    """What `pack` was given, of these shapes and dtypes."""
+def unpack(message: Tensor, kinds: Sequence[ShapeAndType]) -> list[Tensor]:
+    """Restore the tensors that `pack` was given, of these shapes and dtypes."""
     found, offset = [], 0
     for kind in kinds:
         tensor, offset = _read(message, offset, kind)
@@ -109,7 +109,7 @@ def unpack(message: Tensor, kinds: Sequence[Kind]) -> list[Tensor]:
     return found
 
 
-def _read(message: Tensor, offset: int, kind: Kind) -> tuple[Tensor, int]:
+def _read(message: Tensor, offset: int, kind: ShapeAndType) -> tuple[Tensor, int]:
     shape, dtype = kind
     if message.dtype != torch.uint8:
         assert message.shape == shape and message.dtype == dtype, (message.shape, kind)

@@ -26,7 +26,7 @@ from rollpacker.trainer.policy import CHECKED_TOKENS, LOW_PRECISION_TOLERANCE, T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which stage of how many."""
+    """The place of a stage among all stages."""
 
     index: int
     count: int
@@ -80,7 +80,7 @@ def decoder_of(model: nn.Module) -> Any:
 
 
 def num_layers_of(model: nn.Module) -> int:
-    """Of a causal LM or its body."""
+    """Number of layers of a causal LM or its body."""
     number = decoder_of(model).config.get_text_config().num_hidden_layers
     assert isinstance(number, int)
     return number
@@ -92,9 +92,9 @@ class Tied:
     mirror of it."""
 
     owner: str
-    """Its name in the whole model."""
+    """Name of the weight in the whole model."""
     mirror: str
-    """Its name on the last stage."""
+    """Name of the mirror on the last stage."""
     is_trained: bool
 
 
@@ -145,7 +145,7 @@ def _parts_of(model: PreTrainedModel) -> _Parts:
 
 
 class _Recorder:
-    """What the layers give and take in one forward pass."""
+    """Records inputs and outputs of some modules in one forward pass."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.given: dict[str, Tensor] = {}

@@ -80,8 +80,8 @@ def _forward(module: nn.Linear, deferred: DeferredWeights, entered: Tensor) -> T
 
 
 class _Call(NamedTuple):
-    """What autograd must not see of a call: a weight that it knows gets a gradient in I, if only an
-    empty one, and its hooks run."""
+    """Parts of a call that autograd must not see: a weight that it knows gets a gradient in I,
+    if only an empty one, and its hooks run."""
 
     weight: Tensor
     needs_input: bool

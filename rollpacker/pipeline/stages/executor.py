@@ -27,6 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rollpacker.pipeline.links.link import Sender
 from rollpacker.pipeline.plan.choosers import Chooser, FixedOrder, Kind, Op, StageState
 from rollpacker.pipeline.plan.work import Load
 from rollpacker.pipeline.stages.clock import StageClock
@@ -35,20 +36,14 @@ from rollpacker.pipeline.stages.orders import SweepChooser
 from rollpacker.trainer.trainer import TrainerError
 
 TIMEOUT_S = 1800.0
-"""As long as processes wait for one another elsewhere (`sharding.TIMEOUT_S`)."""
-
-
-class Sender(Protocol):
-    """One direction of one border, at its beginning."""
-
-    def send(self, number: int, tensor: Tensor) -> None:
-        """Returns at once; the tensor must not be changed until it is sent."""
-        ...
+"""Seconds that a sweep waits for something to arrive: as long as processes wait for one another
+elsewhere (`sharding.TIMEOUT_S`)."""
 
 
 class StageOps(Protocol):
-    """What a sweep does on one stage. Tensors are messages: what came from the neighbour, and what
-    goes to the other one (unused on the last stage going forward, on the first going back)."""
+    """The ops of a sweep on one stage. Tensors are messages: one came from the neighbour, and
+    one goes to the other neighbour (unused on the last stage going forward, on the first going
+    back)."""
 
     def forward(self, micro_batch: int, arrived: Tensor | None) -> Tensor | None: ...
 
@@ -58,7 +53,8 @@ class StageOps(Protocol):
 
 
 class Executor:
-    """Of one stage. One thread calls `sweep` and `open`; others may call `arrive` and `fail`."""
+    """Runs the ops of one stage. One thread calls `sweep` and `open`; others may call `arrive`
+    and `fail`."""
 
     def __init__(
         self, place: Place, *, timeout_s: float = TIMEOUT_S, clock: StageClock | None = None
@@ -171,7 +167,8 @@ class Sweep:
         self.state.add([load.tokens for load in loads])
 
     def run(self) -> None:
-        """Until it is closed and everything is done. Raises as `Executor.sweep` does."""
+        """Run ops until the sweep is closed and everything is done. Raises as `Executor.sweep`
+        does."""
         started_s = time.perf_counter()
         try:
             while (found := self._next_op()) is not None:
@@ -229,11 +226,12 @@ class Sweep:
 
     @property
     def _nothing_left(self) -> bool:
-        """Of what it knows."""
+        """Whether all micro-batches and scorings that it knows are done."""
         return self.scoring is None and self.state.num_w == len(self.state.tokens)
 
     def _count_arrived(self) -> None:
-        """What arrived beyond these micro-batches is for what comes after them."""
+        """Count the messages that arrived for these micro-batches. Further ones are for a later
+        sweep."""
         state, arrived = self.state, self._executor._arrived
         here = min(state.num_f + len(arrived["F"]), len(state.tokens))
         while not self._place.is_first and state.num_f_arrived < here:

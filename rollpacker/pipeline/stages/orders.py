@@ -1,4 +1,4 @@
-"""What `train.pipeline.order` says: a chooser for each sweep of a stage."""
+"""Choosers for each sweep of a stage, by `train.pipeline.order`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from rollpacker.pipeline.stages.peers import Peers
 from rollpacker.trainer.trainer import PipelineConfig, TrainerError
 
 DIGEST_BYTES = 6
-"""Of a plan's digest: a number that stages can tell each other as a float, exactly."""
+"""Bytes of a plan's digest: a number that stages can send each other as a float, exactly."""
 
 
 class SweepChooser(Chooser, Protocol):
-    """Of one stage, for one sweep, whose micro-batches it is told of before they are there."""
+    """Chooses the ops of one stage in one sweep. It is told of micro-batches before they are
+    there."""
 
     def add(self, loads: Sequence[Load]) -> None:
         """Micro-batches of these loads come next. A joint call of all stages. Raises `ValueError`
@@ -119,7 +120,7 @@ class Orders:
 
 
 class Ready:
-    """What is ready, under the cap of live tokens."""
+    """Chooses the first ready op, under the cap of live tokens."""
 
     def __init__(self, place: Place, config: PipelineConfig) -> None:
         self._place = place

@@ -1,4 +1,5 @@
-"""What the run's own process knows of its trainer's pipeline, and tells the ranks between steps.
+"""The view that the run's own process has of its trainer's pipeline, and its instructions to the
+ranks between steps.
 
     ranks --StageTimes--> Overseer --> the log: which link or stage has turned slow, or well again
                                    --> Arrangement: which links to use, what all of it costs
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from rollpacker.pipeline.plan.choosers import KINDS
 from rollpacker.pipeline.plan.link_choice import LinkChoice, LinkKind
-from rollpacker.pipeline.plan.watch import Finding, PipelineWatch, SweepTimes, link_of
+from rollpacker.pipeline.plan.watch import Finding, Messages, PipelineWatch, SweepTimes, link_of
 from rollpacker.pipeline.plan.work import Measured, fit_stage_cost
 from rollpacker.pipeline.stages.times import StageTimes
 from rollpacker.trainer.trainer import PipelineConfig
@@ -28,7 +29,7 @@ PREFIX = "perf/pipeline"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """What all ranks of a pipeline are told."""
+    """The instructions to all ranks of a pipeline."""
 
     links: LinkKind
     measured: Measured | None
@@ -40,23 +41,23 @@ class Found:
     """A finding, of the pipeline that the shards of this number are."""
 
     version: int
-    """Of the weights that the step made."""
+    """Version of the weights that the step made."""
     shard: int
     finding: Finding
 
 
 def first_arrangement(config: PipelineConfig) -> Arrangement:
-    """As ranks begin."""
+    """The arrangement with which ranks begin."""
     return Arrangement(links="direct" if config.links == "auto" else config.links, measured=None)
 
 
 class Overseer:
-    """Of one trainer, whose ranks are [stages, shards]. Each shard's pipeline has links of its own
-    and is watched for itself: one slow link holds up all."""
+    """Watches one trainer, whose ranks are [stages, shards]. Each shard's pipeline has links of
+    its own and is watched for itself: one slow link holds up all."""
 
     def __init__(self, config: PipelineConfig, num_shards: int) -> None:
         self.arrangement = first_arrangement(config)
-        """Of the next step."""
+        """The arrangement of the next step."""
         self.found: list[Found] = []
         """All so far."""
         self._choice = LinkChoice() if config.links == "auto" else None
@@ -92,7 +93,7 @@ class Overseer:
 
     @property
     def slow_links(self) -> set[int]:
-        """Of any shard."""
+        """Numbers of links that are slow in any shard."""
         return {number for watch in self._watches for number in watch.slow_links}
 
     @property
@@ -103,7 +104,7 @@ class Overseer:
 
     @property
     def slow_stages(self) -> set[int]:
-        """Of any shard."""
+        """Numbers of stages that are slow in any shard."""
         return {number for watch in self._watches for number in watch.slow_stages}
 
     def _places(self, times: Sequence[StageTimes]) -> range:
@@ -152,7 +153,7 @@ class Overseer:
 
 
 def sweep_times(stages: Sequence[StageTimes], over: LinkKind) -> SweepTimes:
-    """Of one pipeline, by stage."""
+    """Times of one pipeline's sweep, by stage."""
     return SweepTimes(
         ops=[stage.ops for stage in stages],
         down=[stage.from_previous for stage in stages[1:]],
@@ -162,7 +163,8 @@ def sweep_times(stages: Sequence[StageTimes], over: LinkKind) -> SweepTimes:
 
 
 def _measured(stages: Sequence[Sequence[StageTimes]]) -> Measured | None:
-    """Of all shards together. None: of some stage or link there is nothing."""
+    """Costs of the pipeline, from all shards' times together. None: there are no times of some
+    stage or link."""
     messages = [_pooled(stages, number) for number in range(len(stages) - 1)]
     ops = [
         {kind: [pair for s in shards for pair in s.ops[kind]] for kind in KINDS}
@@ -182,9 +184,6 @@ def _measured(stages: Sequence[Sequence[StageTimes]]) -> Measured | None:
         links=tuple(link_of(*both) for both in messages),
         bytes_per_token=statistics.fmean(num_bytes) / max(statistics.fmean(tokens), 1.0),
     )
-
-
-Messages = list[tuple[int, float]]
 
 
 def _pooled(stages: Sequence[Sequence[StageTimes]], link: int) -> tuple[Messages, Messages]:

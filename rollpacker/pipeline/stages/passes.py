@@ -159,7 +159,8 @@ class StagedPasses:
         return [(places, self._batcher.batch([rows[place] for place in places])) for places in plan]
 
     def _opened(self, sums: StepSums) -> _Open:
-        """What stays until `finish`: whole parameters, and how the models are called."""
+        """Context that stays open until `finish`: whole parameters, and how the models are
+        called."""
         ops = _Training(self, [])
         with ExitStack() as around:
             around.enter_context(self._batcher.attention())
@@ -169,7 +170,7 @@ class StagedPasses:
             return _Open(sweep=sweep, ops=ops, sums=sums, around=around.pop_all())
 
     def _watched(self, work: Sequence[_Work], sums: StepSums, look: Look) -> bool:
-        """As many sweeps as of the rank that has most."""
+        """Run sweeps of single micro-batches, as many as the rank that has most."""
         finite = True
         for number in range(same_number(len(work), self._shards)):
             one = list(work[number : number + 1])
@@ -310,12 +311,12 @@ class _Training:
 
 
 def load_of(batch: MicroBatch) -> Load:
-    """What there is to compute in it."""
+    """The load of a micro-batch."""
     return Load.of(batch.lengths, sum(batch.num_targets))
 
 
 def _nothing_found() -> Losses:
-    """What a stage that makes no losses says of them."""
+    """Empty losses, for a stage that makes none."""
     none = torch.zeros(0)
     return Losses(
         losses=[torch.zeros(())],

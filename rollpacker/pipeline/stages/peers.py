@@ -1,4 +1,4 @@
-"""What ranks exchange outside of a sweep.
+"""Exchanges between ranks outside of a sweep.
 
 Stages tell each other numbers and one tied weight. The shards of a stage time the network between
 them, which weights and gradients go through.
@@ -30,7 +30,8 @@ class Peers(Protocol):
     def send(self, tensor: Tensor, stage: int) -> None: ...
 
     def receive(self, like: Tensor, stage: int) -> Tensor:
-        """What `send` was given there, of the shape, dtype and device of `like`."""
+        """Receive a tensor that `send` was given there, of the shape, dtype and device of
+        `like`."""
         ...
 
     def send_named(self, named: Iterable[tuple[str, Tensor]], stage: int) -> None:
@@ -38,7 +39,7 @@ class Peers(Protocol):
         ...
 
     def receive_named(self, stage: int) -> Iterator[tuple[str, Tensor]]:
-        """What `send_named` was given there, one after the other."""
+        """Receive the tensors that `send_named` was given there, one after the other."""
         ...
 
 

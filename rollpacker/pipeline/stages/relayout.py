@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Relayout:
-    """Of one trainer."""
+    """Looks for faster layouts of one trainer, and logs them or returns them to be taken."""
 
     def __init__(
         self, *, does: bool, can_switch: bool, total_steps: int | None, updates: int

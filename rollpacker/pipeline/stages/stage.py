@@ -38,7 +38,7 @@ from rollpacker.trainer.trained import Trained
 from rollpacker.weights.host_store import local
 
 ATTENTION_OF_F = 1 / 3
-"""Of attention's FLOPs. The rest is I's: attention has no weights of its own."""
+"""Share of attention's FLOPs that F has. I has the rest: attention has no weights of its own."""
 SENT_OF_WEIGHTS = 3
 """A step gathers them for two sweeps, and adds up their gradients."""
 
@@ -84,13 +84,14 @@ class Stage:
         self._links = links
         self._shards = shards
         self._num_bytes = 0
-        """Of the policy's weights here."""
+        """Bytes of the policy's weights on this stage."""
         self._head_layers = 0.0
         self._crossing = Crossing()
         self.measured: Measured | None = None
-        """What the pipeline costs, as this stage was told last; the same on all."""
+        """Costs of the pipeline that this stage was told last; the same on all stages. None:
+        nothing was measured yet."""
         self._expected: Measured | None = None
-        """The same before anything is measured, from the policy on."""
+        """Costs that are expected before anything is measured. None: the policy was not cut yet."""
 
     # -- its part of the models ------------------------------------------------------------
 
@@ -106,16 +107,16 @@ class Stage:
         return staged
 
     def critic(self, whole: Critic) -> StagedCritic:
-        """The same for a critic, after the policy."""
+        """Cut a critic's model in place, after the policy."""
         return StagedCritic(whole, self.place, self._layers_of(whole.model), self._crossing)
 
     def frozen(self, whole: FrozenPolicy) -> FrozenPolicy:
-        """The same for a teacher, after the policy."""
+        """Cut a teacher's model in place, after the policy."""
         layers = self._layers_of(whole.policy.model)
         return FrozenPolicy(StagedPolicy(whole.policy, self.place, layers, self._crossing))
 
     def passes(self, models: ModelSet, batcher: Batcher, shards: Shards | None) -> StagedPasses:
-        """Of models that went through the calls above."""
+        """Passes through models that went through the calls above."""
         return StagedPasses(
             models,
             batcher,
@@ -127,8 +128,8 @@ class Stage:
         )
 
     def budget(self, lengths: Sequence[int], packs: Packs, *, most_tokens: int) -> int:
-        """Of a micro-batch, for a sweep over rows of these lengths, after the policy. It is the
-        same in every run: no measurement has a part in it."""
+        """Tokens of a micro-batch for a sweep over rows of these lengths, after the policy. The
+        number is the same in every run: no measurement has a part in it."""
         assert self._expected is not None
         return expected_budget(lengths, self._expected, most_tokens=most_tokens, packs=packs)
 
@@ -157,13 +158,13 @@ class Stage:
     # -- between two steps -----------------------------------------------------------------
 
     def arrange(self, arrangement: Arrangement) -> None:
-        """What holds from now on. A joint call of all ranks."""
+        """Take an arrangement, which holds from now on. A joint call of all ranks."""
         self.measured = arrangement.measured
         if self._links is not None:
             self._links.use(arrangement.links)
 
     def take_times(self) -> StageTimes:
-        """What was measured since the last call."""
+        """Take the times that were measured since the last call."""
         arrivals = {} if self._links is None else self._links.arrivals()
         place = self.place.index
         times = replace(
@@ -190,7 +191,7 @@ class Stage:
         return [math.fsum(values) for values in zip(*self._peers.gather(own), strict=True)]
 
     def norm(self, own: float) -> float:
-        """Of the whole gradient, from each stage's."""
+        """Norm of the whole gradient, from each stage's own."""
         return math.sqrt(self.sums([own * own])[0])
 
     def union(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -260,14 +261,15 @@ def _parameter(trained: Trained, name: str) -> Tensor:
 
 
 def expected(flops: FlopModel, layers: Sequence[int]) -> Measured:
-    """Of a model with these layers on each stage. Its seconds are FLOPs."""
+    """Expected costs of a model with these layers on each stage, in FLOPs instead of seconds."""
     last = len(layers) - 1
     stages = [_stage_cost(flops, n / sum(layers), stage == last) for stage, n in enumerate(layers)]
     return Measured(stages=tuple(stages), links=(Link(),) * last, bytes_per_token=0.0)
 
 
 def _stage_cost(flops: FlopModel, share: float, is_last: bool) -> StageCost:
-    """Of a stage with this share of the layers: matrices in the layers cost F, I and W the same."""
+    """Expected cost of a stage with this share of the layers. Matrices in the layers cost F, I
+    and W the same."""
     per_token = max(flops.body, 1.0) * share / 3
     # Windows that end somewhere make pairs of a token and few others, which count as none.
     pairs = share * flops.attention * sum(window is None for window in flops.windows)

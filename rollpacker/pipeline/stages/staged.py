@@ -30,7 +30,7 @@ class StagedPolicy(Policy):
                 "something to its logits that is not known here; leave train.pipeline.stages at 1"
             )
         self.flops = FlopModel.of(whole.model)
-        """Of the whole model."""
+        """FLOPs of the whole model."""
         self.tied = tied_weight(whole.model)
         cut(whole.model, place, layers)
         self.mirror = self.tied.mirror if self.tied is not None and place.is_last else None

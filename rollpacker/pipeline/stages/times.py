@@ -1,4 +1,4 @@
-"""What one rank of a pipeline measured in a step. Light: no torch."""
+"""Times that one rank of a pipeline measured in a step. Light: no torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Messages = tuple[tuple[int, float], ...]
 are two processes'; what one is ahead of the other cancels in a message there and one back."""
 
 NUM_BYTES = 1 << 16
-"""Of a message by which the network between shards is timed."""
+"""Bytes of a message by which the network between shards is timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Of all sweeps since the update before. `ops` and messages are those of sweeps with gradients
-    alone: others have less to do."""
+    """Times of all sweeps since the update before. `ops` and messages are those of sweeps with
+    gradients alone: others have less to do."""
 
     stage: int
     num_layers: int
-    """Of the policy, on this stage."""
+    """The policy's layers on this stage."""
     ops: Mapping[Kind, tuple[tuple[Load, float], ...]]
     """Load and seconds of each, without what it waited for or sent."""
     from_previous: Messages
@@ -42,5 +42,5 @@ class StageTimes:
     """Later shards of the stage, and seconds of a message of `NUM_BYTES` there and
     back."""
     shard_bytes: float = 0.0
-    """What a step sends from one shard of the stage to another, about: weights, once for each of
-    two sweeps, and gradients."""
+    """Bytes that a step sends from one shard of the stage to another, about: weights, once for
+    each of two sweeps, and gradients."""

@@ -7,7 +7,7 @@ import base64
 import hashlib
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -17,31 +17,21 @@ from rollpacker.report.page.packing import embedded, pack
 from rollpacker.report.writing import printable, replacing
 
 PAGE_FILE = "report.html"
-COMPARISON_FILE = "compare.html"
 
 _SCRIPTS = (
     *("data.js", "text.js", "charts.js", "time_line.js", "dialogue.js", "samples.js"),
-    *("episodes.js", "overview.js", "compare.js", "page.js", "live.js", "start.js"),
+    *("episodes.js", "overview.js", "page.js", "live.js", "start.js"),
 )
-Kind = Literal["report", "compare", "live"]
+Kind = Literal["report", "live"]
 
 
-def write_page(
-    path: Path,
-    runs: Sequence[Mapping[str, Any]],
-    samples: Sequence[Mapping[str, Any]],
-    *,
-    groups: Sequence[Mapping[str, Any]] = (),
-) -> None:
-    """`runs` as `RunBook.plain` tells them, `samples` of each as `read_samples` does. More than one
-    run: their curves lie over each other, and `groups` are those of the same settings."""
-    kind: Kind = "report" if len(runs) == 1 else "compare"
-    names = " and ".join(str(run["name"]) for run in runs)
+def write_page(path: Path, run: Mapping[str, Any], samples: Mapping[str, Any]) -> None:
+    """The page of one run, as `RunBook.plain` tells it, with what `read_samples` returned."""
     text = document(
-        f"{names} · RollPacker",
-        kind,
-        core=embedded(pack({"runs": runs, "groups": list(groups)})),
-        samples=embedded(pack({"samples": samples})),
+        f"{run['name']} · RollPacker",
+        "report",
+        core=embedded(pack(run)),
+        samples=embedded(pack(samples)),
     )
     with replacing(path) as temporary:
         temporary.write_text(text, "utf-8")

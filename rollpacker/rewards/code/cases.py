@@ -28,7 +28,8 @@ IMPORTS = {
     "Decimal": "decimal",
     "Fraction": "fractions",
 }
-"""Test code often has these from what the program imports; here it gets them itself."""
+"""Modules of names that test code often has from the program's own imports. Here it imports them
+itself."""
 
 
 _IO = ("stdin", "input", "stdout", "output")
@@ -38,16 +39,17 @@ _KEYS = {
     "functional": ("input", "output", "fn_name", "function"),
     "assert": ("code", "setup", "functions"),
 }
-"""What a test of each type may have."""
+"""Keys that a test of each type may have."""
 _SHAPES = {
     "inputs": ("inputs", "outputs", "fn_name"),
     "test_list": ("test_list", "test_setup_code", "test_imports"),
     "test": ("test", "entry_point"),
     "input": ("input", "output"),
 }
-"""What a test without a type may have, by the key that it is recognised by."""
+"""Keys that a test without a type may have, by the key by which its shape is recognised."""
 _WHOLE_ROWS = ("test_list", "test")
-"""MBPP and HumanEval: the test may be the data set's whole row, with much else in it."""
+"""Keys of MBPP's and HumanEval's tests: such a test may be the data set's whole row, with much else
+in it."""
 # fmt: off
 _ABOUT = frozenset({
     "call_type", "category", "challenge_test_list", "comment", "comments", "contract",
@@ -59,11 +61,11 @@ _ABOUT = frozenset({
     "title", "version", "visible", "weight",
 })
 # fmt: on
-"""What data sets say about a test beside it. It changes nothing here."""
+"""Keys with which data sets describe a test. They change nothing here."""
 
 
 class BadTests(ValueError):
-    """Tests that cannot be used; the message says which and why."""
+    """Tests cannot be used. The message says which ones and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,13 @@ class IoTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """One function, or method of a class `Solution`."""
+    """A call of one function, or of a method of a class `Solution`."""
 
     function: str
     args: tuple[Tree, ...]
     kwargs: Mapping[str, Tree]
     expected: tuple[Tree, ...]
-    """Any of these is right."""
+    """Right results: any of them passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +93,16 @@ class AssertTest:
 
     code: str
     names: tuple[str, ...]
-    """What it takes from the program."""
+    """Names that the code takes from the program."""
     classes: tuple[str, ...]
-    """Those of the names that are classes: they begin with a capital letter."""
+    """Names that stand for classes: they begin with a capital letter."""
     first_calls: list[Tree] = field(default_factory=list, compare=False)
-    """What it needs first, the same for every program; filled when it is run."""
+    """Calls that the code needs first, the same for every program. They are filled in when the test
+    is first run."""
 
     @property
     def ordered(self) -> bool:
-        """Objects have a state: calls are made one by one, in their order."""
+        """Whether calls are made one by one, in their order, since objects have a state."""
         return bool(self.classes)
 
 
@@ -116,7 +119,7 @@ def read_tests(tests: Any) -> list[Test]:
 
 @functools.lru_cache(1024)
 def _read_text(text: str) -> tuple[Test, ...]:
-    """Every response to a prompt has the same tests."""
+    """The tests in a JSON text. They are kept for the other responses to the prompt."""
     try:
         return tuple(_read(json.loads(text)))
     except (ValueError, RecursionError) as error:
@@ -210,7 +213,7 @@ def _need(test: Mapping[str, Any], *names: str) -> Any:
 
 
 def _pairs(test: Mapping[str, Any]) -> Iterator[Test]:
-    """APPS and TACO: lists of inputs and outputs."""
+    """The tests in lists of inputs and outputs, as APPS and TACO have them."""
     inputs, outputs = test["inputs"], _need(test, "outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise BadTests("inputs and outputs must be lists")
@@ -283,7 +286,7 @@ def _json(text: Any) -> Any:
 
 
 def _json_lines(text: Any) -> list[Any]:
-    """LiveCodeBench: one argument a line."""
+    """The arguments in a text with one JSON value a line, as LiveCodeBench has them."""
     if not isinstance(text, str):
         raise BadTests("input must be text with one JSON value a line")
     return [_json(line) for line in text.split("\n") if line.strip()]

@@ -32,7 +32,7 @@ MAX_PROGRAM_BYTES = 200_000
 MAX_COMPLETION_CHARACTERS = 4_000_000
 PYTHON = frozenset({"python", "python3", "py", "py3"})
 _NAMED = 5
-"""So many bad rows are named in one message."""
+"""Most bad rows that a message names."""
 
 _FENCE = re.compile(r" {0,3}(`{3,})([^`\n]*)")
 
@@ -143,23 +143,23 @@ def _no_verdict(outcome: Outcome, number: int) -> Failed | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeConfig:
-    """What the built-in reward `code` takes as `arguments`. Raises `ValueError`."""
+    """The `arguments` of the built-in reward `code`. Raises `ValueError`."""
 
     tests_column: str = "tests"
     """The column with the row's tests."""
     language: str = "python"
-    """Of the programs: python."""
+    """Language of the programs: python."""
     partial: bool = False
     """The share of tests passed, instead of all or nothing."""
     reference_column: str | None = "reference_solution"
     """The column with a correct solution for rows that have one, run before training. None: do not
     run them."""
     allow_bad_tests: float = 0.0
-    """Start although up to this share of the reference solutions fails their tests."""
+    """Share of the reference solutions that may fail their tests."""
     max_tests: int | None = None
-    """Only the first so many tests of a row. None: all."""
+    """Tests of a row that are run, from the first on. None: all."""
     memory_mb: int | None = None
-    """Of one run. None: what the sandbox is set to."""
+    """Memory of one run in MiB. None: what the sandbox is set to."""
 
     def __post_init__(self) -> None:
         if self.language != "python":
@@ -171,7 +171,8 @@ class CodeConfig:
 
 
 class CodeReward:
-    """Programs judged by the tests of their row. Meets `RewardPart`."""
+    """The built-in reward `code`: programs are judged by the tests of their row. Meets
+    `RewardPart`."""
 
     DEADLINE = AdaptiveDeadlineConfig()
     WORKERS = os.cpu_count()
@@ -179,14 +180,16 @@ class CodeReward:
     def __init__(
         self, config: CodeConfig, *, entry: RewardConfig, name: str, shared: Shared
     ) -> None:
-        """`entry`: what every reward has; `shared`: whose sandbox runs the programs."""
+        """`entry`: the reward's entry in the config. `shared`: holds the sandbox that runs the
+        programs."""
         self.name = name
         self._config = config
         self._entry = entry
         self._shared = shared
         self._box: Sandbox | None = None
         self._has_references = False
-        """Rows that were checked had some; those of an evaluation may do without."""
+        """Whether rows that were checked before had reference solutions. Rows of an evaluation may
+        then do without."""
 
     # -- before the run ----------------------------------------------------------------
 
@@ -250,7 +253,7 @@ class CodeReward:
         )
 
     async def _failing(self, known: Sequence[tuple[int, str, _Read]]) -> dict[int, str]:
-        """Rows whose reference solution is not right, and why."""
+        """Numbers of the rows whose reference solution is not right, each with the reason."""
         box = await self._shared.sandbox()
         limits = self._limits(self._longest_s())
         left = list(reversed(known))
@@ -288,8 +291,8 @@ class CodeReward:
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed | None]:
-        """One verdict each. `timeout_s` limits every run of a program; without it the deadline's
-        `max_s` does."""
+        """One verdict for each sample. `timeout_s` limits every run of a program; without it the
+        deadline's `max_s` does."""
         await self.open()
         limits = self._limits(timeout_s or self._longest_s())
         return list(await asyncio.gather(*(self._score(sample, limits) for sample in samples)))
@@ -329,7 +332,7 @@ class CodeReward:
 async def _why_wrong(
     solution: str, tests: Sequence[Test], box: Sandbox, limits: Limits
 ) -> str | None:
-    """Why a reference solution is not right; None if it is."""
+    """The reason why a reference solution is not right. None: it is right."""
     program = extract(solution)
     if program is None:
         return "the reference solution is no program"
@@ -356,7 +359,7 @@ def _counted(bad: int, total: int) -> str:
 
 
 def _listed(bad: Mapping[int, str]) -> str:
-    """Rows by number, and each reason once."""
+    """Text that names rows by number, and each reason once."""
     rows: dict[str, list[str]] = {}
     for number, reason in list(bad.items())[:_NAMED]:
         rows.setdefault(reason, []).append(str(number))

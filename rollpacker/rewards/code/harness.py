@@ -1,4 +1,5 @@
-"""What runs beside a program inside the sandbox: the grader sends the source text of this file.
+"""Code that runs beside a program inside the sandbox: the grader sends the source text of this
+file.
 
 `answer` runs the program and then calls it, and says what came back. `judge` runs the code of a
 test, in a sandbox that the program never enters: each call to the program is answered from what
@@ -19,9 +20,9 @@ from typing import Any
 
 MAX_DEPTH = 100
 MAX_ITEMS = 200_000
-"""Taken from an iterator."""
+"""Most items that are taken from an iterator."""
 MAX_BITS = 400_000
-"""Of an integer: about 120,000 digits."""
+"""Most bits of an integer: about 120,000 digits."""
 SMALL = 10**15
 
 Tree = Any
@@ -197,7 +198,8 @@ def find(module: Any, name: str) -> Any:
 
 
 def changed(args: list[Any]) -> list[Tree]:
-    """What a call that returns nothing may have changed in place."""
+    """The plain forms of arguments that a call which returns nothing may have changed in place;
+    None for arguments that cannot be changed."""
     return [encode(a) if type(a) in (list, dict, set) else None for a in args]
 
 

@@ -18,20 +18,21 @@ from rollpacker.rewards.code.values import BadValue, check_tree, has_nan, read_l
 from rollpacker.sandbox.sandbox import Limits, RunResult, Sandbox, Status
 
 MAX_CALLS = 1000
-"""That one test may make."""
+"""Most calls that one test may make."""
 MAX_PASSES = 200
-"""How often the code of one test is run to find its calls."""
+"""Most times that the code of one test is run to find its calls."""
 INLINE_BYTES = 1 << 15
-"""Longer output is read in a thread, so that the event loop goes on."""
+"""Most bytes of output that are read in the event loop. Longer output is read in a thread, so that
+the loop goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one test said."""
+    """The result of one test of a program."""
 
     passed: bool
     seconds: float
-    """Of the slowest run of the program."""
+    """Seconds of the program's slowest run."""
     timed_out: bool = False
     sandbox_error: str | None = None
     """The machinery failed: there is no verdict."""
@@ -112,7 +113,8 @@ async def _run_assert(source: str, test: AssertTest, box: Sandbox, limits: Limit
 async def _judged(
     test: AssertTest, known: list[Any], nonce: str, box: Sandbox, limits: Limits
 ) -> list[Any]:
-    """What the test's code says; the program is not in this run."""
+    """Run the test's code without the program. Returns what the code said and its details: passed,
+    failed, ask or unfit."""
     payload = {
         "code": test.code,
         "names": test.names,
@@ -133,7 +135,7 @@ async def _judged(
 async def _answers(
     source: str, calls: list[Tree], box: Sandbox, limits: Limits
 ) -> tuple[list[Tree], RunResult]:
-    """What the program gives for each call, and the run."""
+    """The results of these calls to the program, and the run that gave them."""
     payload = {"source": source, "calls": calls}
     result = _ended(await box.run(_program("answer", payload), limits=limits))
     try:

@@ -18,9 +18,9 @@ from rollpacker.rewards.code.harness import MAX_BITS, MAX_DEPTH, Refused, Tree, 
 TOLERANCE = 1e-6
 """A float is right within this, absolute or relative to the expected value."""
 MAX_LOOSE = 50
-"""Members of a set that may be equal within tolerance only."""
+"""Most members of a set that may be equal within the tolerance only."""
 MAX_FRACTION_DIGITS = 4096
-"""Hexadecimal ones; reducing a fraction takes time in their square."""
+"""Most hexadecimal digits of a fraction; reducing one takes time in their square."""
 
 _HEX = re.compile(rb"-?[0-9a-f]{1,%d}" % (MAX_BITS // 4 + 1))
 _EXPONENT = r"p(\+[0-9]{1,3}|\+10[01][0-9]|\+102[0-3]|-[0-9]{1,4})"
@@ -49,8 +49,8 @@ def plain(value: Any) -> Tree:
 
 
 def read_list(data: bytes, name: str) -> list[Any]:
-    """What follows the name in the one JSON list that `data` must be. Its members are not checked
-    yet. Raises `BadValue`."""
+    """The members behind `name` of the JSON list that `data` must be. They are not checked yet.
+    Raises `BadValue`."""
     try:
         said = json.loads(
             data.decode("ascii"),
@@ -191,7 +191,7 @@ def _as_complex(number: int | float | Fraction | complex) -> complex:
 
 
 def _close(expected: float, got: float) -> bool:
-    """inf equals inf, nan nothing."""
+    """Whether two floats are equal within the tolerance. inf equals inf, nan nothing."""
     if not (math.isfinite(expected) and math.isfinite(got)):
         return expected == got
     return abs(expected - got) <= TOLERANCE * max(1.0, abs(expected))

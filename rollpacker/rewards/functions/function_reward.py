@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollpacker.did_you_mean import did_you_mean
-from rollpacker.imports import GIVEN, ImportSpecError, given, is_given
+from rollpacker.imports import ImportSpecError, is_given, pickled_given
 from rollpacker.rewards.functions.logged import read
 from rollpacker.rewards.functions.printed import Printed
 from rollpacker.rewards.functions.returned import Value, shortened
@@ -25,8 +25,7 @@ from rollpacker.rewards.functions.shapes import Binding, Signature
 from rollpacker.rewards.functions.trying import finding_of, made_up
 from rollpacker.rewards.reward import Cause, Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.workers.output import OutputQuota
-from rollpacker.workers.pool import WorkerPool
-from rollpacker.workers.pool_calls import NoWorker, Overran, WorkerLost
+from rollpacker.workers.pool import NoWorker, Overran, WorkerLost, WorkerPool
 from rollpacker.workers.served import START_S
 from rollpacker.workers.worker import WorkerEnded, WorkerProcess
 
@@ -142,7 +141,8 @@ class RewardFunction:
     # -- workers ----------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Let this loop use the worker that is there already, or start one when a call comes."""
+        """Make the pool of this loop. It gets the worker that exists already, or starts one when a
+        call comes."""
         self._pool()
 
     def _pool(self) -> WorkerPool:
@@ -172,7 +172,7 @@ class RewardFunction:
         return None
 
     def broken(self) -> str | None:
-        """Why the function will not give a verdict any more, if it has not for so many calls."""
+        """The reason why the function will not be called any more. None: it is still called."""
         return self._patience.ended
 
     async def close(self) -> None:
@@ -238,7 +238,8 @@ class RewardFunction:
         return self._count(self._verdicts(reply, len(samples)))
 
     def _count(self, verdicts: list[Verdict], *, even_so: bool = False) -> list[Verdict]:
-        """Hand on what a call came to. After too many without a verdict nobody is called again."""
+        """Count the verdicts of a call and return them. After too many calls without a verdict the
+        function is not called again."""
         if self._patience.saw(verdicts, even_so=even_so) and self._patience.ended is not None:
             for pool in self._pools.values():
                 pool.give_up_waiting(self._patience.ended)
@@ -291,7 +292,7 @@ class RewardFunction:
         return self._failed(shortened(why), "a worker was lost", Cause.INFRASTRUCTURE)
 
     def _raised(self, reply: Mapping[str, Any]) -> Failed:
-        """Return the failure in short. The whole story goes to the log, once per kind of error."""
+        """The failure in short. The whole story goes to the log, once per kind of error."""
         kind, said = reply["error"], reply["said"]
         self._report(kind, reply["where"])
         return Failed(reason=f"{self.name} raised {kind}: {said}")
@@ -342,9 +343,10 @@ class Patience:
     """Counts the calls in a row that gave no sample a verdict, and says when to call no more."""
 
     def __init__(self, name: str, most: int | None) -> None:
-        """`most`: so many end it; None: it has no end."""
+        """`most`: number of failed calls after which the function is called no more. None: no
+        limit."""
         self.ended: str | None = None
-        """Why, once it has."""
+        """The reason, once there have been too many failed calls. None before."""
         self._name = name
         self._most = most
         self._num_failed = 0
@@ -367,27 +369,16 @@ class Patience:
 
 
 def _sent(spec: str) -> bytes:
-    """A program's own function, with all that it refers to and no module holds, for a worker."""
-    import cloudpickle
-
+    """A program's own function, for a worker. Raises `RewardError`."""
     try:
-        function = given(spec)
+        return pickled_given(spec, "its worker processes")
     except ImportSpecError as error:
-        raise RewardError(f"reward {error}") from None
-    try:
-        return cloudpickle.dumps(function)  # type: ignore[no-any-return]
-    except Exception as error:  # whatever the user's objects say of being copied
-        raise RewardError(
-            f"reward {spec.removeprefix(GIVEN)} cannot be sent to its worker processes:"
-            f" {type(error).__name__}: {shortened(str(error))}. It may only refer to what can be"
-            " copied: make locks, files, connections and models inside of it, at its first call,"
-            " or name a function in a file."
-        ) from error
+        raise RewardError(f"reward {error}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Limit:
-    """How long one call may take, and what a message calls that limit."""
+    """The seconds that one call may take, and the name of that limit in messages."""
 
     seconds: float
     name: str

@@ -1,4 +1,4 @@
-"""What a reward function is given besides columns, as TRL has it.
+"""Arguments that a reward function gets besides columns, as TRL has them.
 
     log_metric(name, number)     averaged over the samples that a step trains on
     log_extra(column, values)    a value per completion, a column of the samples
@@ -20,36 +20,36 @@ from rollpacker.rewards.functions.returned import WrongReturn, shortened
 NAMES = ("log_metric", "log_extra", "trainer_state")
 
 MAX_TEXT = 4000
-"""Longer texts of an extra are cut off."""
+"""Most characters of a text in an extra."""
 MAX_LOGGED = 100
 """Names that one call may log."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What is known of TRL's object of that name."""
+    """The fields of TRL's object of that name that are known here."""
 
     global_step: int
     """Steps that the run has finished."""
     max_steps: int
-    """Those of the whole run."""
+    """Steps of the whole run."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"trainer_state has global_step and max_steps here, and no {name}")
 
 
 class Logged:
-    """Takes what one call logs."""
+    """Collects what one call of a reward function logs."""
 
     def __init__(self, count: int, progress: tuple[int, int] = (0, 1)) -> None:
-        """`count`: completions of the call. `progress`: steps done, and all of them."""
+        """`count`: completions of the call. `progress`: steps done, and all steps of the run."""
         self._count = count
         self._state = TrainerState(*progress)
         self._metrics: dict[str, list[float]] = {}
         self._extras: dict[str, list[Any]] = {}
 
     def arguments(self, wanted: Collection[str]) -> dict[str, Any]:
-        """What the function is called with, of those that it wants."""
+        """The arguments that the function wants, by name."""
         given = {
             "log_metric": self.log_metric,
             "log_extra": self.log_extra,
@@ -63,7 +63,7 @@ class Logged:
             self._metrics.setdefault(str(name), []).append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Raises `WrongReturn` unless there is one value per completion."""
+        """Log one value per completion. Raises `WrongReturn` for another number of values."""
         listed = list(values)
         if len(listed) != self._count:
             raise WrongReturn(
@@ -76,7 +76,7 @@ class Logged:
         return name in logged or len(logged) < MAX_LOGGED
 
     def reply(self) -> dict[str, Any]:
-        """For JSON; empty if nothing was logged."""
+        """All that was logged, for JSON; empty if nothing was."""
         means = {name: math.fsum(of) / len(of) for name, of in self._metrics.items()}
         found = {"metrics": means, "extras": self._extras}
         return {name: value for name, value in found.items() if value}

@@ -1,5 +1,4 @@
-"""What the workers of one reward or environment print, as its author sees it: the first lines,
-then a count.
+"""Shows the lines that workers of one reward or environment print: the first ones, then a count.
 
 The lines come from `workers/output.py`, which makes control characters visible and drops what
 exceeds its quota of bytes. They are told as warnings, which are seen without any set-up; what is
@@ -13,14 +12,14 @@ import logging
 logger = logging.getLogger(__name__)
 
 MAX_LINES = 20
-"""So many lines of one reward are shown: more would hide what the run itself has to say."""
+"""Most lines of one reward that are shown: more would hide what the run itself has to say."""
 
 
 class Printed:
-    """Belongs to one reward or environment; its workers share it."""
+    """Counts and shows the lines of one reward or environment; its workers share it."""
 
     def __init__(self, kind: str = "reward") -> None:
-        """`kind`: what messages call it."""
+        """`kind`: the word for it in messages."""
         self._kind = kind
         self._num_lines = 0
 
@@ -39,7 +38,7 @@ class Printed:
             )
 
     def close(self, name: str) -> None:
-        """Tell how many lines were not shown. Printing again begins a new count."""
+        """Log the number of lines that were not shown. Printing again begins a new count."""
         if self._num_lines > MAX_LINES:
             num_more = self._num_lines - MAX_LINES
             logger.warning("%s %s printed %d more lines", self._kind, name, num_more)

@@ -1,4 +1,4 @@
-"""What a reward function returned or raised, as plain values for JSON. Runs in its worker.
+"""Turns what a reward function returned or raised into plain values for JSON. Runs in its worker.
 
 A value is a number, None ("not applicable"), or `{"why": ..., "kind": ...}`: no verdict.
 """
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_REWARD = 1e30
-"""Up to this, sums and squares stay finite in float64, and advantages in float32."""
+"""Largest value of a reward. Up to this, sums and squares stay finite in float64, and advantages in
+float32."""
 
 _PACKAGE = Path(__file__).parents[2]
 _MAX_LINES = 4000
@@ -21,7 +22,7 @@ Value = float | dict[str, str] | None
 
 
 class WrongReturn(Exception):
-    """What came back is not what the function's shape returns; the message says what it was."""
+    """A function returned something else than its shape returns. The message says what it was."""
 
 
 def values_of(shape: str, returned: Any, count: int) -> list[Value]:
@@ -110,7 +111,8 @@ def _users_lines(error: BaseException) -> str:
 
 
 def _without_controls(text: str) -> str:
-    """On its lines, with what a terminal would obey as an escape, as with what workers print."""
+    """The text with its line ends, in which characters that a terminal would obey are written as
+    escapes."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 

@@ -40,13 +40,14 @@ class Signature:
     required: tuple[str, ...]
     positional_only: tuple[str, ...]
     takes_all: bool
-    """It takes any further name (`**kwargs`)."""
+    """Whether the function takes any further name (`**kwargs`)."""
     all_name: str | None = None
-    """What it calls the mapping of these."""
+    """The name of the parameter that takes these. None: there is none."""
 
     @classmethod
     def of(cls, parameters: Sequence[Mapping[str, Any]] | None) -> Signature:
-        """Read what a worker tells of its function, or None for a function that does not tell."""
+        """The signature that a worker reports of its function. `parameters` is None for a function
+        that has no signature."""
         if parameters is None:
             return cls((), (), (), True)
         named = [p for p in parameters if p["kind"] in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
@@ -81,12 +82,13 @@ class _Style:
 
     usage: str
     fields: Mapping[str, Field]
-    """What it passes besides columns. A field that raises `KeyError` needs that column."""
+    """The values that the framework passes besides columns, by name. A field that raises `KeyError`
+    needs that column."""
     per_sample: bool = False
     num_positional: int = 0
-    """So many of the fields are passed by position, in order."""
+    """Number of the fields that are passed by position, in order."""
     all_columns: bool = True
-    """`**kwargs` get every column."""
+    """Whether `**kwargs` get every column."""
 
 
 def _column(name: str, sample: RewardInput) -> Any:
@@ -94,7 +96,8 @@ def _column(name: str, sample: RewardInput) -> Any:
 
 
 def _chat(sample: RewardInput) -> Any:
-    """TRL's: of several turns all messages, the environment's too."""
+    """A completion in TRL's form: a text, messages, or of several turns all messages, the
+    environment's too."""
     if sample.episode is not None:
         return [dict(message) for message in sample.episode.messages]
     if isinstance(sample.prompt, str):
@@ -183,9 +186,9 @@ class Binding:
         self.shape = shape_of(signature) if config.shape == "auto" else config.shape
         self._style = _STYLES[self.shape]
         self.per_sample = self._style.per_sample
-        """Each call judges one sample."""
+        """Whether each call judges one sample."""
         self.all_columns = signature.all_name
-        """What the function calls the mapping of its further columns."""
+        """The name of the parameter that takes further columns. None: there is none."""
         self._config = config
         self._signature = signature
         num = self._style.num_positional

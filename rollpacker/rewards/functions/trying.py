@@ -1,4 +1,4 @@
-"""What a call of a reward function on made-up completions says of it, before anything is loaded.
+"""Judges a reward function by a call on made-up completions, before anything is loaded.
 
 A mistake that every response would meet refuses the run: a name that is not there, a type that does
 not fit what the run passes, a column that no row has, another return than the shape's. What the
@@ -22,11 +22,11 @@ _HINT = "text_of in docs/rewards.md takes both kinds"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is wrong with a function, in a sentence."""
+    """A fault of a function, in a sentence."""
 
     text: str
     certain: bool
-    """Every response would meet it."""
+    """Whether every response would meet the fault."""
 
 
 def made_up(row: RewardInput) -> list[RewardInput]:
@@ -56,8 +56,8 @@ def _said(text: str) -> dict[str, str]:
 def finding_of(
     replies: Sequence[Mapping[str, Any]], row: RewardInput, all_columns: str | None
 ) -> Finding | None:
-    """What the replies to the calls of the same function say of it; None: nothing. `all_columns`:
-    what it calls the mapping of its further columns (`**columns`)."""
+    """The fault that these replies to calls of one function show. None: they show none.
+    `all_columns`: the name of the parameter that takes further columns (`**columns`)."""
     wrong = next((reply["wrong"] for reply in replies if "wrong" in reply), None)
     if wrong is not None:
         return Finding(f"{wrong}, for test completions.", certain=True)
@@ -99,7 +99,8 @@ def _is_certain(
 
 
 def shape_of(row: RewardInput) -> str:
-    """What a function of TRL's shape is given for such rows."""
+    """A sentence that says in which form a function of TRL's shape gets completions of such
+    rows."""
     if row.episode is not None:
         return (
             "Its completions are dialogues, lists of messages ({'role', 'content'}), because the"

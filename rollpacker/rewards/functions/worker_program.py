@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollpacker.imports import ImportSpecError, load_function
+from rollpacker.imports import ImportSpecError, is_async, load_function
 from rollpacker.rewards.functions.logged import NAMES as LOGGERS
 from rollpacker.rewards.functions.logged import Logged
 from rollpacker.rewards.functions.returned import WrongReturn, error_of, values_of
@@ -54,7 +54,8 @@ def main(line: int | Line) -> None:
 
 
 def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
-    """Return what the controller needs to know of the function, or why it cannot be had."""
+    """What the controller needs to know of the function, and the function; or the reason why it
+    cannot be had, and None."""
     try:
         spec, is_factory, arguments = pickle.loads(payload)
         function = pickle.loads(spec) if isinstance(spec, bytes) else load_function(spec)
@@ -68,12 +69,9 @@ def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
             return {"refused": str(error), "complete": True}, None
         told = error_of(error)
         return {"refused": f"{told['error']}: {told['said']}{told['where']}"}, None
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004
-    )
     hello = {
         "name": getattr(function, "__name__", None),
-        "is_async": is_async,
+        "is_async": is_async(function),
         "parameters": _parameters(function),
         "file": _file_of(function),
     }
@@ -122,7 +120,7 @@ class LoadedFunction:
         return self._function(*args, **kwargs | self._arguments), call
 
     def answer(self, payload: bytes) -> dict[str, Any]:
-        """Call the function and return the reply, whatever comes of that."""
+        """Call the function and return the reply: values, or the error."""
         started = time.perf_counter()
         try:
             returned, call = self._call(payload)
@@ -137,7 +135,7 @@ class LoadedFunction:
         return self._loop.run_until_complete(self._awaited(returned, call, started))
 
     async def answer_async(self, payload: bytes) -> dict[str, Any]:
-        """Do as `answer` does for a coroutine function."""
+        """Call a coroutine function and return the reply, as `answer` does."""
         started = time.perf_counter()
         try:
             returned, call = self._call(payload)

@@ -1,4 +1,4 @@
-"""What a judge asks: something that completes chat messages. Light."""
+"""The protocol of what a judge asks: it completes chat messages. Light."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Completer(Protocol):
 
 
 class CompletionFailed(RuntimeError):
-    """No reply to this request."""
+    """A request has no reply; the message says why."""
 
     def __init__(self, reason: str, cause: Cause, *, wrong_set_up: bool = False) -> None:
         """`cause` as of a verdict. `wrong_set_up`: no request can succeed until the user changes

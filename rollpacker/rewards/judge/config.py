@@ -1,4 +1,4 @@
-"""What the built-in reward `judge` takes as `arguments`."""
+"""The `arguments` of the built-in reward `judge`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ OWN_FIELDS = ("messages", "model", "stream", "n", "response_format", "temperatur
 # size: a config has a field for each of its keys
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeConfig:
-    """Who judges, by what, and how hard to try. Raises `ValueError` for what cannot work."""
+    """The model that judges, its rubric, and how often it is asked. Raises `ValueError` for what
+    cannot work."""
 
     url: str | None = None
-    """Of an OpenAI-compatible endpoint, up to and with `/v1`. Either this or `model_path`."""
+    """Address of an OpenAI-compatible endpoint, up to and with `/v1`. Set either this or
+    `model_path`."""
     model: str | None = None
     """The model's name at the endpoint."""
     token_env: str | None = None
@@ -31,40 +33,40 @@ class JudgeConfig:
     model_path: str | None = None
     """A Hugging Face folder that runs on an engine of its own in this process."""
     rubric: str = RUBRIC
-    """What earns which score."""
+    """Text for the judge: it says what earns which score."""
     reference_column: str | None = "answer"
     """The column with the right answer. None: there is none."""
     scale: Sequence[float] | Literal["binary"] = (0, 10)
     """Lowest and highest score, or "binary" (0 or 1). The value is the score as a share of the
     scale, from 0 to 1."""
     max_answer_chars: int = 16_000
-    """Of a longer answer the judge sees head and tail."""
+    """Characters of an answer that the judge sees. A longer answer loses its middle."""
     min_answer_chars: int = 1
     """An answer with fewer letters, digits or symbols is worth 0 unasked."""
     votes: int = 1
     """Ask so often and take the median; more than half must be readable."""
     max_reasks: int = 1
-    """How often an unreadable reply is asked for again."""
+    """Number of times that an unreadable reply is asked for again."""
     reply_id: bool = True
     """The reply must repeat an id that only the request has. Turn it off for judges too small to
     copy one."""
     temperature: float | None = 0.0
-    """None: it is not sent."""
+    """Sampling temperature of the judge. None: it is not sent."""
     max_reply_tokens: int = 1024
     request: Mapping[str, Any] | None = None
     """Further fields of each request."""
     max_retries: int = 6
-    """How often a request that failed is sent again, while the endpoint is up."""
+    """Number of times that a request that failed is sent again, while the endpoint is up."""
     outage_s: float = 1800.0
-    """So many seconds samples wait for an endpoint that is down or too busy."""
+    """Seconds that samples wait for an endpoint that is down or too busy."""
     canary_rate: float = 0.005
     """Share of samples beside which an answer without content is asked about."""
     seed: int = 0
-    """Decides which samples these are."""
+    """Seed that decides which samples these are."""
     probe: bool = True
     """Ask once before the run starts, and refuse to start if there is no answer."""
     as_scale: Scale = field(init=False, repr=False, compare=False)
-    """`scale`, read."""
+    """The scale as an object."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "as_scale", _read_scale(self.scale))

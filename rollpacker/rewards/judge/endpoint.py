@@ -11,6 +11,7 @@ their sample is decided. A mistake in the set-up (key, model, address) fails at 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 import uuid
@@ -18,14 +19,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollpacker.endpoints.http import checked_url, retry_after_s
+from rollpacker.endpoints.http import (
+    CompressedAnswer,
+    checked_url,
+    http_library,
+    one_line,
+    read_bounded,
+    retry_after_s,
+)
 from rollpacker.endpoints.service import Service
-from rollpacker.rewards.judge.client import connection_trouble, error_text, open_client, reply_text
 from rollpacker.rewards.judge.completer import CompletionFailed
 from rollpacker.rewards.reward import Cause
 
 logger = logging.getLogger(__name__)
 
+MAX_RESPONSE_BYTES = 2**20
 MAX_DETAIL_CHARS = 200
 
 _BUSY = {429}
@@ -34,7 +42,7 @@ _REQUEST_ID = "rollpacker-"
 
 
 class _Passing(Exception):
-    """This attempt failed for a reason that may pass."""
+    """An attempt failed for a reason that may pass."""
 
     def __init__(self, why: str, *, after_s: float | None = None, busy: bool = False) -> None:
         super().__init__(why)
@@ -44,16 +52,6 @@ class _Passing(Exception):
 
 class _Refused(Exception):
     """The endpoint refuses the request as it is (400, 413, 422)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """What belongs to one event loop."""
-
-    loop: asyncio.AbstractEventLoop
-    places: asyncio.Semaphore
-    service: Service
-    client: Any
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -79,10 +77,35 @@ class EndpointCompleter:
     probe_every_s: float = 5.0
     first_backoff_s: float = 0.5
     num_retries: int = field(default=0, init=False)
-    """Attempts after the first of each request."""
-    _bound: _Bound | None = field(default=None, init=False)
-    _waited_before_s: float = field(default=0.0, init=False)
-    """In event loops that are left."""
+    """Number of attempts after the first of each request."""
+    _service: Service = field(init=False)
+    _places: asyncio.Semaphore = field(init=False)
+    _http: Any = field(init=False)
+    """The module httpx2."""
+    _client: Any = field(init=False)
+    _address: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._service = Service(
+            self.name,
+            outage_s=self.outage_s,
+            probe_every_s=self.probe_every_s,
+            first_pause_s=self.first_backoff_s,
+        )
+        self._places = asyncio.Semaphore(self.concurrency)
+        self._address = f"{checked_url(self.url)}/chat/completions"
+        self._http = http_library("the reward judge with a url")
+        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {self.token}"
+        self._client = self._http.AsyncClient(
+            headers=headers,
+            limits=self._http.Limits(
+                max_connections=self.concurrency, max_keepalive_connections=self.concurrency
+            ),
+            timeout=None,  # each attempt is limited as a whole
+            follow_redirects=False,
+        )
 
     @property
     def name(self) -> str:
@@ -91,10 +114,10 @@ class EndpointCompleter:
     @property
     def waited_s(self) -> float:
         """Seconds that requests waited for an endpoint that was down or busy, in all."""
-        return self._waited_before_s + (self._bound.service.waited_s if self._bound else 0.0)
+        return self._service.waited_s
 
     def outage(self) -> str | None:
-        return None if self._bound is None else self._bound.service.outage()
+        return self._service.outage()
 
     async def complete(self, messages: Sequence[Mapping[str, str]], *, timeout_s: float) -> str:
         """The reply's text. `timeout_s` limits each attempt, not the waiting before it.
@@ -103,45 +126,68 @@ class EndpointCompleter:
             CompletionFailed: after retries, after an outage of `outage_s`, or at once where trying
                 again cannot help.
         """
-        bound = self._bind()
-        async with bound.places:
-            return await _Attempts(self, bound.service, timeout_s).run(list(messages))
+        async with self._places:
+            return await self._until_answered(list(messages), timeout_s)
 
     async def close(self) -> None:
-        """Close the connections of the running loop."""
-        bound = self._bound
-        if bound is not None and bound.loop is asyncio.get_running_loop():
-            self._leave(bound)
-            await bound.client.close()
+        """Close the connections."""
+        await self._client.aclose()
 
-    def _bind(self) -> _Bound:
-        """What belongs to the running loop."""
-        loop = asyncio.get_running_loop()
-        if self._bound is not None:
-            if self._bound.loop is loop:
-                return self._bound
-            self._leave(self._bound)
-        self._bound = _Bound(
-            loop=loop,
-            places=asyncio.Semaphore(self.concurrency),
-            service=Service(
-                self.name,
-                outage_s=self.outage_s,
-                probe_every_s=self.probe_every_s,
-                first_pause_s=self.first_backoff_s,
-            ),
-            client=open_client(checked_url(self.url), self.token, self.concurrency),
-        )
-        return self._bound
+    # -- one request -------------------------------------------------------------------
 
-    def _leave(self, bound: _Bound) -> None:
-        self._waited_before_s += bound.service.waited_s
-        self._bound = None
+    async def _until_answered(self, messages: list[Mapping[str, str]], timeout_s: float) -> str:
+        """Make attempts until one is answered or the request is given up."""
+        service = self._service
+        started = asyncio.get_running_loop().time()
+        why = "it does not answer"
+        num_passing = num_not_busy = num_others_answered = 0
+        while True:
+            if not await service.ready(started):
+                raise CompletionFailed(self._given_up(why), Cause.INFRASTRUCTURE)
+            try:
+                if num_not_busy > self.max_retries:
+                    if not await self._answers_others(timeout_s):
+                        raise _Passing(why)
+                    # It is this request that it cannot answer, or the trouble has just ended.
+                    num_others_answered += 1
+                    if num_others_answered > 1:
+                        raise CompletionFailed(
+                            f"{self.name} failed {num_not_busy} times on this request ({why}),"
+                            " while it answers others",
+                            Cause.INFRASTRUCTURE,
+                        )
+                reply = await self._attempt(messages, timeout_s)
+            except _Passing as error:
+                why = str(error)
+                self.num_retries += 1
+                num_passing += 1
+                num_not_busy += not error.busy
+                service.failed(why, after_s=error.after_s)
+                await service.pause(num_passing)
+            except _Refused as error:
+                service.succeeded()
+                raise CompletionFailed(str(error), Cause.SAMPLE) from None
+            except CompletionFailed:
+                service.succeeded()
+                raise
+            else:
+                service.succeeded()
+                return reply
+
+    def _given_up(self, why: str) -> str:
+        """The reason of a request that is given up, without a number of seconds that grows: samples
+        are counted by their reasons."""
+        service = self._service
+        if service.outage() is None:
+            return f"{service.name} could not be used ({why})"
+        limit = f"outage_s={service.outage_s:g}"
+        return f"{service.name} was down for longer than {limit} ({service.breaker.why})"
 
     # -- one attempt -------------------------------------------------------------------
 
     async def _attempt(self, messages: list[Mapping[str, str]], timeout_s: float) -> str:
-        """One reply; with the schema first, and without it where the endpoint refuses it."""
+        """Ask for one reply, with the schema first, and without it where the endpoint refuses
+        it."""
         if self.schema is None:
             return await self._send(messages, timeout_s, None)
         try:
@@ -156,41 +202,45 @@ class EndpointCompleter:
     async def _send(
         self, messages: list[Mapping[str, str]], timeout_s: float, schema: Mapping[str, Any] | None
     ) -> str:
-        import openai
-
-        body: dict[str, Any] = {"model": self.model, "messages": messages}
+        body: dict[str, Any] = {"model": self.model, "messages": messages, **self.request}
         if schema is not None:
             shape = {"name": "verdict", "strict": True, "schema": schema}
             body["response_format"] = {"type": "json_schema", "json_schema": shape}
         request_id = _REQUEST_ID + uuid.uuid4().hex
+        headers = {"X-Request-Id": request_id}
+        told = json.dumps(body).encode()
         try:
-            async with asyncio.timeout(timeout_s):
-                raw = await self._bind().client.chat.completions.with_raw_response.create(
-                    **body,
-                    extra_body=dict(self.request),
-                    extra_headers={"X-Request-Id": request_id},
-                    timeout=timeout_s,
-                )
-        except (TimeoutError, openai.APITimeoutError):
+            async with (
+                asyncio.timeout(timeout_s),
+                self._client.stream(
+                    "POST", self._address, content=told, headers=headers
+                ) as response,
+            ):
+                content, is_whole = await read_bounded(response, MAX_RESPONSE_BYTES)
+        except TimeoutError:
             raise _Passing(f"no answer within {timeout_s:g} s") from None
-        except openai.APIStatusError as error:
-            raise self._status(error) from None
-        except openai.APIConnectionError as error:
-            raise _Passing(connection_trouble(error)) from None
-        answered = raw.headers.get("x-request-id", request_id)
+        except CompressedAnswer as error:
+            raise _Passing(f"it sent {error}") from None
+        except (self._http.HTTPError, self._http.StreamError, OSError) as error:
+            raise _Passing(f"{type(error).__name__}: {error}".rstrip(": ")) from None
+        if not is_whole:
+            raise _Passing(f"its answer has more than {MAX_RESPONSE_BYTES} bytes")
+        if not response.is_success:
+            raise self._status(response, content)
+        answered = response.headers.get("x-request-id", request_id)
         if answered.startswith(_REQUEST_ID) and answered != request_id:
             raise _Passing("it answered another request")
-        reply = reply_text(raw.http_response.content)
+        reply = reply_text(content)
         if reply is None:
-            detail = self._safe(error_text(raw.http_response.content))[:MAX_DETAIL_CHARS]
-            raise _Passing(f"its answer is no chat completion: {detail}")
+            raise _Passing(f"its answer is no chat completion{self._detail(content)}")
         return reply
 
-    def _status(self, error: Any) -> Exception:
-        """What an HTTP status means: it passes, the request is refused, or the set-up is wrong."""
-        status, detail = error.status_code, self._detail(error)
+    def _status(self, response: Any, content: bytes) -> Exception:
+        """The error for an HTTP status: it may pass, or the request is refused, or the set-up is
+        wrong."""
+        status, detail = response.status_code, self._detail(content)
         if status in _PASSING or status >= 500:
-            after_s = retry_after_s(error.response.headers.get("retry-after"), time.time())
+            after_s = retry_after_s(response.headers.get("retry-after"), time.time())
             return _Passing(f"{status}{detail}", after_s=after_s, busy=status in _BUSY)
         if status in (400, 413, 422):
             return _Refused(f"{self.name} refuses the request ({status}{detail})")
@@ -210,13 +260,11 @@ class EndpointCompleter:
             f"{self.name} {why} ({status}{detail}). {cure}", Cause.INFRASTRUCTURE, wrong_set_up=True
         )
 
-    def _detail(self, error: Any) -> str:
-        """What the endpoint says, in short and without the key."""
-        text = error_text(error.response.content)
-        return f": {self._safe(text)[:MAX_DETAIL_CHARS]}" if text else ""
-
-    def _safe(self, text: str) -> str:
-        return text.replace(self.token, "***") if self.token else text
+    def _detail(self, content: bytes) -> str:
+        """The endpoint's own words, cut and without the key; "" if it says nothing."""
+        text = error_text(content)
+        text = text.replace(self.token, "***") if self.token else text
+        return f": {text[:MAX_DETAIL_CHARS]}" if text else ""
 
     async def _answers_others(self, timeout_s: float) -> bool:
         """Whether it answers the simplest of requests."""
@@ -229,66 +277,26 @@ class EndpointCompleter:
         return True
 
 
-class _Attempts:
-    """One request until it is answered or given up."""
+def reply_text(body: bytes) -> str | None:
+    """The text of a chat completion's first choice; "" for a refusal or a reply without text. None
+    if the body is no chat completion at all (an error page, half an answer)."""
+    try:
+        message = json.loads(body)["choices"][0]["message"]
+        content = message["content"]
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        return None
+    if content is None:
+        return ""
+    return content if isinstance(content, str) else None
 
-    def __init__(self, endpoint: EndpointCompleter, service: Service, timeout_s: float) -> None:
-        self._endpoint, self._service = endpoint, service
-        self._timeout_s = timeout_s
-        self._started = asyncio.get_running_loop().time()
-        self._num_passing = 0
-        self._num_failed = 0
-        """Without the attempts that were told that the endpoint is busy."""
-        self._num_others_answered = 0
 
-    async def run(self, messages: list[Mapping[str, str]]) -> str:
-        endpoint, service = self._endpoint, self._service
-        why = "it does not answer"
-        while True:
-            if not await service.ready(self._started):
-                raise CompletionFailed(self._given_up(why), Cause.INFRASTRUCTURE)
-            try:
-                if self._num_failed > endpoint.max_retries:
-                    await self._suspect(why)
-                reply = await endpoint._attempt(messages, self._timeout_s)
-            except _Passing as error:
-                why = str(error)
-                await self._failed(error)
-            except _Refused as error:
-                service.succeeded()
-                raise CompletionFailed(str(error), Cause.SAMPLE) from None
-            except CompletionFailed:
-                service.succeeded()
-                raise
-            else:
-                service.succeeded()
-                return reply
-
-    def _given_up(self, why: str) -> str:
-        """Without a number of seconds that grows: samples are counted by it."""
-        service = self._service
-        if service.outage() is None:
-            return f"{service.name} could not be used ({why})"
-        limit = f"outage_s={service.outage_s:g}"
-        return f"{service.name} was down for longer than {limit} ({service.breaker.why})"
-
-    async def _failed(self, error: _Passing) -> None:
-        self._endpoint.num_retries += 1
-        self._num_passing += 1
-        self._num_failed += not error.busy
-        self._service.failed(str(error), after_s=error.after_s)
-        await self._service.pause(self._num_passing)
-
-    async def _suspect(self, why: str) -> None:
-        """Many attempts failed. If the endpoint answers others, it is this request that it cannot
-        answer; one more chance, since the trouble may just have ended."""
-        endpoint = self._endpoint
-        if not await endpoint._answers_others(self._timeout_s):
-            raise _Passing(why)
-        self._num_others_answered += 1
-        if self._num_others_answered > 1:
-            raise CompletionFailed(
-                f"{endpoint.name} failed {self._num_failed} times on this request ({why}), while"
-                " it answers others",
-                Cause.INFRASTRUCTURE,
-            )
+def error_text(body: bytes) -> str:
+    """The message of an error answer, on one line of printable characters."""
+    text = body.decode("utf-8", "replace")
+    try:
+        told = json.loads(text)
+        told = told.get("error", told) if isinstance(told, Mapping) else told
+        text = str(told["message"] if isinstance(told, Mapping) else told)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return one_line(text)

@@ -10,7 +10,6 @@ sample has no verdict; an endpoint that is down makes samples wait, then have no
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import statistics
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POSITIVE = 0.5
-"""From this value on a verdict is positive: on a canary, an alarm."""
+"""Least value of a positive verdict. A positive verdict on a canary is an alarm."""
 ALARM_EVERY = 20
 """The first passed canary is reported, and then every so many."""
 PROBE_S = 20.0
@@ -56,7 +55,8 @@ class JudgeReward:
     def __init__(
         self, config: JudgeConfig, *, entry: RewardConfig, name: str, shared: Shared
     ) -> None:
-        """`entry`: what every reward has; `shared`: whose engine completer a `model_path` uses."""
+        """`entry`: the reward's entry in the config. `shared`: makes the engine completer that a
+        `model_path` needs."""
         self.name = name
         self._config = config
         self._shared = shared
@@ -86,7 +86,7 @@ class JudgeReward:
                     f"reward {self.name}: there is no engine here for model_path; use url."
                 )
             return
-        require("openai", extra="judge", what=f"the reward {self.name} with a url")
+        require("httpx2", extra="judge", what=f"the reward {self.name} with a url")
         self._token()
         if self._config.probe:
             self._shared.run(self._ask_once)
@@ -130,7 +130,6 @@ class JudgeReward:
             if self._completer is not None:
                 return
             if self._config.model_path is None:
-                await asyncio.to_thread(importlib.import_module, "openai")  # takes a second
                 self._completer = self._endpoint(self._config.max_retries, self._config.outage_s)
             else:
                 make = self._shared.engine_completer
@@ -145,7 +144,7 @@ class JudgeReward:
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed | None]:
-        """`timeout_s` limits each request to the judge."""
+        """Grade the answers of these samples. `timeout_s` limits each request to the judge."""
         await self.open()
         limit_s = timeout_s or self._timeout_s
         return list(await asyncio.gather(*(self._score(sample, limit_s) for sample in samples)))

@@ -1,4 +1,4 @@
-"""What a judge is asked: rubric, question, reference, and the answer behind a fence.
+"""Writes the request to a judge: rubric, question, reference, and the answer behind a fence.
 
 The answer comes from the model in training, which is paid for whatever fools the judge. So it is
 cut to a length, cleaned of what is not text, and put between two lines with a random word that it
@@ -19,13 +19,13 @@ from rollpacker.rewards.judge.verdicts import Scale
 Messages = list[dict[str, str]]
 
 MAX_SENTENCE_WORDS = 40
-"""How long a reason is asked for."""
+"""Most words of a judge's reason, as the judge is told."""
 
 UNKNOWN = "\ufffd"
-"""Stands for what cannot be shown."""
+"""Stands in a text for a character that cannot be shown."""
 _NEWLINES = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")
 _VARIATION = re.compile("[\ufe00-\ufe0f\U000e0100-\U000e01ef\u115f\u1160\u3164\uffa0]")
-"""Variation selectors and letters that show as nothing: text can be hidden in them."""
+"""Matches variation selectors and letters that show as nothing: text can be hidden in them."""
 
 _ROLE_TOKENS = re.compile(
     r"<(?=[|\uff5c])"  # <|im_end|>, <|eot_id|>, <|user|>
@@ -91,12 +91,14 @@ def neutral(text: str) -> str:
 
 
 def neutral_answer(text: str) -> str:
-    """`neutral`, and a score that the answer gives itself is marked as its own claim."""
+    """The text as `neutral` has it, in which a score that the answer gives itself is marked as its
+    own claim."""
     return _BRACKETED.sub("[ [", _CLAIMS.sub(r"\1 (claimed by the answer)", neutral(text)))
 
 
 def shortened(text: str, limit: int) -> tuple[str, int]:
-    """Head (two thirds) and tail of a text that is longer than `limit`; how much was left out."""
+    """Head (two thirds) and tail of a text that is longer than `limit`, and the number of
+    characters left out."""
     if len(text) <= limit:
         return text, 0
     head = limit * 2 // 3
@@ -169,7 +171,8 @@ def question(
 
 
 def _shown(answer: str, limit: int) -> tuple[str, int]:
-    """Shortened twice, so that a flood of invisible characters costs neither time nor place."""
+    """The answer as the judge sees it, and the number of characters left out. It is shortened
+    twice, so that a flood of invisible characters costs neither time nor place."""
     text, left_out = shortened(answer, 4 * limit)
     text, more = shortened(clean(text), limit)
     return neutral_answer(text), left_out + more

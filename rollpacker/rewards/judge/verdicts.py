@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_REPLY_CHARS = 200_000
-"""With the reasoning before it; a longer reply is not looked at."""
+"""Most characters of a reply, with the reasoning before it. A longer reply is not looked at."""
 MAX_VERDICT_CHARS = 8_000
 MAX_REASON_CHARS = 2_000
 THINK, END_THINK = "<think>", "</think>"
@@ -56,13 +56,13 @@ class Scale:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     score: float
-    """On the judge's own scale."""
+    """The score on the judge's own scale."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """No verdict, never a score."""
+    """A reply holds no verdict. That is never a score."""
 
     why: str
 

@@ -21,21 +21,21 @@ _ANSWER_IS = re.compile(r"answer\s{0,4}(?:is|:|=)\s{0,4}:?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
-    """How large an answer may be. Beyond them it is not looked at."""
+    """Largest size of an answer. An answer beyond a cap is not looked at."""
 
     chars: int
     nesting: int
     digits: int
-    """Of one number."""
+    """Most digits of one number."""
     exponent: int
     """Largest whole number in an exponent, in a factorial and in a binomial coefficient."""
     elements: int
-    """Of a list, set or matrix."""
+    """Most elements of a list, set or matrix."""
     boxes: int
-    """Different ones in a response."""
+    """Most different boxes in a response."""
 
     def problem(self, answer: str) -> str | None:
-        """What is beyond a cap, in words."""
+        """The first cap that the answer exceeds, in words. None: it exceeds none."""
         if len(answer) > self.chars:
             return f"longer than {self.chars} characters"
         if any((ord(c) < 32 and c not in "\t\n\r") or "\ud800" <= c <= "\udfff" for c in answer):
@@ -85,7 +85,7 @@ _OPENING, _CLOSING = "{([", "})]"
 
 
 def _deepest(text: str) -> int:
-    """Nesting of brackets, and of powers (a^{b^{c}}, which braces nest, and a^b^c)."""
+    """The deepest nesting of brackets, and of powers (a^{b^{c}}, which braces nest, and a^b^c)."""
     depth = deepest = 0
     for character in text:
         if character in _OPENING:
@@ -98,7 +98,7 @@ def _deepest(text: str) -> int:
 
 
 def _exponents(text: str) -> Iterator[str]:
-    """What stands after each ^ that is not itself in an exponent: a group, or one token."""
+    """The exponent after each ^ that is not itself in an exponent: a group, or one token."""
     position = 0
     while (start := _next_power(text, position)) is not None:
         end = _group_end(text, start)
@@ -112,8 +112,8 @@ def _next_power(text: str, position: int) -> int | None:
 
 
 def _group_end(text: str, start: int) -> int:
-    """Of the bracketed group that begins here, with any power that follows at once; else of a run
-    of characters that can belong to one exponent."""
+    """Where the bracketed group ends that begins at `start`, with any power that follows at once.
+    Without a group: where the run of characters ends that can belong to one exponent."""
     if start < len(text) and text[start] in _OPENING:
         depth = 0
         for index in range(start, len(text)):
@@ -144,14 +144,14 @@ def extract(text: str, methods: Sequence[str], caps: Caps) -> tuple[str | None, 
 @dataclass(frozen=True, slots=True)
 class _Box:
     start: int
-    """Of the command."""
+    """Where the command begins."""
     inside: int
     end: int | None
-    """Of the content; None: never closed."""
+    """Where the content ends. None: the box is never closed."""
 
 
 def _boxes(text: str) -> list[_Box]:
-    """Boxes that are not inside of another closed one, in order; one pass."""
+    """The boxes that are not inside of another closed one, in order. Takes one pass."""
     first = re.search(r"\\(?:boxed|fbox)\s{0,8}\{", text)
     if first is None:
         return []
@@ -197,7 +197,7 @@ def _boxed(text: str, caps: Caps) -> str | None:
 
 
 def _without_inner_box(content: str) -> str:
-    """`\boxed{\boxed{3}}` is 3."""
+    r"""The content of the inner box if the content is one: `\boxed{\boxed{3}}` is 3."""
     found = re.match(r"\s*\\(?:boxed|fbox)\s{0,8}\{", content)
     return content[found.end() : -1].strip() if found and content.endswith("}") else content
 
@@ -244,17 +244,18 @@ _LOOSE = re.compile(
     r"\s*([-+*/^_]|\\(?:cdot|times|div)(?![A-Za-z]))\s*|([({|]|\\[A-Za-z]+)\s+|\s+([)}])"
 )
 _INNER = frozenset("\\{}^_+-*/")
-"""Beside an expression: it is a part of a longer one."""
+"""Characters beside an expression that make it a part of a longer one."""
 _UNSURE = re.compile(r"nan|infty|inf|∞|0\^|0/0|\{0\}|/0")
 
 
 def squash(text: str) -> str:
-    """Without spaces, dollar signs, and sizes of brackets; `1 1/2` does not become `11/2`."""
+    """The text without spaces, dollar signs, and sizes of brackets; `1 1/2` does not become
+    `11/2`."""
     return _NO_SPACE.sub("", _BETWEEN_DIGITS.sub("_", text))
 
 
 def same_text(gold: str, answer: str) -> bool:
-    """Equal as text, and nothing that may be equal to nothing."""
+    """Whether two answers are equal as text, and contain nothing that may be equal to nothing."""
     plain = squash(answer)
     return bool(plain) and plain == squash(gold) and not _UNSURE.search(plain.lower())
 
@@ -277,7 +278,8 @@ def restates(answer: str, prompt: str | list[dict[str, Any]] | Any, gold: str) -
 
 
 def _tight(text: str) -> str:
-    """Without what does not show, and without spaces beside what joins."""
+    """The text without characters that do not show, and without spaces beside characters that
+    join."""
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\\[,;:!]|\$|\s+", " ", text)
     return _LOOSE.sub(lambda m: m[1] or m[2] or m[3], text).strip()
 

@@ -42,11 +42,12 @@ PROFILE = Profile(
         "rollpacker.rewards.math.checker.warm",
     ),
 )
-"""Of the sandbox, for the checker: sympy, math-verify and our own part are there already."""
+"""The sandbox's profile for the checker: sympy, math-verify and our own part are imported
+already."""
 _MEMORY_BYTES = 512 << 20
 _OUTPUT_BYTES = 1 << 20
 _BATCH = 200
-"""Right answers checked in one run, before training."""
+"""Number of right answers that are checked in one run, before training."""
 _BATCH_S = 60.0
 _SHOWN = 5
 
@@ -55,7 +56,7 @@ Verdict = tuple[Literal["right", "wrong", "unknown"], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MathConfig:
-    """What the built-in reward `math` takes as `arguments`. Raises `ValueError`."""
+    """The `arguments` of the built-in reward `math`. Raises `ValueError`."""
 
     answer_column: str = "answer"
     """The column with the right answer, or with a solution that ends in it."""
@@ -74,15 +75,15 @@ class MathConfig:
     max_answer_chars: int = 4096
     """The answer's length. Beyond this or another cap an answer is worth 0 and not looked at."""
     max_nesting: int = 32
-    """Brackets in brackets, and powers of powers."""
+    """Largest depth of brackets in brackets, and of powers of powers."""
     max_digits: int = 400
-    """Digits of one number."""
+    """Most digits of one number."""
     max_exponent: int = 10_000
     """Largest whole number in an exponent, in a factorial and in a binomial coefficient."""
     max_elements: int = 200
-    """Elements of a list, set or matrix."""
+    """Most elements of a list, set or matrix."""
     max_boxes: int = 100
-    """Different boxes in a response."""
+    """Most different boxes in a response."""
     max_failing: float = 0.0
     """Share of rows whose right answer may be unusable."""
 
@@ -121,7 +122,8 @@ _CAPS = ("answer_chars", "nesting", "digits", "exponent", "elements", "boxes")
 
 
 class MathReward:
-    """1 for an answer equal to the row's right one, else 0. Meets `RewardPart`."""
+    """The built-in reward `math`: 1 for an answer equal to the row's right one, else 0. Meets
+    `RewardPart`."""
 
     DEADLINE = AdaptiveDeadlineConfig(min_s=2.0, factor=1.5, max_s=5.0)
     """A right answer takes milliseconds. The floor is for a busy machine, the ceiling for what a
@@ -131,7 +133,8 @@ class MathReward:
     def __init__(
         self, config: MathConfig, *, entry: RewardConfig, name: str, shared: Shared
     ) -> None:
-        """`entry`: what every reward has; `shared`: whose sandbox compares the answers."""
+        """`entry`: the reward's entry in the config. `shared`: holds the sandbox that compares the
+        answers."""
         self.name = name
         self._config = config
         self._caps = config.caps
@@ -178,7 +181,8 @@ class MathReward:
         return text.strip() if found is None else found
 
     async def _unusable(self, golds: list[str]) -> list[tuple[str, str]]:
-        """Right answers that the checker does not find equal to themselves, and why."""
+        """The right answers that the checker does not find equal to themselves, each with the
+        reason."""
         box = await self._sandbox()
         verdicts, problem = await self._run(box, [("x+1", "1+x")], _BATCH_S)
         if verdicts is None:
@@ -191,7 +195,8 @@ class MathReward:
         return [problem for batch in found for problem in batch]
 
     async def _judge_golds(self, box: Sandbox, golds: list[str]) -> list[tuple[str, str]]:
-        """Trusted text may share a run. A batch that fails is cut in two, to find the one."""
+        """The unusable ones of these right answers, each with the reason. Trusted text may share a
+        run; a batch that fails is cut in two, to find the one."""
         verdicts, problem = await self._run(
             box, [(gold, gold) for gold in golds], _BATCH_S, strict=True
         )
@@ -227,7 +232,7 @@ class MathReward:
         await self._sandbox()
 
     async def _sandbox(self) -> Sandbox:
-        """One that can compare. Raises `RewardError`."""
+        """A sandbox that can compare answers. Raises `RewardError`."""
         box = await self._shared.sandbox()
         if lacking := await box.lacks(PROFILE):
             if self._shared.config.url is None:  # the sandbox has this interpreter's packages
@@ -260,7 +265,7 @@ class MathReward:
         return gold, answer
 
     async def _ask(self, gold: str, answer: str, timeout_s: float) -> Scored | Failed:
-        """One run for one answer: nothing that it does can reach another."""
+        """Compare one answer in a run of its own: nothing that it does can reach another."""
         box = await self._shared.sandbox()
         verdicts, problem = await self._run(box, [(gold, answer)], timeout_s)
         if verdicts is None:
@@ -273,7 +278,8 @@ class MathReward:
     async def _run(
         self, box: Sandbox, pairs: list[tuple[str, str]], timeout_s: float, *, strict: bool = False
     ) -> tuple[list[Verdict] | None, Failed]:
-        """Verdicts, or None and why there are none. `Failed.seconds` is how long it took."""
+        """The verdicts; or None, and the failure that says why there are none. `Failed.seconds` is
+        how long it took."""
         nonce = secrets.token_hex(16)
         options = {
             "form": self._config.form,

@@ -34,7 +34,7 @@ FORMAT = 3
 had no carried tokens."""
 _PREFIX = "step_"
 _ASIDE = "replaced-"
-"""Behind the name of a checkpoint that waits to be removed."""
+"""Ending of the name of a checkpoint that waits to be removed."""
 _LOADED = {".safetensors", ".json", ".bin"}
 """Endings of files that loading a folder takes up by themselves: one that the manifest does not
 list would be loaded beside, or instead of, those that it does."""
@@ -95,8 +95,8 @@ def write_checkpoint(
 
 @contextmanager
 def _only_warned(path: Path) -> Iterator[None]:
-    """What cannot be removed is a warning, such as a folder on a network disk while somebody reads
-    a file of it. Every save tries again."""
+    """Warn where this cannot be removed, such as a folder on a network disk while somebody reads a
+    file of it. Every save tries again."""
     try:
         yield
     except OSError as error:
@@ -165,9 +165,9 @@ def newest_state(root: Path) -> Mapping[str, Any] | None:
 
 
 def verify(folder: Path, *, without: str | None = None) -> str | None:
-    """What is wrong with the checkpoint, or None. A file that cannot be read (a bad sector, a lost
-    permission, a link in circles) is wrong, too: an older checkpoint may be sound. What is in its
-    folder `without` is passed over."""
+    """A fault of the checkpoint, in words; None if it is sound. A file that cannot be read (a bad
+    sector, a lost permission, a link in circles) is a fault, too: an older checkpoint may be sound.
+    Files in its folder `without` are passed over."""
     name = MANIFEST
     try:
         manifest = json.loads((folder / MANIFEST).read_text())

@@ -1,4 +1,4 @@
-"""Whatever data, models and environments hold, as JSON that people can read."""
+"""Makes readable JSON of any values that data, models and environments hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def plain_text(value: Any) -> str:
 
 
 def _json(value: Any) -> str | None:
-    """None: it cannot be JSON."""
+    """The value as JSON. None if it cannot be JSON."""
     try:
         return json.dumps(value, ensure_ascii=False, default=_plain)
     except (TypeError, ValueError, RecursionError):  # keys that JSON lacks; a circle

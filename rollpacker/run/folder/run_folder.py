@@ -41,7 +41,7 @@ _OWN_FILES = (
     *("summary.json", "report.html", "trace.json", "timeline.png"),
     *("summary.json.tmp", "report.html.tmp", "trace.json.tmp", "timeline.png.tmp"),
 )
-"""What a run writes, and what a kill leaves of it half written."""
+"""Files that a run writes, also half written, as a kill leaves them."""
 _OWN_FOLDERS = {
     "checkpoints": ("step_*", "latest", "latest.tmp-*"),
     "tensorboard": ("events.out.tfevents.*",),
@@ -101,7 +101,8 @@ class RunFolder:
             raise
 
     def _take_lock(self) -> bool:
-        """False if another run, which could not start, removed the lock's file meanwhile."""
+        """Lock the folder. False if another run, which could not start, removed the lock's file
+        meanwhile."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock_file.open("a")
@@ -158,8 +159,8 @@ class RunFolder:
                 shutil.rmtree(path)
 
     def find_checkpoint(self, *, carries: bool = True) -> Checkpoint | None:
-        """Where a resume goes on; None if the run ended before its first checkpoint. `carries`:
-        the run takes up the tokens of deferred prompts.
+        """The checkpoint from which a resume goes on. None if the run ended before its first
+        checkpoint. `carries`: the run takes up the tokens of deferred prompts.
 
         Raises `RunError` or `CheckpointError` where that cannot be told, or where it cannot go on.
         """
@@ -194,7 +195,8 @@ class RunFolder:
         fsync(self.path)
 
     def read_identity(self) -> dict[str, Any]:
-        """What `write_identity` recorded. Raises `RunError` if it is not there or not that."""
+        """The identity that `write_identity` recorded. Raises `RunError` if it is not there or is
+        something else."""
         try:
             identity: dict[str, Any] = json.loads((self.path / "identity.json").read_text())
             texts = all(isinstance(identity[key], str) for key in ("model", "dtype", "train_data"))

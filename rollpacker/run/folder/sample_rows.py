@@ -23,7 +23,7 @@ from rollpacker.run.ports.dialogue_text import dialogue_text
 from rollpacker.trainer.trainer import TrainSample
 
 NUM_SLOWEST = 10
-"""So many of a step's slowest checks are kept with their text, trained on or not."""
+"""Number of a step's slowest checks that are kept with their text, trained on or not."""
 
 MAX_VALUE_CHARS = 4096
 """Longer values of a data row are cut off in samples: the tests of one programming problem can
@@ -32,7 +32,8 @@ weigh megabytes, and every sample of it would have them."""
 
 @dataclass(slots=True)
 class PromptColumns:
-    """What a sample's row says of its prompt. The samples of a group share the texts."""
+    """Columns of a sample's row that describe its prompt. The samples of a group share the
+    texts."""
 
     rows: Sequence[PromptRow]
     render: Decode
@@ -111,7 +112,7 @@ class SampleRows:
         }
 
     def _turn_advantages(self, sample: SampleId, advantage: float | tuple[float, ...]) -> str:
-        """That of each turn's first token."""
+        """The advantages of each turn's first token, as a JSON list."""
         episode = self.desk[sample].episode
         assert episode is not None, "there are turns"
         if not isinstance(advantage, tuple):
@@ -195,7 +196,7 @@ def _said_first(response: Response, render: Decode, episode: Episode | None) -> 
 
 
 def _turn_columns(verdict: Scored | Failed | None) -> dict[str, str | None]:
-    """What the turns of a trajectory were worth, as JSON lists."""
+    """Columns with the rewards of a trajectory's turns, as JSON lists."""
     rewards = verdict.turns if isinstance(verdict, Scored) else None
     return {
         "turn_rewards": None if rewards is None else plain_text(rewards),
@@ -204,12 +205,12 @@ def _turn_columns(verdict: Scored | Failed | None) -> dict[str, str | None]:
 
 
 def _extras(verdict: Scored | Failed | None) -> dict[str, Any]:
-    """What reward functions logged of the sample (`log_extra`)."""
+    """Columns with the values that reward functions logged of the sample (`log_extra`)."""
     extras = verdict.extras if isinstance(verdict, Scored) else {}
     return {f"extra/{name}": value for name, value in extras.items()}
 
 
 def _parts(verdict: Scored | Failed | None, names: Sequence[str]) -> dict[str, float | None]:
-    """Each reward's own value."""
+    """Columns with each reward's own value. None where a reward did not judge the sample."""
     parts: Mapping[str, float | None] = {} if verdict is None else verdict.parts
     return {f"reward/{name}": parts.get(name) for name in names}

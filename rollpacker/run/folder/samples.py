@@ -29,8 +29,9 @@ COLUMN_TYPES = {
     "trained": "bool",
     "passed": "bool",
 }
-"""All others are texts; those that begin with `reward/` are float64. The types are told, not
-guessed: a column of which a file has no value must not get another type than in the next."""
+"""Types of columns. All others are texts, or float64 if they begin with `reward/`. The types are
+told, not guessed: a column of which a file has no value must not get another type than in the
+next."""
 
 
 class SampleWriter:

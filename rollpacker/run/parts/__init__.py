@@ -1,1 +1,1 @@
-"""Each part of a run is built here from the config, in one file a part; nothing else knows how."""
+"""Makes each part of a run from the config, in one file a part; nothing else knows how."""

@@ -1,4 +1,4 @@
-"""What the hosts of a ray cluster are and have, and what placement asks of them."""
+"""Facts about the hosts of a ray cluster, as placement asks for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def rooms() -> list[Host]:
-    """What the hosts of the cluster have. Raises `ValueError`."""
+    """Cores, memory and GPUs of the cluster's hosts. Raises `ValueError`."""
     cluster = join_cluster()
     try:
         return rooms_of(cluster, facts_of(cluster))
@@ -34,8 +34,8 @@ def join_cluster() -> Cluster:
 
 
 def facts_of(cluster: Cluster) -> dict[str, HostFacts]:
-    """Of every host, by address, this one's first. Raises `ValueError` if they differ in what must
-    be the same."""
+    """Facts about every host, by address, this one's first. Raises `ValueError` if hosts differ in
+    something that must be the same."""
     from rollpacker.workers.hosts.facts import differences
 
     facts = {address: cluster.facts(address) for address in cluster.nodes}
@@ -45,7 +45,8 @@ def facts_of(cluster: Cluster) -> dict[str, HostFacts]:
 
 
 def rooms_of(cluster: Cluster, facts: Mapping[str, HostFacts]) -> list[Host]:
-    """What placement asks of hosts: on a CPU as many devices as ray has cores of each."""
+    """The hosts as placement asks for them: on a CPU with as many devices as ray has cores of
+    each."""
     from rollpacker.core.placement.roles import Host
 
     return [

@@ -142,8 +142,9 @@ def engine_setup(
     tensor_parallel: int = 1,
     sleeps: bool = False,
 ) -> EngineSetup:
-    """What a process needs to make this engine, over the model that `model` names, with so many of
-    torch's threads, on so many devices. `sleeps`: it will have to let go of them."""
+    """The setup of a process that makes this engine over the model that `model` names. `threads`:
+    torch's threads; None leaves torch's choice. `tensor_parallel`: devices that share the engine.
+    `sleeps`: it will have to let go of them."""
     from rollpacker.engines.messages import EngineSetup
 
     return EngineSetup(

@@ -30,7 +30,7 @@ wait for more answers, so that a close deadline would prefer short ones."""
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What a run of several turns has besides."""
+    """The parts that a run has besides if its samples take turns with environments."""
 
     environments: SupervisedEnvironments
     dialogue: TemplateDialogue
@@ -38,9 +38,9 @@ class Turns:
     timeout_s: float
     max_prompt_tokens: int
     rewrites: Rewrites | None = None
-    """What the chat template rewrites."""
+    """How the chat template rewrites earlier turns. None if it keeps them."""
     takes_rewrites: bool = False
-    """Such a template is no reason to refuse."""
+    """Whether the run takes a template that rewrites earlier turns."""
     per_host: int | None = None
 
     def be_on(self, hosts: Hosts) -> None:
@@ -53,7 +53,7 @@ class Turns:
         Caller().run(self.environments.close())
 
     def player(self, seed: int) -> Player:
-        """Whoever plays; the environments are opened by whoever runs."""
+        """A player with these environments, which whoever runs it has to open."""
         from rollpacker.run.ports.player import Player
 
         return Player(
@@ -67,7 +67,7 @@ class Turns:
         )
 
     def acting(self, sources: set[str]) -> ActingConfig:
-        """What the core needs to know, with prompts of these sources."""
+        """The core's config of turns, for prompts of these sources."""
         deadline = AdaptiveDeadlineConfig(
             min_s=min(SLOW_S, self.timeout_s), factor=SLOW_FACTOR, max_s=self.timeout_s
         )
@@ -140,7 +140,8 @@ def _check_rewards(config: RunConfig, environments: SupervisedEnvironments) -> N
 
 
 def _most_tokens(config: RunConfig, context: int | None) -> int:
-    """Of a trajectory. Raises `ValueError` if no dialogue fits into the model's context."""
+    """Most tokens of a trajectory. Raises `ValueError` if no dialogue fits into the model's
+    context."""
     assert config.environment is not None
     most, prompt = config.environment.max_trajectory_tokens, config.data.max_prompt_tokens
     if context is None and most is None:
@@ -162,7 +163,7 @@ def _most_tokens(config: RunConfig, context: int | None) -> int:
 
 
 def with_tools(of_tokenizer: Mapping[str, Any], turns: Turns | None) -> dict[str, Any]:
-    """The same, for prompts that tell the model of its tools."""
+    """`of_tokenizer` for prompts that tell the model of its tools."""
     if turns is None or not turns.environments.tools:
         return dict(of_tokenizer)
     kwargs = {**(of_tokenizer["chat_template_kwargs"] or {}), "tools": [*turns.environments.tools]}
@@ -195,5 +196,5 @@ def check_turns(
 
 
 def sources_of(config: RunConfig, prompts: PromptSet) -> set[str]:
-    """Sources of prompts, as the core knows them."""
+    """The sources of prompts, as the core knows them."""
     return {row.task or TRAIN for row in prompts.rows} if config.routed else {TRAIN}

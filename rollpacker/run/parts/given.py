@@ -1,4 +1,4 @@
-"""What a program gives to `rollpacker.train`, as a config that can be checked and saved.
+"""Makes a config, which can be checked and saved, of what a program gives to `rollpacker.train`.
 
     a dict, dotted keys in it            -> a config file's values, and overrides
     rewards=[function, (function, 0.5)]  -> rewards: [{function: "<python>:name"}, ...]
@@ -32,7 +32,7 @@ OF_TRL = {
     "eval_dataset": "eval_data",
     "args": "config",
 }
-"""What TRL's trainers call the arguments of `rollpacker.train`."""
+"""Arguments of TRL's trainers -> arguments of `rollpacker.train`."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
 Reward = Callable[..., Any] | str | tuple[Any, float] | Mapping[str, Any]
@@ -47,7 +47,8 @@ class Given:
 
 
 def refuse_unknown(arguments: Mapping[str, Any]) -> None:
-    """Raise `TypeError` if there is one, which `rollpacker.train` does not have."""
+    """Raise `TypeError` for an argument that `rollpacker.train` does not have. It names the
+    argument that was meant."""
     from rollpacker.config.schema import RunConfig
     from rollpacker.config.synonyms import all_keys, hint
 
@@ -172,7 +173,7 @@ def _rewards_of(rewards: Any, objects: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _reward_entry(where: str, reward: Any) -> dict[str, Any]:
-    """What the config says of it, the function itself in the place of its name."""
+    """The reward as an entry of the config, with the function itself in the place of its name."""
     entry: dict[str, Any]
     if isinstance(reward, Mapping):
         entry = {key: _plain(value) for key, value in reward.items()}

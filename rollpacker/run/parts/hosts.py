@@ -24,22 +24,24 @@ LOOK_S = 2.0
 HEAD_S = 15.0
 """Ray's head may be silent for so long; ray ends this process a minute after it was lost."""
 RESERVE_S = 60.0
-"""How long ray may take to reserve the devices: others may have them."""
+"""Seconds that ray may take to reserve the devices, which others may have."""
 SHM_BYTES = 64 << 20
-"""Free in /dev/shm of a host, where torch and vLLM share memory between processes."""
+"""Bytes that must be free in /dev/shm of a host, where torch and vLLM share memory between
+processes."""
 
 
 @dataclass(slots=True)
 class Hosts:
-    """Where the processes of one run are started."""
+    """The hosts on which the processes of one run are started."""
 
     plan: Placement | None = None
-    """None: all on this machine, and nothing says on which of its devices."""
+    """The devices of each role. None if all are on this machine, and nothing says on which of its
+    devices."""
     by_name: Mapping[str, Host] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
-    """By host: the network interface by which its processes reach others."""
+    """Network interface by which the processes of each host reach others."""
     address: str = "127.0.0.1"
-    """Of this machine, as processes on others reach it."""
+    """Address of this machine, as processes on others reach it."""
     publish: Callable[[WeightSource], dict[str, Exception]] = lambda source: {}
     """Brings new weights to all hosts with engines, before an engine asks (`Spread.publish`)."""
     close: Callable[[], None] = lambda: None
@@ -70,12 +72,13 @@ class Hosts:
                 return
 
     def of_engine(self, number: int, degree: int) -> tuple[Host, dict[str, str]]:
-        """Where this engine is started, with so many devices, and what its environment has."""
+        """The host of this engine, with so many devices, and the environment variables of its
+        process."""
         devices = self._devices("rollout")[number * degree : (number + 1) * degree]
         return self._place(devices)
 
     def of_ranks(self) -> list[RankPlace]:
-        """Where the trainer's processes are started."""
+        """The places of the trainer's processes."""
         from rollpacker.trainer.launch import RankPlace
 
         places = [self._place([device]) for device in self._devices("train")]
@@ -83,7 +86,7 @@ class Hosts:
         return [RankPlace(0, host, environment) for host, environment in places]
 
     def beside_engines(self, per_host: int) -> list[Host]:
-        """So many places beside the engines of each host, for rewards and environments."""
+        """The hosts with engines, each `per_host` times: places for rewards and environments."""
         from rollpacker.workers.host import ThisHost
 
         here = ThisHost()
@@ -190,7 +193,7 @@ def _on_cluster(
 
 
 def _devices_on(host: str, plan: Placement) -> dict[str, float]:
-    """To be reserved there: none of what other jobs have by turns."""
+    """The devices to reserve on this host: none of those that other jobs have by turns."""
     from rollpacker.cluster.service.local_runner import MARK
 
     count = 0
@@ -202,7 +205,8 @@ def _devices_on(host: str, plan: Placement) -> dict[str, float]:
 def _check(
     config: RunConfig, cluster: Cluster, plan: Placement, facts: Mapping[str, HostFacts]
 ) -> None:
-    """What each host must have. Raises `ValueError` with the first that lacks something."""
+    """Check that each host has what it must have. Raises `ValueError` with the first that lacks
+    something."""
     model = Path(config.model.path)
     for host, one in facts.items():
         if model.exists() and not cluster.sees(host, str(model.resolve())):

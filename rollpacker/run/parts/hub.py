@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 1.5
-"""How long a connection may take, with looking its name up: longer, and there is no network."""
+"""Seconds that a connection may take, with looking its name up. If it takes longer there is no
+network."""
 ANSWER_S = 10.0
-"""How long an answer may take where the connection was accepted: a proxy may be slow."""
+"""Seconds that an answer may take once the connection was accepted: a proxy may be slow."""
 HUB = "https://huggingface.co"
 _OFFLINE = "HF_HUB_OFFLINE"
 
@@ -54,7 +55,8 @@ def look_for_hub(config: RunConfig, *, model_path: str | None = None) -> None:
 
 
 def look_for_names(models: Mapping[str, str], sets: Mapping[str, str] | None = None) -> None:
-    """As `look_for_hub`, for names of models and of data sets by their keys."""
+    """Ask for these names, as `look_for_hub` does. `models` and `sets`: names of models and of data
+    sets by their config keys."""
     models = {key: name for key, name in models.items() if _is_hub_name(name)}
     sets = {key: name for key, name in (sets or {}).items() if _is_hub_name(name)}
     if not (models or sets):
@@ -165,7 +167,8 @@ def _model_is_here(name: str) -> bool:
 
 
 def _set_is_here(name: str) -> bool:
-    """Where `datasets` keeps it; asking the library itself takes seconds."""
+    """Whether the data set lies where `datasets` keeps it; asking the library itself takes
+    seconds."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     cache = os.environ.get("HF_DATASETS_CACHE") or Path(home, "datasets")
     return Path(cache, name.replace("/", "___")).is_dir()

@@ -1,4 +1,4 @@
-"""What a resume must find again."""
+"""The identity of a run: what a resume must find again beyond the config."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 
 def tokenizer_fingerprint(policy: Policy) -> str:
-    """Of the vocabulary as its library reads it: what the numbers of tokens mean."""
+    """SHA-256 of the vocabulary as its library reads it, which says what the numbers of tokens
+    mean."""
     tokenizer = policy.loaded.tokenizer
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.sha256(json.dumps([vocabulary, tokenizer.eos_token_id]).encode()).hexdigest()
 
 
 def identity_of(config: RunConfig, policy: Policy) -> dict[str, Any]:
-    """What a resume must find again beyond the config."""
+    """Fingerprints of model, data, tokenizer and the user's files, and the number of threads."""
     from rollpacker.trainer.model import fingerprint
 
     return {
@@ -62,7 +63,8 @@ def _of_environment(config: RunConfig) -> dict[str, str | None]:
 
 
 def _code_sha256(spec: str) -> str | None:
-    """Of a function that a program gave, as its file or notebook cell has it."""
+    """SHA-256 of a function that a program gave, as its file or notebook cell has it. None if it
+    has no source."""
     import inspect
 
     try:

@@ -1,5 +1,5 @@
-"""Who is on which device: the config's lines, this machine or the hosts of a cluster, and what each
-role takes, made into a plan; and the plan as a table."""
+"""Makes a plan of who is on which device, from the config's lines, this machine or the hosts of a
+cluster, and the memory that each role takes; and shows the plan as a table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def hosts_of(config: RunConfig) -> list[Host]:
-    """Those that the run has. Raises `ValueError`."""
+    """The hosts that the run has. Raises `ValueError`."""
     if config.runtime == "ray":
         from rollpacker.run.parts.cluster_facts import rooms
 
@@ -36,7 +36,7 @@ def hosts_of(config: RunConfig) -> list[Host]:
 
 
 def device_kind(config: RunConfig) -> DeviceKind:
-    """What the config's devices are, without a look at torch where the config says it."""
+    """The kind of the config's devices, without a look at torch where the config says it."""
     from rollpacker.trainer.estimate import estimate
 
     return "cuda" if estimate(config).device == "cuda" else "cpu"
@@ -61,7 +61,7 @@ def lines_of_keys(config: RunConfig) -> PlacementConfig:
 
 
 def request_of(config: RunConfig, kind: DeviceKind) -> PlacementRequest:
-    """What is to be placed. Raises `ValueError`."""
+    """The roles to be placed. Raises `ValueError`."""
     from rollpacker.config.placement import devices_of
     from rollpacker.core.placement.roles import PlacementRequest, Role
 
@@ -123,8 +123,8 @@ def _engine_need(
 def _rank_need(
     config: RunConfig, lines: PlacementConfig, devices: int, kind: DeviceKind
 ) -> Need | None:
-    """Of a process in a replica of so many. There are taken to be several replicas unless the lines
-    say that there is one."""
+    """Memory of a process in a replica of so many devices. There are taken to be several replicas
+    unless the lines say that there is one."""
     from rollpacker.config.placement import num_devices
     from rollpacker.trainer.training_memory import rank_memory
 
@@ -195,8 +195,8 @@ def on_this_host(config: RunConfig) -> RunConfig:
 
 
 def _check_in_turn(plan: Placement) -> None:
-    """On CUDA local processes take devices in turn, engines and the trainer's each from the first
-    on. Raises `ValueError` for another plan."""
+    """Check that engines, and the trainer's processes, have devices from the first on in turn,
+    since on CUDA local processes take them so. Raises `ValueError` for another plan."""
     for role in ("rollout", "train"):
         devices = [device for unit in plan.of(role) for device in unit.devices]
         if plan.kind == "cuda" and devices != list(range(len(devices))):
@@ -279,8 +279,8 @@ def table(plan: Placement) -> list[str]:
 
 
 def table_without(config: RunConfig, host: Host, kind: DeviceKind) -> list[str]:
-    """What runs where on this machine if nothing is placed: on a CPU cores are anybody's, and GPUs
-    are taken from the first on."""
+    """The table of a run on this machine that places nothing: on a CPU any process may use any
+    core, and GPUs are taken from the first on."""
     from rollpacker.trainer.estimate import estimate
     from rollpacker.trainer.training_memory import engine_memory
 

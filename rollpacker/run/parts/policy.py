@@ -1,5 +1,5 @@
-"""Builds the policy: the model, and the prompts, rewards and environments that it is asked and
-judged by."""
+"""Builds the policy: the model, the prompts that it is asked, and the rewards and environments that
+judge it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A model that generates and can be trained, and what it is asked and judged by."""
+    """A model that generates and can be trained, and its prompts, rewards and environments."""
 
     loaded: LoadedModel
     inputs: Inputs
@@ -42,7 +42,8 @@ class Policy:
 
     @cached_property
     def engine(self) -> Engine:
-        """In this process, on the model's own tensors; made when it is first asked for."""
+        """The engine in this process, on the model's own tensors; made when it is first asked
+        for."""
         return engine_in_process(self.loaded, self.engine_config)
 
     @cached_property
@@ -51,7 +52,7 @@ class Policy:
 
     @property
     def player(self) -> Player | None:
-        """Of samples that take turns with environments."""
+        """The player of samples that take turns with environments. None if there are no turns."""
         turns = self.inputs.turns
         return None if turns is None else turns.player(self.seed)
 
@@ -98,19 +99,19 @@ def engine_in_process(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a policy is asked and judged by."""
+    """The prompts of a policy, and the rewards and environments that judge it."""
 
     train_prompts: PromptSet
     eval_prompts: PromptSet | None
     reward: WeightedReward
     turns: Turns | None = None
-    """Of samples that take turns with environments."""
+    """Environments, for samples that take turns with them. None if each sample is one response."""
     doubts: tuple[str, ...] = ()
-    """What may be wrong with the rewards, a sentence each."""
+    """Sentences about what may be wrong with the rewards."""
 
     @property
     def prompt_sets(self) -> dict[str, PromptSet]:
-        """By their names in the config."""
+        """The sets of prompts by their names in the config."""
         held_out = {} if self.eval_prompts is None else {"eval": self.eval_prompts}
         return {"train": self.train_prompts} | held_out
 
@@ -178,7 +179,7 @@ def _closed_on_error(turns: Turns | None) -> Iterator[None]:
 
 
 def of_tokenizer(config: RunConfig, path: str) -> dict[str, Any]:
-    """How prompts become tokens for this model."""
+    """The settings by which prompts become tokens for this model."""
     from rollpacker.trainer.model import context_tokens, end_tokens, load_tokenizer
 
     return {

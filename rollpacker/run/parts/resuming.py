@@ -1,5 +1,5 @@
-"""What a run's folder alone tells of a resume: whether it is the same run, and whether anything is
-left to do. No data, model or reward is loaded for it."""
+"""Decides from a run's folder alone whether a resume is the same run, and whether anything is left
+to do. No data, model or reward is loaded for it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SAME: Mapping[str, Any] = {"model": "", "dtype": "", "train_data": ""}
 """An identity to compare with itself, where only configs are compared."""
 
 READ_S = 5.0
-"""For the few lines of a log after its last checkpoint."""
+"""Seconds that reading the few lines of a log after its last checkpoint may take."""
 
 
 def config_before(folder: RunFolder) -> dict[str, Any]:
-    """What the run was last started with. Raises `RunError`."""
+    """The config that the run was last started with. Raises `RunError`."""
     from rollpacker.config.document import ConfigError, parse_document, read_text
     from rollpacker.run.errors import RunError
 
@@ -95,7 +95,7 @@ def _said_at_the_end(folder: RunFolder, log_bytes: int) -> str | None:
 
 
 def let_others_end(config: RunConfig) -> None:
-    """Processes of torchrun's that wait for the run to tell them what to do."""
+    """End torchrun's other processes, which wait for the run to tell them what to do."""
     from rollpacker.run.parts.trainer import start_trainer_processes
     from rollpacker.trainer.launch import Torchrun
 

@@ -1,5 +1,5 @@
-"""A run's seat in a cluster, where its environment names one: looked for before anything starts,
-held while parts begin on devices that other jobs use as well, and told what iterations take."""
+"""A run's seat in a cluster, where its environment names one: taken before anything starts, held
+while parts begin on devices that other jobs use as well, and told what iterations take."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunSeat:
-    """The seat of this process's share of a run. None: it has no seat, and its devices are its
-    own."""
+    """The seat of this process's share of a run."""
 
     def __init__(self, seat: Seat | None = None) -> None:
         self.seat = seat
@@ -34,7 +33,7 @@ class RunSeat:
         self._stop: str | None = None
         self._given_up = threading.Event()
         self.waited_s = 0.0
-        """For pools, while parts began."""
+        """Seconds that the run waited for pools while its parts began."""
         if seat is not None:
             seat.watch(self._on_lost, self._on_stop)
 
@@ -43,8 +42,9 @@ class RunSeat:
         return self.seat is not None
 
     def load_libraries(self) -> None:
-        """Before a pool is held: they take seconds, and no device. `transformers` loads most of
-        itself, PyTorch's compiler and peft among it, when these names are first used."""
+        """Load libraries before a pool is held, since they take seconds, and no device.
+        `transformers` loads most of itself, PyTorch's compiler and peft among it, when these names
+        are first used."""
         if self.seat is not None:
             from transformers import (  # noqa: F401
                 GenerationMixin,
@@ -75,7 +75,7 @@ class RunSeat:
         self.seat.leave(pool)
 
     def watch_over(self, controller: Controller) -> None:
-        """From now on it is who ends when the cluster wants it to."""
+        """Have this controller end from now on when the cluster wants it to."""
         self._controller = controller
         if self._lost is not None:
             self._on_lost(self._lost)
@@ -83,7 +83,7 @@ class RunSeat:
             self._on_stop(self._stop)
 
     def observers(self) -> list[Observer]:
-        """What the run's log is to be shown to."""
+        """The observers of the run's log that a seat has: one, or none without a seat."""
         return [] if self.seat is None else [_Telling(self.seat)]
 
     def _on_lost(self, why: str) -> None:

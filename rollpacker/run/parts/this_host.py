@@ -1,4 +1,4 @@
-"""What this machine has that processes of a run may use: processors, memory and GPUs."""
+"""The processors, memory and GPUs of this machine that processes of a run may use."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What obeys the core's commands in real time, and what these ports share."""
+"""Ports, which obey the core's commands in real time, and what these ports share."""

@@ -1,4 +1,4 @@
-"""Who is told of a run as it goes on: a program's callbacks, then trackers.
+"""Tells a program's callbacks, then trackers, of a run as it goes on.
 
     on_start
     each step:  trained -> evaluated? -> on_evaluation -> on_step -> checkpoint? -> committed

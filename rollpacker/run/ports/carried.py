@@ -1,4 +1,4 @@
-"""What was generated of deferred prompts, for their next launch to take up.
+"""Keeps what was generated of deferred prompts, for their next launch to take up.
 
 A deferred prompt keeps what each of its samples had, whole responses too, by *place*: the index of
 the sample whose noise it draws with; of trajectories all that came behind the prompt, of which
@@ -43,20 +43,22 @@ _INDEX, _TOKENS, _LOG_PROBS = "carried.json", "tokens.npy", "log_probs.npy"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """What a sample had generated when its prompt was deferred."""
+    """The tokens that a sample had generated when its prompt was deferred."""
 
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float64]
     floor: int = 0
-    """It was cut off at so many tokens, at the furthest; 0: it was never cut off."""
+    """Number of tokens at which the sample was cut off, at the furthest. 0 if it was never cut
+    off."""
     redraws: Redraws = ()
     """`Response.redraws`."""
     given: Spans = ()
     """`Response.given`; the log-probs of these are zero."""
 
     def under(self, cut_off_at: int | None) -> Kept:
-        """The same where responses may go on from this length: one that was cut off there is at
-        least so long, as is the one that happened to end by itself there."""
+        """Returns the tokens for a run in which responses may go on from this length. A response
+        that was cut off there is at least so long, and so is one that happened to end by itself
+        there."""
         if cut_off_at is None or len(self.tokens) < cut_off_at:
             return self
         return replace(self, floor=max(self.floor, cut_off_at - 1))
@@ -67,7 +69,7 @@ class Kept:
 
 
 Waiting = Mapping[PromptId, Mapping[int, Kept]]
-"""By prompt and place."""
+"""Kept tokens by prompt and place."""
 
 
 class CarriedTokens:
@@ -88,11 +90,12 @@ class CarriedTokens:
             for prompt, places in (waiting or {}).items()
         }
         self._launched: dict[PromptId, dict[int, Kept]] = {}
-        """What this step's launches took up, until they have something newer."""
+        """Tokens that this step's launches took up, until their samples have something newer."""
         self._ended: dict[PromptId, list[Response]] = {}
         """Responses of this step whose prompts are not deferred so far."""
         self._noise: dict[SampleId, SampleId] = {}
-        """Of this step's samples that replace failed ones: whose noise they draw with."""
+        """Samples of this step that replace failed ones -> the sample whose noise they draw
+        with."""
 
     def routes(self) -> Routes:
         return {Defer: self._defer}
@@ -103,7 +106,7 @@ class CarriedTokens:
         return self._config.carries
 
     def metrics(self) -> dict[str, float]:
-        """What waits, in bytes."""
+        """The bytes of what waits, as a metric. Empty where nothing is carried."""
         if not self.carries:
             return {}
         waiting = [kept for places in self._waiting.values() for kept in places.values()]
@@ -112,7 +115,8 @@ class CarriedTokens:
     def requests(
         self, command: Launch, rows: Sequence[PromptRow], sampling: SamplingParams
     ) -> list[GenerationRequest]:
-        """One for each sample of the launch, with what it takes up. `rows`: the data set's."""
+        """A request for each sample of the launch, with the tokens that it takes up. `rows` are the
+        data set's."""
         for prompt in {sample.prompt for sample in command.samples} & self._waiting.keys():
             self.begun(prompt)
         for sample, replaced in zip(command.samples, command.replaces, strict=False):
@@ -135,15 +139,16 @@ class CarriedTokens:
             self._launched[prompt] = self._waiting.pop(prompt)
 
     def is_deferred(self, prompt: PromptId) -> bool:
-        """It waits for another launch."""
+        """Whether the prompt waits for another launch."""
         return prompt in self._waiting
 
     def taken_up(self, sample: SampleId) -> Kept:
-        """What this sample has taken up."""
+        """The tokens that this sample has taken up."""
         return self._launched[sample.prompt][self._place_of(sample)]
 
     def ended(self, event: SampleGenerated | SampleAborted, response: Response | None) -> None:
-        """The engine let go of a sample. One that it has not even looked at stays as it was."""
+        """Note that the engine is done with a sample. One that it has not even looked at stays as
+        it was."""
         if not self.carries or response is None:
             return
         prompt = event.sample.prompt
@@ -155,7 +160,7 @@ class CarriedTokens:
         self.left(response)
 
     def left(self, response: Response) -> None:
-        """The sample has come to this, in place of what it took up."""
+        """Note that the sample has come to this response, in place of what it took up."""
         prompt = response.sample.prompt
         if not self.carries:
             return
@@ -197,7 +202,8 @@ class CarriedTokens:
         )
 
     def _take(self, sample: SampleId, count: int) -> Carried | None:
-        """What the sample takes up; it must be what the core thinks that there is."""
+        """The tokens that the sample takes up, which must be as many as the core expects. None if
+        it takes up none."""
         places = self._launched.get(sample.prompt, {})
         place = self._place_of(sample)
         if not count:
@@ -226,7 +232,7 @@ class CarriedTokens:
 
 
 def _log_probs(response: Response) -> NDArray[np.float64]:
-    """One per token, zero where it was given."""
+    """Log-probs of the response, one per token; zero for tokens that were given."""
     is_drawn = np.ones(len(response.tokens), dtype=bool)
     for first, behind in response.given:
         is_drawn[first:behind] = False
@@ -236,7 +242,8 @@ def _log_probs(response: Response) -> NDArray[np.float64]:
 
 
 def _ceiling(siblings: Iterable[Kept]) -> int | None:
-    """What had ended by itself had ended before its siblings were cut off."""
+    """Most tokens that a response may have had which had ended by itself: it ended before its
+    siblings were cut off. None without siblings."""
     return max([kept.floor or len(kept.tokens) for kept in siblings], default=None)
 
 
@@ -260,7 +267,7 @@ def write_carried(folder: Path, waiting: Waiting, tokenizer: str) -> None:
 def read_carried(
     folder: Path, tokenizer: str, expected: Mapping[PromptId, Sequence[int]]
 ) -> Waiting:
-    """From the folder of a checkpoint whose manifest verifies.
+    """Read the kept tokens from the folder of a checkpoint whose manifest verifies.
 
     `expected`: how many tokens the job thinks that there are, by prompt and place. Raises
     `RunError` if something else is there, or was made with another tokenizer.

@@ -1,4 +1,4 @@
-"""What deferred trajectories have left, turn by turn: drafts for their next launch.
+"""Drafts of turns: what deferred trajectories have left, for their next launch to draw anew.
 
 The episode is played anew. As long as all that came behind the prompt is what came there before,
 each turn's request has the tokens that stood there as drafts, which the engine draws anew; from the
@@ -27,14 +27,14 @@ from rollpacker.run.ports.player import Play
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """What a sample's launch began with, and how far it has come out the same."""
+    """The tokens that a sample's launch began with, and how far they have come out the same."""
 
     kept: Kept
     retracing: Retracing
 
     def drafts(self, so_far: tuple[int, ...], limit: int) -> Carried | None:
-        """Of the turn that begins behind these tokens, as many as it may have. None: there are
-        none."""
+        """Drafts for the turn that begins behind these tokens, at most `limit` of them. None if
+        there are none."""
         tokens, start = self.kept.tokens, len(so_far)
         if not self.retracing.goes_on or not np.array_equal(tokens[:start], so_far):
             return None
@@ -47,13 +47,13 @@ class Path:
 
 
 class CarriedTurns:
-    """Of the samples of a step. Belongs to whoever holds the bus's lock."""
+    """The drafts of a step's samples. Used under the bus's lock alone."""
 
     def __init__(self, carried: CarriedTokens) -> None:
         self._carried = carried
         self._paths: dict[SampleId, Path] = {}
         self._cancelled: dict[SampleId, Play] = {}
-        """Of whom an engine may still say what it has drawn."""
+        """Cancelled samples, of which an engine may still say what it has drawn."""
 
     def launched(self, request: GenerationRequest) -> GenerationRequest:
         """The first turn of a sample, which may have a whole trajectory of an earlier launch."""
@@ -72,7 +72,7 @@ class CarriedTurns:
         return replace(request, carried=path.drafts(play.trajectory.tokens, limit))
 
     def play_of(self, sample: SampleId) -> Play | None:
-        """One that was cancelled."""
+        """The play of a cancelled sample. None if the sample was not cancelled."""
         return self._cancelled.get(sample)
 
     def drawn(self, event: SampleGenerated, play: Play, response: Response) -> None:
@@ -98,7 +98,8 @@ class CarriedTurns:
             self._leave(play, response)
 
     def cancelled(self, plays: Iterable[Play]) -> None:
-        """Nobody needs these any more; what an engine has of their turns is still to be told."""
+        """Keep what these plays have, which are not needed any more. An engine may still say what
+        it has drawn of their turns."""
         if not self._carried.carries:
             return
         for play in plays:
@@ -115,7 +116,8 @@ class CarriedTurns:
         self._cancelled.clear()
 
     def _leave(self, play: Play, turn: Response | None = None) -> None:
-        """It leaves what it has, with these tokens of the turn at hand."""
+        """Keep the play's tokens for the next launch, with these tokens of the turn at hand, unless
+        they are only the beginning of what this launch began with."""
         path = self._paths.get(play.sample)
         if path is not None and path.retracing.goes_on:
             return

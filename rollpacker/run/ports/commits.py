@@ -1,4 +1,4 @@
-"""What a step ends with: `Commit` in, `Committed` out, and between them evaluation and
+"""The port of the end of a step: `Commit` in, `Committed` out, and between them evaluation and
 checkpoint."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollpacker.run.ports.shared_devices import SharedDevices
 from rollpacker.run.ports.waiting import in_daemon_thread
 
 CLOSE_S = 10.0
-"""What the writing of a checkpoint may still take when the run is ended at once."""
+"""Seconds that the writing of a checkpoint may still take when the run is ended at once."""
 
 
 # size: everything that a step leaves on the disk comes together here.
@@ -47,12 +47,12 @@ class Commits:
     pools: Pools
     keep_last: int
     devices: SharedDevices
-    """And the trainer on them."""
+    """The devices, with the trainer on them."""
     cursor: Cursor
     carried: CarriedTokens
     salvage: Salvage
     tokenizer: str
-    """Its fingerprint."""
+    """Fingerprint of the tokenizer."""
     log: LogWriter
     samples: SampleWriter | None
     audience: Audience
@@ -105,7 +105,7 @@ class Commits:
         write_carried(folder, waiting, self.tokenizer)
 
     def _state(self, job_state: Mapping[str, Any]) -> dict[str, Any]:
-        """All that a resume needs besides tensors; also makes log and samples durable up to
+        """All that a resume needs besides tensors. Also makes log and samples durable up to
         here."""
         if self.samples is not None:
             self.samples.write()

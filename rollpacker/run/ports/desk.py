@@ -1,4 +1,4 @@
-"""What is known of each sample, from its response to the commit of its step."""
+"""The desk: all that is known of each sample, from its response to the commit of its step."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from rollpacker.trainer.trainer import TokenScores, TrainSample
 
 @dataclass(slots=True)
 class Known:
-    """All about one sample that generated a response."""
+    """All that is known of one sample that generated a response."""
 
     response: Response
     completion: str | None = None
     """The text that the rewards were given. None: none was asked."""
     verdict: Scored | None = None
-    """None: there is none yet, or the rewards had none to give."""
+    """The rewards' verdict. None if there is none yet, or the rewards had none to give."""
     episode: Episode | None = None
-    """Of several turns: what was said."""
+    """Messages and rewards of a sample of several turns. None for a single response."""
     finish: Future[Episode | Lost] | None = None
     """The episode as it will be once its environment has said what it was worth."""
     check_s: float | None = None
-    """How long the check took, with a verdict or without."""
+    """Seconds that the check took, with a verdict or without. None if it has not ended."""
     scores: TokenScores | None = None
-    """What other models said of it."""
+    """The log-probs and values that other models gave its tokens. None if none was asked."""
     streamed: TrainSample | None = None
-    """What the step's gradient holds of it already, with a provisional weight."""
+    """The sample as the step's gradient holds it already, with a provisional weight. None if the
+    gradient does not."""
 
 
 class Desk:
@@ -51,7 +52,7 @@ class Desk:
         return self._known[sample]
 
     def get(self, sample: SampleId) -> Known | None:
-        """None: the sample was forgotten, and this is late."""
+        """The record of the sample. None if it was forgotten, so that whoever asks is late."""
         return self._known.get(sample)
 
     def scored_groups(
@@ -68,7 +69,7 @@ class Desk:
         return {sample: verdict.parts for sample, verdict in known.items() if verdict is not None}
 
     def turn_rewards(self, groups: Sequence[Sequence[SampleId]]) -> dict[SampleId, TurnRewards]:
-        """What the turns of these samples are worth, of those that have several."""
+        """The rewards of the turns of these samples, without the samples of a single turn."""
         known = {sample: self._known[sample] for group in groups for sample in group}
         return {
             sample: TurnRewards(one.episode.num_drawn, one.verdict.turns)
@@ -77,7 +78,8 @@ class Desk:
         }
 
     def logged(self, groups: Sequence[Sequence[SampleId]]) -> dict[str, float]:
-        """What rewards logged of these samples, by name: means over those that have it."""
+        """Values that rewards logged of these samples, by name: each the mean over the samples that
+        have it."""
         values: dict[str, list[float]] = {}
         for verdict in (self._known[sample].verdict for group in groups for sample in group):
             for name, value in ({} if verdict is None else verdict.metrics).items():
@@ -85,11 +87,11 @@ class Desk:
         return {name: math.fsum(of) / len(of) for name, of in values.items()}
 
     def streamed(self) -> dict[SampleId, TrainSample]:
-        """What the step's gradient holds already."""
+        """The samples that the step's gradient holds already."""
         return {s: k.streamed for s, k in self._known.items() if k.streamed is not None}
 
     def forget_gradients(self) -> None:
-        """What the step's gradient held is lost."""
+        """Note that the step's gradient was lost with all that it held."""
         for known in self._known.values():
             known.streamed = None
 

@@ -15,7 +15,8 @@ from rollpacker.run.folder.plain_json import plain_text, shortened
 MAX_TEXT_CHARS = 4096
 """Longer texts, as of a message, are cut off."""
 MAX_PART_CHARS = 65_536
-"""Of the messages, and of the tokens' text: what is longer lacks its middle."""
+"""Most characters of the messages, and of the tokens' text. The middle of what is longer is left
+out."""
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ def dialogue_text(response: Response, episode: Episode, render: Decode) -> str:
 
 
 def _list(items: Sequence[str]) -> str:
-    """Of items that are JSON themselves."""
+    """A JSON list of items that are JSON already."""
     kept = _both_ends(items, lambda item: len(item))
     return f"[{', '.join(map(str, kept))}]"
 
@@ -83,7 +84,8 @@ def _stretches(response: Response, render: Decode) -> list[tuple[bool, int, str]
 
 
 def _both_ends(items: Sequence[T], size_of: Callable[[T], int]) -> list[T | int]:
-    """All, or as many of the first and of the last as fit, around the number of the others."""
+    """All items, or as many of the first and of the last as fit, around the number of those left
+    out."""
     sizes = [*map(size_of, items)]
     if sum(sizes) <= MAX_PART_CHARS:
         return [*items]

@@ -59,7 +59,7 @@ Told = EngineLost | EngineReady | SampleMoved
 
 
 class Keepers:
-    """Which engine keeps what it computed of a sample whose environment has the turn. Used
+    """Knows which engine keeps what it computed of a sample whose environment has the turn. Used
     under the bus's lock alone."""
 
     def __init__(self) -> None:
@@ -94,11 +94,11 @@ class Keepers:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What engines sample from, or will in a moment."""
+    """The weights that engines sample from, or are about to."""
 
     version: int
     hand_over: HandOver | None
-    """None: the trainer has not written them yet."""
+    """How engines get the weights. None if the trainer has not written them yet."""
 
 
 class Engines:
@@ -111,17 +111,17 @@ class Engines:
         `tensor_parallel`: devices of each of these engines."""
         self.make = make
         self.handles = {number: Handle(number, 0, engine) for number, engine in enumerate(engines)}
-        """By slot, the last that filled it."""
+        """The engine that filled each slot last."""
         self.layout = Layout(0, tensor_parallel)
         self.ending = Ending()
         self._coming: dict[int, Engine] = {}
-        """By slot: the one that is being made for it, or was last."""
+        """The engine that is being made for each slot, or was made last."""
         self.weights = Weights(0, None)
         self.is_closed = False
         self._held: dict[SampleId, Held] = {}
         self._keepers = Keepers()
         self._not_numbers: set[Handle] = set()
-        """Whose logits were no numbers, with the weights at hand."""
+        """Engines whose logits held a NaN with the weights at hand."""
         self._listen: Callable[[Handle], None] = lambda handle: None
         self._tell: Callable[[Told], None] = lambda event: None
 
@@ -147,7 +147,7 @@ class Engines:
         return [handle for handle in self.handles.values() if handle.lives]
 
     def _living_at(self, number: int) -> Handle | None:
-        """None: nobody fills that place."""
+        """The living engine of this slot. None if nobody fills it."""
         handle = self.handles.get(number)
         return handle if handle is not None and handle.lives else None
 
@@ -213,8 +213,9 @@ class Engines:
                 self._give(handle, [held.request])
 
     def let_go(self, samples: Sequence[SampleId], to: Handle | None = None) -> None:
-        """What an engine keeps of these, whose environments have the turn, is not needed; but by
-        `to`, where they go on. One that is dead keeps nothing."""
+        """Tell engines that they need not keep what they computed of these samples, whose
+        environments have the turn; but not the engine `to`, where they go on. A dead engine keeps
+        nothing."""
         for handle, part in self._keepers.leave(samples, to).items():
             with contextlib.suppress(EngineError), self._losing(handle):
                 handle.let_go(part)
@@ -231,8 +232,8 @@ class Engines:
                 handle.abort(part)
 
     def forget(self) -> None:
-        """Nothing is under way. What is still here was aborted, and its engine lost before it could
-        answer."""
+        """Forget all samples: nothing is under way. What is still here was aborted, and its engine
+        lost before it could answer."""
         self._held.clear()
 
     # -- for what the core does not route ----------------------------------------------------------
@@ -263,7 +264,8 @@ class Engines:
         return held is not None and held.at is handle
 
     def heard(self, handle: Handle, output: EngineOutput) -> tuple[Heard | None, Response | None]:
-        """What the core is to be told of an output, and the response that comes with it.
+        """Turn an engine's output into what the core is told, and the response that comes with it.
+        (None, None) for an output that changes nothing.
 
         A sample that was stopped to be moved goes on elsewhere. None: nothing that matters.
         """
@@ -291,7 +293,7 @@ class Engines:
     def _why_wrong(
         self, handle: Handle, held: Held | None, event: Heard, response: Response | None
     ) -> str | None:
-        """What an engine says that can be right cannot be this, in words."""
+        """Why an engine that works could not have said this. None if it could."""
         if held is None or held.at is not handle:
             return f"it spoke of {event.sample}, which it does not have"
         if isinstance(event, SampleGenerated):
@@ -311,8 +313,8 @@ class Engines:
     def _go_on(
         self, held: Held, event: SampleAborted, response: Response | None
     ) -> SampleMoved | None:
-        """In the engine that it was to move to. None: that is lost by now; the core is told so, and
-        says where else."""
+        """Have the sample go on in the engine that it was to move to. None if that engine is lost
+        by now: the core hears of the loss, and says where else."""
         assert held.moves_to is not None
         request = taken_along(held, event, response)
         held.at, held.moves_to = self._living_at(held.moves_to), None
@@ -326,7 +328,8 @@ class Engines:
         return moved(event.sample, to, 0 if kept is None or kept.verify else len(kept.tokens))
 
     def _start_anew(self, held: Held) -> Ended | None:
-        """It has been let go of, or has ended there, which nobody asks for any more."""
+        """Start a sample anew, or end it if it is unwanted: the engine that had it has let go of
+        it."""
         assert held.moves_to is not None
         sample, to = held.request.sample, self._living_at(held.moves_to)
         if held.is_unwanted:
@@ -348,8 +351,8 @@ class Engines:
         return sum(handle is not None and handle.number in numbers for handle in where)
 
     def blame(self, handle: Handle) -> bool:
-        """Its logits were no numbers. Whether that is the policy's fault: it is, if another one
-        says so too, or there is no other."""
+        """Note that this engine's logits held a NaN. Returns whether that is the policy's fault: it
+        is if another engine says so too, or there is no other."""
         self._not_numbers.add(handle)
         return self.make is None or len(self._not_numbers) > 1
 
@@ -373,8 +376,8 @@ class Engines:
         )
 
     def lay_out(self, tensor_parallel: int) -> list[Engine]:
-        """From now on each engine has so many devices. Returns those that were there and those that
-        were being made, to be closed; nothing is heard of them any more."""
+        """From now on give each engine so many devices. Returns the engines that lived or were
+        being made, which are to be closed; nothing that they say counts any more."""
         gone = [*(handle.engine for handle in self.living), *self._coming.values()]
         for handle in self.living:
             handle.lives = False
@@ -384,15 +387,15 @@ class Engines:
         return gone
 
     def awaits(self, number: int, engine: Engine, layout: Layout) -> None:
-        """It loads, and is to fill this slot. Raises `EngineError` if there is another layout by
-        now."""
+        """Note that this engine loads, to fill the slot. Raises `EngineError` if the layout is
+        another one by now."""
         if layout is not self.layout:
             raise EngineError("the devices were shared out anew")
         self._coming[number] = engine
 
     def join(self, handle: Handle) -> None:
-        """It has the weights at hand, and takes its place. Raises `EngineError` if it has died, or
-        if its layout is no more."""
+        """Let an engine that has the weights at hand take its slot. Raises `EngineError` if it has
+        died, or if its layout is gone."""
         if self._coming.get(handle.number) is not handle.engine:
             raise EngineError("the devices were shared out anew")
         assert self._living_at(handle.number) is None, f"engine {handle.number} is there"
@@ -420,7 +423,8 @@ class Engines:
             )
 
     def expect(self, weights: Weights) -> list[Handle]:
-        """These are the weights at hand from now on. Returns those to bring them to."""
+        """Make these the weights at hand. Returns the living engines, which have to be brought to
+        them."""
         if weights.version != self.weights.version:
             self._not_numbers.clear()
             self._keepers.forget()
@@ -443,7 +447,8 @@ class Engines:
                 self.lose(handle, f"no progress for {limit_s:g} s while others made some")
 
     def status(self) -> EngineStatus:
-        """Of all that live. Raises `EngineError` if the one engine is dead."""
+        """The status of all living engines together. Raises `EngineError` if the only engine is
+        dead."""
         found = []
         for handle in self.living:
             with contextlib.suppress(*((EngineError,) if self.make is not None else ())):

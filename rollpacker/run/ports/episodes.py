@@ -1,4 +1,4 @@
-"""The environments' port: `Act`, `CancelAct` and `Conclude` in, `Acted` out; and what stands behind
+"""The environments' port: `Act`, `CancelAct` and `Conclude` in, `Acted` out; and the tokens before
 each turn, for the engines' port.
 
 Belongs to the event loop, but for what comes in the engines' threads, always under the bus's lock:
@@ -43,12 +43,12 @@ class Episodes:
     _turns: CarriedTurns = field(init=False)
     _plays: dict[SampleId, Play] = field(default_factory=dict, init=False)
     _noise: dict[SampleId, SampleId | None] = field(default_factory=dict, init=False)
-    """Whose noise a sample draws with."""
+    """The sample whose noise each sample draws with. None for its own."""
     _tasks: dict[SampleId, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _concluded: list[Play] = field(default_factory=list, init=False)
-    """In this step."""
+    """Episodes that ended in this step."""
     _lost: dict[str, int] = field(default_factory=dict, init=False)
-    """In this step: lost episodes by cause."""
+    """Number of episodes that were lost in this step, by cause."""
 
     def __post_init__(self) -> None:
         self._turns = CarriedTurns(self.carried)
@@ -74,7 +74,7 @@ class Episodes:
     def further(
         self, samples: Sequence[SampleId], sampling: SamplingParams
     ) -> list[GenerationRequest]:
-        """What the engines are to draw next of samples that go on."""
+        """The requests for the next turns of samples that go on."""
         plays = [self._plays[sample] for sample in samples]
         return [
             self._turns.further(self.player.request(play, sampling, self._noise[play.sample]), play)
@@ -107,7 +107,7 @@ class Episodes:
     # -- commands ----------------------------------------------------------------------------------
 
     def _conclude(self, command: Conclude) -> None:
-        """At once: the rewards may be asked for the sample next."""
+        """End a trajectory, at once: the rewards may be asked for the sample next."""
         self.let_go_of([command.sample])
         play = self._plays.pop(command.sample)
         response = play.response(command.reason)
@@ -233,7 +233,8 @@ class Episodes:
     # -- a step's end ------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Of the step's trajectories, and forget them. Under the bus's lock."""
+        """Metrics of the step's trajectories, which are forgotten then. Used under the bus's
+        lock."""
         concluded, self._concluded = self._concluded, []
         lost, self._lost = self._lost, {}
         self.player.forget_prompts()

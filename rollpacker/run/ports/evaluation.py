@@ -46,10 +46,11 @@ class EvalResult:
     judged: Sequence[tuple[Response, str, Scored | Failed]]
     """Responses in order, each with its text and its verdict."""
     episodes: Mapping[SampleId, Episode] = field(default_factory=dict)
-    """Of several turns: what was said."""
+    """Messages and rewards of the samples of several turns. Empty for single responses."""
 
     def few_judged(self) -> str | None:
-        """In words, where most responses got no verdict: the metrics are over the others alone."""
+        """A sentence for an evaluation in which most responses got no verdict, so that its metrics
+        are over the others alone. None for any other."""
         failed = [verdict for _, _, verdict in self.judged if isinstance(verdict, Failed)]
         total = len(self.judged)
         if 2 * len(failed) <= total:
@@ -62,7 +63,8 @@ class EvalResult:
         )
 
     def out_of_reach(self, threshold: float) -> str | None:
-        """In words, where some rewards were above 0 and none was as high as the threshold."""
+        """A sentence for an evaluation in which some rewards were above 0 and none was as high as
+        the threshold. None for any other."""
         values = [v.value for _, _, v in self.judged if isinstance(v, Scored)]
         largest = max(values, default=0.0)
         if largest <= 0 or largest >= threshold:
@@ -82,9 +84,9 @@ class Evaluator:
     _: KW_ONLY
     config: RunConfig
     num_steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     prompts: PromptSet | None
-    """None: the run has nothing to evaluate on."""
+    """The held-out prompts. None if the run has nothing to evaluate on."""
     generate: Generate
     let_go: LetGo
     reward: Reward
@@ -262,7 +264,7 @@ def reward_input(
     progress: Progress,
     episode: Episode | None = None,
 ) -> RewardInput:
-    """What the rewards see of a response, or of a trajectory."""
+    """A response, or a trajectory, as the rewards see it."""
     last = response.last_turn
     said = None if episode is None or episode.prompt is None else [*map(dict, episode.prompt)]
     return RewardInput(

@@ -62,9 +62,11 @@ class Generation:
     sampling: SamplingParams
     checkpoints: Path
     episodes: Episodes | None = None
-    """Where samples take turns with environments: what stands behind each turn."""
+    """The tokens before each turn, where samples take turns with environments. None where they do
+    not."""
     _collecting: Collecting | None = field(default=None, init=False)
-    """What is gathered for an evaluation, of which the core does not know."""
+    """Gathers the outputs of an evaluation, of which the core does not know. None between
+    evaluations."""
     _policy_is_broken: bool = field(default=False, init=False)
     """The run ends for it; what the engine still reports is not looked at."""
 
@@ -139,7 +141,8 @@ class Generation:
         self._fetch_engines()
 
     def _fetch_engines(self) -> None:
-        """Those that were told something while replicas have their devices."""
+        """Get the devices back for engines that were asked for something while replicas had
+        them."""
         if self.devices.are_awaited:
             self.shared.main.later(self.devices.to_engines)
 
@@ -166,7 +169,7 @@ class Generation:
             self.shared.main.post(self.scoring.start)
 
     def _take(self, event: Heard | None, response: Response | None) -> None:
-        """To the core; the tokens stay here."""
+        """Tell the core of an output; the tokens stay here."""
         if event is None:
             return
         if self.episodes is not None:
@@ -185,7 +188,8 @@ class Generation:
             handle.salvage = self.salvage
 
     def _tell_salvaged(self) -> None:
-        """What was launched, and had ended before the run was killed. On the event loop."""
+        """Tell the core how samples ended that were launched again and had ended before the run was
+        killed. Used on the event loop."""
         told: list[int] = []
         with self.shared.bus.lock:
             for handle, output in self.salvage.outputs():

@@ -40,7 +40,8 @@ Publish = Callable[["WeightSource"], Mapping[str, Exception]]
 """Brings weights to all hosts with engines; returns which could not be reached, and why."""
 
 WRITTEN_S = 0.02
-"""How often an engine that waits for weights looks whether the trainer has written them."""
+"""Seconds between two looks of an engine that waits for weights whether the trainer has written
+them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,8 @@ class HandingOver:
         ).start()
 
     def _fill(self, number: int, incarnation: int, layout: Layout) -> None:
-        """Whatever keeps a new engine from taking its place is the loss of that one too."""
+        """Make a new engine for this slot and let it take its place. Whatever keeps it from that is
+        the loss of that engine too."""
         engines, engine = self.engines, None
         assert engines.make is not None, f"engine {number}: nobody can make it"
         try:
@@ -151,7 +153,7 @@ class HandingOver:
 
 
 async def _close_all(engines: Sequence[Engine]) -> None:
-    """Whatever they say to that: nobody needs them any more."""
+    """Close engines that nobody needs any more, whatever they raise."""
     await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
 
 
@@ -175,7 +177,8 @@ async def publish_weights(
 
 
 async def _bring_to_hosts(publish: Publish, weights: Weights) -> None:
-    """Where one cannot be reached, an engine there asks for the weights itself, or is lost."""
+    """Bring the weights to all hosts with engines. Where a host cannot be reached, an engine there
+    asks for the weights itself, or is lost."""
     assert weights.hand_over is not None
     source = weights.hand_over.weights
     if source is None or isinstance(source, Mapping):  # engines are in this process

@@ -26,10 +26,10 @@ Ended = SampleGenerated | SampleAborted | SampleFailed
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How devices are shared out among engines."""
+    """The way in which devices are shared out among engines."""
 
     number: int
-    """How often they were shared out anew."""
+    """Number of times that devices were shared out anew."""
     tensor_parallel: int
     """Devices of each engine."""
 
@@ -46,24 +46,26 @@ class KnownEnds(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Handle:
-    """One incarnation of an engine."""
+    """One incarnation of an engine, and what the run knows of it."""
 
     number: int
     incarnation: int
     engine: Engine
     lives: bool = True
     num_steps: int = -1
-    """Decode steps when it was last looked at ..."""
+    """The engine's decode steps when they were last looked at."""
     progress_s: float = 0.0
-    """... and when they last were others, or it had nothing to do."""
+    """When the decode steps had last grown, or the engine had nothing to do, in seconds of the
+    run's clock."""
     is_away: bool = False
-    """It has let go of its device's memory, or is about to ..."""
+    """Whether the engine has let go of its device's memory, or is about to."""
     told: list[Callable[[], None]] = field(default_factory=list)
-    """... and this is what it was told meanwhile."""
+    """Calls that came while the engine was away, to be made when it is back."""
     version: int | None = None
-    """Of the weights that it was brought to. None: it was not yet."""
+    """Version of the weights that the engine was brought to. None if it was not brought to any
+    yet."""
     salvage: KnownEnds | None = None
-    """Knows how some of its samples end."""
+    """Knows how some of the engine's samples end. None if nothing is known."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `Engine`."""
@@ -108,7 +110,7 @@ class Ending:
         return not any(thread.is_alive() for thread in self._threads)
 
     def close(self, engine: Engine) -> None:
-        """It is lost, or nobody needs it."""
+        """Close an engine that is lost, or that nobody needs."""
 
         def close() -> None:
             with contextlib.suppress(Exception):  # whatever it says
@@ -117,7 +119,7 @@ class Ending:
         self.do(close, "rollpacker-lost-engine")
 
     def do(self, work: Callable[[], None], name: str) -> None:
-        """In a thread of its own: it closes engines."""
+        """Do work that closes engines in a thread of its own, of this name."""
         thread = threading.Thread(target=work, name=name, daemon=True)
         thread.start()
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
@@ -128,30 +130,34 @@ class Held:
     """A sample that was given to an engine and has not ended."""
 
     request: GenerationRequest
-    """What its launch gave it."""
+    """The request that its launch gave it."""
     at: Handle | None
-    """Who has it. None: who had it is lost."""
+    """The engine that has the sample. None if that engine is lost."""
     moves_to: int | None = None
-    """It was told to stop, to go on in that engine ..."""
+    """Number of the engine in which the sample is to go on, once the engine that has it has stopped
+    it. None if it stays."""
     anew: bool = False
-    """... from what its launch gave it ..."""
+    """Whether it goes on there from what its launch gave it, and not from the tokens that it has by
+    now."""
     is_unwanted: bool = False
-    """... and not even that: it was aborted since."""
+    """Whether it was aborted since, so that it does not even start there."""
     num_kept: int | None = None
-    """Of what was carried into the launch, as the engine found that looked at it and is left."""
+    """Number of carried tokens that an engine which has looked at them kept, and which the sample
+    has left since. None if no engine has looked at them."""
     preemptions: int = 0
-    """In engines that it has left."""
+    """Number of times that engines which the sample has left had put it back."""
 
 
 def stamped(event: Ended, handle: Handle) -> Ended:
-    """With who says so. The first engine of a run is who says what nobody is named for."""
+    """The event with the engine that says it. The first engine of a run is meant where no engine is
+    named."""
     if not (handle.number or handle.incarnation):
         return event
     return structs.replace(event, engine=handle.number, incarnation=handle.incarnation)
 
 
 def with_earlier(event: Ended, held: Held) -> Ended:
-    """With what happened to the sample in the engines that it has left."""
+    """The event with what happened to the sample in the engines that it has left."""
     if isinstance(event, SampleFailed):
         return event
     if held.num_kept is None and not held.preemptions:
@@ -163,7 +169,8 @@ def with_earlier(event: Ended, held: Held) -> Ended:
 
 
 def taken_along(held: Held, event: SampleAborted, response: Response | None) -> GenerationRequest:
-    """What another engine goes on from: the tokens, which stay as they are, as their weights do.
+    """The request from which another engine goes on: with the tokens so far, which stay as they
+    are, as their weights do.
 
     What was carried into the launch and not looked at is still to be looked at; and where an end of
     the response may be refused, how often it was is known to the engine alone, so that it starts
@@ -184,7 +191,7 @@ def taken_along(held: Held, event: SampleAborted, response: Response | None) -> 
 
 
 def moved(sample: SampleId, to: Handle, num_tokens: int) -> SampleMoved:
-    """It goes on there, with so many tokens."""
+    """The event that the sample goes on in this engine, with so many tokens."""
     return SampleMoved(
         time_s=0.0,
         sample=sample,

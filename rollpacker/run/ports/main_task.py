@@ -26,13 +26,15 @@ class MainTask:
 
     def __init__(self) -> None:
         self.awaited: asyncio.Future[Any] | None = None
-        """What the main task waits for that no command brings; a failure goes there."""
+        """A result that the main task waits for and that no command brings; a failure goes there.
+        None if there is none."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._why_at_once: BaseException | None = None
         self._lock = threading.Lock()
         self._together: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-        """What the loop, which is woken, is to call next."""
+        """Functions, each with its arguments, that the loop is to call when it next wakes up; it
+        was woken for the first."""
         self._inbox: asyncio.Queue[Deed | Finish | BaseException] = asyncio.Queue()
 
     def open(self) -> None:
@@ -54,8 +56,8 @@ class MainTask:
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def post_together(self, function: Callable[..., object], *arguments: object) -> None:
-        """As `post`, behind what was posted so before: the loop, which a system call wakes, is
-        woken once for all that comes until it looks. Thread-safe."""
+        """Call it on the event loop, behind what was posted so before. The loop is woken once for
+        all that comes until it looks, since waking it is a system call. Thread-safe."""
         with self._lock:
             self._together.append((function, arguments))
             is_first = len(self._together) == 1
@@ -91,12 +93,12 @@ class MainTask:
                 self.post(self._task.cancel)
 
     def raise_why(self) -> None:
-        """What the run was to end with at once, if it was."""
+        """Raise the error with which the run was to end at once, if there is one."""
         if self._why_at_once is not None:
             raise self._why_at_once from None
 
     async def next(self, within_s: float) -> Deed | Finish | None:
-        """What is to be done next; None if nothing was asked for within these seconds.
+        """The next thing to do. None if nothing was asked for within these seconds.
 
         Raises what a part died of.
         """

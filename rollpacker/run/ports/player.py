@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Spent:
-    """What an episode has cost so far."""
+    """The seconds and tokens that an episode has cost so far."""
 
     answer_s: list[float] = field(default_factory=list)
     """Seconds of the environment, by turn."""
@@ -41,33 +41,33 @@ class Spent:
     asked_s: float | None = None
     """When the turn that is being drawn was asked for (`time.monotonic`)."""
     kept_tokens: int = 0
-    """Of what stood before its turns: tokens that the engine had kept since an earlier one ..."""
+    """Tokens before its turns that the engine had kept since an earlier turn."""
     recomputed_tokens: int = 0
-    """... and that it had to compute again."""
+    """Tokens before its turns that the engine had to compute again."""
 
     def ask(self) -> None:
-        """An engine is about to be asked for the next turn."""
+        """Note that an engine is about to be asked for the next turn."""
         self.asked_s = time.monotonic()
 
     def hear(self) -> None:
-        """It has drawn the turn."""
+        """Note that an engine has drawn the turn."""
         self.policy_s.append(0.0 if self.asked_s is None else time.monotonic() - self.asked_s)
         self.asked_s = None
 
 
 @dataclass(slots=True)
 class Play:
-    """One sample's episode so far."""
+    """The episode of one sample so far."""
 
     sample: SampleId
     row: PromptRow
     trajectory: Trajectory
     prompt: tuple[Message, ...] | None = None
-    """What the environment said first. None: the row's own prompt is it."""
+    """The prompt that the environment said. None if the prompt is the row's own."""
     dialogue: Dialogue | None = None
-    """With the tools of this episode. None: they are those of every one."""
+    """The dialogue with the tools of this episode. None if its tools are those of every episode."""
     is_begun: bool = False
-    """The environments know of it."""
+    """Whether the environments know of it."""
     said: list[Message] = field(default_factory=list)
     """The model's messages, by turn, as far as they were given to the environment."""
     drawn: tuple[int, ...] = ()
@@ -75,27 +75,27 @@ class Play:
     num_drawn: list[int] = field(default_factory=list)
     """Tokens that the model drew, by turn."""
     num_tokens: int = 0
-    """Of the trajectory, as limits count them: all that were drawn and given; or what the next
-    turn's prompt has more than the first one's, if that is more."""
+    """Number of tokens of the trajectory, as limits count them: all that were drawn and given, or
+    if that is more, by how much the next turn's prompt is longer than the first one's."""
     num_given: int = 0
-    """Of them, those that stand behind the latest turn."""
+    """Number of those tokens that stand behind the latest turn."""
     messages: list[Message] = field(default_factory=list)
-    """All behind the prompt."""
+    """All messages behind the prompt."""
     rewards: list[float | None] = field(default_factory=list)
-    """The environment's, by turn."""
+    """Rewards of the environment, by turn. None where it gave none."""
     spent: Spent = field(default_factory=Spent)
     metrics: Counter[str] = field(default_factory=Counter)
-    """What the environment counts."""
+    """Numbers that the environment counts."""
     version: int = 0
-    """Of the weights that drew it."""
+    """Version of the weights that drew it."""
 
     @property
     def seconds(self) -> float:
-        """Of the environment."""
+        """Seconds that the environment took so far."""
         return sum(self.spent.answer_s)
 
     def heard(self, response: Response) -> None:
-        """The engine has drawn the next turn."""
+        """Add the turn that the engine has drawn."""
         self.spent.hear()
         self.trajectory = self.trajectory.and_then(Segment(response.tokens, response.log_probs))
         self.drawn, self.version = response.tokens, response.version
@@ -104,7 +104,7 @@ class Play:
 
     @property
     def num_turns(self) -> int:
-        """Of the model."""
+        """Number of the model's turns."""
         return len(self.num_drawn)
 
     def grown(self, given: tuple[int, ...]) -> None:
@@ -139,7 +139,8 @@ class Play:
     def request(
         self, sampling: SamplingParams, noise: SampleId | None, *, keep: bool = False
     ) -> GenerationRequest:
-        """For the engine: the next turn. `keep`: what is computed of it, for the one behind it."""
+        """The request for the next turn. `keep`: the engine keeps what it computes, for the turn
+        behind it."""
         self.spent.ask()
         return GenerationRequest(
             sample=self.sample,
@@ -193,7 +194,7 @@ class Player:
         self._takes_rewrites = takes_rewrites
         self._seed = seed
         self._prompts: dict[PromptId, tuple[int, ...]] = {}
-        """What the environments made of prompts in this round: that of their first sample."""
+        """Prompt that the environments said to the first sample of each prompt in this step."""
         self._warn_once = WarnOnce(logger)
 
     def new(self, sample: SampleId, row: PromptRow) -> Play:
@@ -213,7 +214,7 @@ class Player:
     def request(
         self, play: Play, sampling: SamplingParams, noise: SampleId | None
     ) -> GenerationRequest:
-        """For the engine: the next turn."""
+        """The request for the next turn, bounded by what is left of the trajectory's tokens."""
         return play.request(self._bounded(play, sampling), noise, keep=self._is_kept(play))
 
     def _is_kept(self, play: Play) -> bool:
@@ -222,7 +223,8 @@ class Player:
         return max_turns is None or play.num_turns + 1 < max_turns
 
     def _bounded(self, play: Play, sampling: SamplingParams) -> SamplingParams:
-        """With as many tokens as are left of the trajectory's, one at least."""
+        """The settings with at most as many response tokens as are left of the trajectory's, and at
+        least one."""
         most = self.limits.max_trajectory_tokens
         if most is None or play.num_tokens + sampling.max_response_tokens <= most:
             return sampling
@@ -331,8 +333,9 @@ class Player:
         return None
 
     def _answered(self, play: Play, said: Message, told: Sequence[Message]) -> None:
-        """What the next turn stands behind. Raises `ValueError` if the template refuses it, and
-        `TooLong` if it surely is more than a trajectory may have."""
+        """Append what the environment said, so that the next turn stands behind it. Raises
+        `ValueError` if the template refuses it, and `TooLong` if it surely is more than a
+        trajectory may have."""
         dialogue, most = self._dialogue_of(play), self.limits.max_trajectory_tokens
         room = None if most is None else most - play.num_tokens
         if not self._takes_rewrites or dialogue.rewritten() is None:
@@ -352,8 +355,8 @@ class Player:
         play.prompted(prompt, given)
 
     def episode(self, play: Play) -> Episode:
-        """What it came to. A turn that was cut off is a message all the same, which no environment
-        was given."""
+        """The record of the episode. A turn that was cut off is a message of it all the same,
+        though no environment was given it."""
         messages = list(play.messages)
         if len(play.said) < play.num_turns:
             messages.append(self._dialogue_of(play).message(play.drawn, play.num_turns))
@@ -382,19 +385,18 @@ class Player:
         return self._dialogue if play.dialogue is None else play.dialogue
 
     def end(self, play: Play) -> None:
-        """Nobody needs the episode any more. Also of one that did not begin, or was lost: what is
-        left of it goes."""
+        """End an episode that nobody needs any more, also one that did not begin, or was lost."""
         play.is_begun = False
         self.environments.end(play.sample)
 
     def forget_prompts(self) -> None:
-        """A step is over."""
+        """Forget the prompts that the environments said: a step is over."""
         self._prompts.clear()
 
 
 def seed_of(seed: int, prompt: PromptId) -> int:
-    """What the environments of a prompt draw by, whichever of its samples, in each attempt alike:
-    31 bits, which everybody's generators take."""
+    """The number by which the environments of a prompt draw, the same for all its samples and
+    attempts: 31 bits, which every generator takes."""
     digest = hashlib.blake2b(f"{seed}|{prompt}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -421,6 +423,6 @@ def ends_of(plays: Sequence[Play]) -> dict[str, float]:
 
 
 def _rows_of(plays: Sequence[Play]) -> dict[str, float]:
-    """How many rows a trajectory is trained on as, where that is not one."""
+    """The mean number of rows that a trajectory is trained on as. Empty if all are one row."""
     numbers = [len(play.trajectory.rows) for play in plays]
     return {"episodes/rows/mean": sum(numbers) / len(numbers)} if max(numbers) > 1 else {}

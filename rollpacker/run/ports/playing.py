@@ -23,11 +23,10 @@ async def play_all(
     sampling: SamplingParams,
     let_go: LetGo,
 ) -> tuple[list[Response], dict[SampleId, Episode]]:
-    """Whole trajectories of these samples, and what was said in them. Those whose environment was
-    lost, or on which the engine failed, are left out. A round of turns at a time: the engine draws
-    the next ones of all that go on, then the environments answer. `let_go`: engines need not keep
-    anything of these any more.
-    """
+    """Play these samples to their end. Returns the trajectories, and what was said in them. Samples
+    whose environment was lost, or on which the engine failed, are left out. All play a turn at a
+    time: the engine draws the next turns of all that go on, then the environments answer. `let_go`
+    is told of samples of which engines need not keep anything any more."""
     limits, timeout_s = player.limits, player.timeout_s
     plays = {sample: player.new(sample, row) for sample, row in asked}
     reasons: dict[SampleId, str] = {}
@@ -66,7 +65,8 @@ async def _begun(player: Player, plays: Sequence[Play], timeout_s: float) -> lis
 async def _finished(
     player: Player, plays: Sequence[Play], reasons: dict[SampleId, str]
 ) -> set[SampleId]:
-    """Ask those that a limit ended what they were worth; which of them were lost by that."""
+    """Ask the environments what the plays that a limit ended were worth. Returns the samples that
+    were lost by that."""
     asked = [one for one in plays if player.must_finish(one, reasons[one.sample])]
     found = await asyncio.gather(*map(player.finish, asked))
     return {one.sample for one, lost in zip(asked, found, strict=True) if lost is not None}
@@ -79,7 +79,8 @@ async def _answered(
     timeout_s: float,
     reasons: dict[SampleId, str],
 ) -> list[Play]:
-    """Those that go on; of those that have ended, `reasons` has why."""
+    """Have the environments answer. Returns the plays that go on, and adds to `reasons` why others
+    have ended."""
     answers = await asyncio.gather(
         *(player.act(one, one.num_turns, timeout_s=timeout_s) for one in plays)
     )

@@ -39,10 +39,10 @@ from rollpacker.trainer.trainer import RanksLost
 
 
 class Pools:
-    """That nobody else uses: they are there at once, and nobody parks."""
+    """Pools that no other job uses: they are there at once, and nobody parks."""
 
     publish: Publish | None = None
-    """How weights come to the engines' hosts while engines sleep. None: engines are always awake,
+    """Brings weights to the engines' hosts while engines sleep. None if engines are always awake,
     and take them at once."""
 
     def __init__(self, bus: Bus) -> None:
@@ -53,7 +53,7 @@ class Pools:
 
     @property
     def waited_s(self) -> float:
-        """For pools, so far."""
+        """Seconds that the run has waited for pools so far."""
         return 0.0
 
     def has(self, pool: PoolName) -> bool:
@@ -69,11 +69,11 @@ class Pools:
         """Wait until those whose pool was left have let go of it."""
 
     def close(self) -> None:
-        """Wait for nothing any more. On the event loop. Idempotent."""
+        """Stop waiting for anything. Used on the event loop. Idempotent."""
 
 
 class _Wait:
-    """For a pool."""
+    """A wait for a pool, which can be given up."""
 
     def __init__(self, command: Enter) -> None:
         self.pool, self.purpose = command.pool, command.purpose
@@ -81,7 +81,7 @@ class _Wait:
 
 
 class SharedPools(Pools):
-    """The run has a seat in a cluster."""
+    """Pools of a run that has a seat in a cluster."""
 
     def __init__(
         self,
@@ -101,12 +101,14 @@ class SharedPools(Pools):
         self._main, self._watch, self._seat = main, watch, seat
         self._devices, self._engines = devices, engines
         self._wait: _Wait | None = None
-        """What `Entered` is still to answer; under the bus's lock."""
+        """The wait that `Entered` is still to answer. None if there is none. Used under the bus's
+        lock."""
         self._reminder: asyncio.TimerHandle | None = None
         self._last: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._arrived: asyncio.Future[None] | None = None
-        """The main task waits for it."""
+        """Ends when the pool that the main task has asked for is there. None if it has asked for
+        none."""
 
     def routes(self) -> Routes:
         return {
@@ -190,7 +192,7 @@ class SharedPools(Pools):
             self._arrived.set_exception(EnginesLost(why or "the run ended"))
 
     def _begin(self, what: Callable[[], Awaitable[None]]) -> None:
-        """After the one before."""
+        """Do this in a task of its own, after what was begun before."""
         before = self._last
 
         async def work() -> None:
@@ -228,7 +230,8 @@ class SharedPools(Pools):
             self._arrived.set_result(None)
 
     async def _granted(self, wait: _Wait) -> bool:
-        """No deadline of the run's: others may have it as long as they want."""
+        """Wait for the pool, as long as others want it: no deadline of the run's counts. False if
+        the wait was given up."""
 
         def enter() -> bool:
             return self._seat.enter(wait.pool, wait.purpose, given_up=wait.given_up)
@@ -299,7 +302,7 @@ def open_pools(
     devices: SharedDevices,
     engines: Engines,
 ) -> Pools:
-    """Those of a run that has this seat, or none."""
+    """The pools of a run that has this seat. None: it has none."""
     if seat is None:
         return Pools(bus)
     return SharedPools(
@@ -315,8 +318,8 @@ def open_pools(
 
 
 def _wake_up(handle: Handle, weights: Weights) -> None:
-    """In a thread of its own. With the weights at hand, and no others: it may have slept through
-    several versions."""
+    """Wake the engine up and bring it to the weights at hand: it may have slept through several
+    versions. Used in a thread of its own."""
     asyncio.run(handle.engine.reload())
     if handle.version != weights.version:
         bring_up_to_date(handle.engine, weights)

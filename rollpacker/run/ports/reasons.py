@@ -29,9 +29,10 @@ class Reasons:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._counts: Counter[str] = Counter()
-        """By the first reason of each kind."""
+        """How often samples were of no use, by the first reason of each kind."""
         self._first: dict[str, str] = {}
-        """By kind: what the reasons are but for the numbers of processes."""
+        """First reason of each kind. Reasons that differ by the number of a process alone are of
+        one kind."""
         bus.add_sink(self._saw)
 
     def reason_of(self, finish: Finish) -> str:

@@ -40,9 +40,9 @@ class Recovery:
     checkpoints: Path
     _incarnation: int = field(default=0, init=False)
     _order: RestoreTrainer | None = field(default=None, init=False)
-    """What the core has answered to the last loss."""
+    """The core's answer to the last loss. None if it has not answered."""
     _num_signs: int = field(default=0, init=False)
-    """Of life, from a trainer on its way back."""
+    """Signs of life of a trainer on its way back, counted."""
 
     def routes(self) -> Routes:
         return {RestoreTrainer: self._on_restore}
@@ -89,7 +89,7 @@ class Recovery:
         return True
 
     def _order_after(self, reason: str) -> RestoreTrainer | None:
-        """What the core answers to a loss. None: the run is over."""
+        """The core's answer to a loss. None if the run is over."""
         logger.warning("%s; the trainer is started anew", reason)
         self.bus.take(TrainerLost(time_s=0.0, incarnation=self._incarnation, reason=reason))
         order, self._order = self._order, None

@@ -1,4 +1,4 @@
-"""Responses that had finished when a run was killed: its resume takes them up instead of drawing
+"""Keeps responses that finish, so that the resume of a killed run takes them up instead of drawing
 them again.
 
 runs/NAME/salvage.bin     begun anew with each checkpoint; what its very weights generated, in order
@@ -51,18 +51,18 @@ FILE = "salvage.bin"
 FORMAT = 1
 _SIZES = struct.Struct("<II")
 CLOSE_S = 10.0
-"""What the last writes may take when the run ends."""
+"""Seconds that the last writes may take when the run ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a sample ended, as the file has it."""
+    """The end of a sample, as the file has it."""
 
     event: SampleGenerated | SampleAborted
     key: str
-    """What its request must come to (`_key`)."""
+    """The key of the request that the sample had (`_key`); another request's end is another."""
     response: Mapping[str, Any] | None
-    """Its finish_reason, version and redraws; None: there was none."""
+    """Finish reason, version and redraws of the response. None if there was no response."""
     arrays: bytes
 
     def output(self, request: GenerationRequest) -> EngineOutput:
@@ -94,22 +94,23 @@ class Salvage:
         self._path = folder / FILE
         self._in_order = in_order
         self._version: int | None = None
-        """What other weights generate is not kept."""
+        """Version of the weights whose samples are kept. None: none are."""
         self._head: dict[str, Any] = {}
         self._found: dict[SampleId, tuple[int, End]] = {}
-        """With its place in the file."""
+        """Ends that a resume has found, each with its place in the file."""
         self._under_way: dict[SampleId, GenerationRequest] = {}
-        """Launched under these weights, and not ended."""
+        """Requests that were launched under these weights and have not ended."""
         self._waiting: dict[SampleId, tuple[Handle, GenerationRequest]] = {}
-        """Launched, and known how it ends."""
+        """Launched requests of which the end is known, each with its engine."""
         self._order: list[tuple[int, SampleId]] = []
-        """Of what waits, a heap."""
+        """A heap of the samples that wait, by their place in the file."""
         self._not_stopped: list[SampleId] = []
-        """Of what waits: stopped once, and not so far."""
+        """Samples that wait, were stopped before the run was killed, and have not been stopped
+        again so far."""
         self._unwanted: set[SampleId] = set()
-        """Waiting, and to be stopped."""
+        """Samples that wait and are to be stopped."""
         self._told: set[SampleId] = set()
-        """The file has it already."""
+        """Samples whose end the file has already."""
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._file: BinaryIO | None = None
         self._thread: threading.Thread | None = None
@@ -134,8 +135,8 @@ class Salvage:
     def keep_back(
         self, handle: Handle, requests: Sequence[GenerationRequest]
     ) -> Sequence[GenerationRequest]:
-        """What this engine is to generate of the requests; of the others it is known what comes of
-        them, and `outputs` tells it."""
+        """The requests that this engine is to generate. The end of the others is known, and comes
+        from `outputs`."""
         if not self._found:
             return requests
         rest = []
@@ -152,13 +153,13 @@ class Salvage:
         return rest
 
     def stop(self, samples: Sequence[SampleId]) -> Sequence[SampleId]:
-        """Which of these the engine itself must stop."""
+        """The samples among these that the engine itself must stop."""
         self._unwanted.update(self._waiting.keys() & set(samples))
         return [sample for sample in samples if sample not in self._waiting]
 
     def outputs(self) -> Iterator[tuple[Handle, EngineOutput]]:
-        """What comes of the requests that were kept back, in the order in which it came of them
-        once. What is told while this goes on has its turn; see also `not_stopped`."""
+        """The ends of the requests that were kept back, in the order of the file. Requests that are
+        kept back while this goes on have their turn; see also `not_stopped`."""
         while self._order:
             _, sample = heapq.heappop(self._order)
             if sample not in self._waiting:
@@ -173,7 +174,8 @@ class Salvage:
                 yield output
 
     def not_stopped(self) -> list[tuple[Handle, GenerationRequest]]:
-        """After `outputs`: what was stopped once, and is not now. Its engine is to generate it."""
+        """The requests, after `outputs`, that were stopped once and are not now: their engine is to
+        generate them."""
         left = [self._waiting.pop(one) for one in self._not_stopped if one in self._waiting]
         for _, request in left:
             del self._found[request.sample]
@@ -181,7 +183,8 @@ class Salvage:
         return [(handle, request) for handle, request in left if handle.lives]
 
     def _take(self, sample: SampleId) -> tuple[Handle, EngineOutput] | None:
-        """None: its engine is lost, and another one will be given it."""
+        """The end of a sample that waits, and its engine. None if that engine is lost: another one
+        will be given the sample."""
         handle, request = self._waiting.pop(sample)
         self._unwanted.discard(sample)
         if not handle.lives:
@@ -206,7 +209,8 @@ class Salvage:
         self._later(partial(self._write_end, request, event, response, is_quiet))
 
     def begin(self, checkpoint: Path, version: int) -> None:
-        """From now on a resume goes on from this one. What was kept is of no use any more."""
+        """Begin the file anew: a resume goes on from this checkpoint from now on, and what was kept
+        is of no use any more."""
         self._stand_at(checkpoint, version)
         self._found.clear()
         self._under_way.clear()
@@ -214,7 +218,7 @@ class Salvage:
         self._later(self._begin_file)
 
     def close(self) -> None:
-        """What has ended is written, nothing is from now on. Idempotent."""
+        """Write what has ended, and nothing after that. Idempotent."""
         self._version = None
         self._under_way.clear()
         if self._thread is not None:
@@ -308,7 +312,7 @@ class Salvage:
 
 
 def _end_of(body: bytes) -> tuple[End, bool]:
-    """And whether nothing was under way then."""
+    """A sample's end from its frame, and whether no sample was under way then."""
     line, _, arrays = body.partition(b"\n")
     facts = json.loads(line)
     event: Any = from_plain(EVENTS[facts["event"]], {"time_s": 0.0, **facts["facts"]})
@@ -335,7 +339,8 @@ def _frames(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def _key(request: GenerationRequest) -> str:
-    """The same for requests of which the same comes, under the same weights."""
+    """A digest of the request. Requests with the same digest have the same response under the same
+    weights."""
     digest = blake2b(digest_size=16)
     carried = request.carried
     rules = {

@@ -41,14 +41,14 @@ class Scoring:
     rows: Sequence[PromptRow]
     decode: Decode
     num_steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     _single: deque[Score] = field(default_factory=deque, init=False)
     _batched: deque[Score] = field(default_factory=deque, init=False)
     _tasks: dict[asyncio.Task[None], tuple[list[Score], set[SampleId], bool]] = field(
         default_factory=dict, init=False
     )
-    """Under way: what was asked for, and the samples whose verdicts are still needed, and
-    whether it is a batch."""
+    """Checks under way: the commands that each answers, the samples whose verdicts are still
+    needed, and whether it is a batch."""
     _num_batches: int = field(default=0, init=False)
     _closed: bool = field(default=False, init=False)
 
@@ -92,7 +92,7 @@ class Scoring:
         (self._single if self._is_alone(command) else self._batched).append(command)
 
     def _is_alone(self, command: Score) -> bool:
-        """It is a task of its own."""
+        """Whether the check is a task of its own."""
         known = self.shared.desk.get(command.sample)
         if known is not None and known.finish is not None:
             return True  # nobody else waits for its environment
@@ -100,7 +100,8 @@ class Scoring:
         return kind is not None and (kind.workers is not None or kind.deadline is not None)
 
     def _cancel(self, samples: Sequence[SampleId]) -> None:
-        """These verdicts are not needed any more. Work that serves nobody else is ended."""
+        """Note that these verdicts are not needed any more. Work that serves nobody else is
+        ended."""
         unneeded = set(samples)
         with self.shared.bus.lock:
             for queue in (self._single, self._batched):
@@ -127,7 +128,7 @@ class Scoring:
         task.add_done_callback(self._done)
 
     def _read(self, sample: SampleId) -> RewardInput:
-        """What the rewards see of a sample."""
+        """The sample as the rewards see it."""
         known = self.shared.desk[sample]
         progress = Progress(self.shared.bus.job.step, self.num_steps)
         judged = reward_input(
@@ -141,8 +142,8 @@ class Scoring:
     async def _score_finished(
         self, commands: list[Score], judged: RewardInput, finish: Future[Episode | Lost]
     ) -> None:
-        """Of one sample, once its environment has said what it was worth. None at all has no
-        verdict."""
+        """Check one sample once its environment has said what it was worth. An episode that was
+        lost by that has no verdict."""
         episode = await asyncio.wrap_future(finish)
         if isinstance(episode, Lost):
             cause = Cause.DEADLINE if episode.cause == "deadline" else Cause.SAMPLE

@@ -1,4 +1,4 @@
-"""What most ports of a run have in common."""
+"""The four things that most ports of a run need."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import Trainer
 
 LOOK_S = 0.005
-"""How often it is looked whether an engine has let go of its samples, or a device is free."""
+"""Seconds between two looks whether an engine has let go of its samples, or a device is free."""
 
 
 Move = Callable[[Engine], Coroutine[Any, Any, None]]
-"""What an engine does with its device's memory."""
+"""Makes an engine take or give up its device's memory."""
 
 
 class SharedDevices:
@@ -58,7 +58,7 @@ class SharedDevices:
         of_engines = config.rollout.engines * config.parallelism_planner.initial
         self._is_colocated = train.colocate
         self._all = range(of_engines if shares_pools or train.colocate else 0)
-        """Those that are not the engines' alone."""
+        """The devices that are not the engines' alone."""
         self._group = (train.processes or 1) // train.replicas
         self._lent: set[int] = {*self._all} if shares_pools else set()
         """Devices whose memory is the replicas' or other jobs', or will be in a moment."""
@@ -69,12 +69,12 @@ class SharedDevices:
         self._seconds = {"to_trainer": 0.0, "to_engines": 0.0}
 
     def replicas_of(self, devices: Sequence[int]) -> list[int] | None:
-        """None: all, which is what no devices mean."""
+        """The replicas on these devices. None, which means all replicas, for no devices."""
         return sorted({device // self._group for device in devices}) or None
 
     @property
     def are_awaited(self) -> bool:
-        """An engine that is away was told something. Under the bus's lock."""
+        """Whether an engine that is away was told something. Used under the bus's lock."""
         return any(handle.told for handle in self._engines.living)
 
     def take_seconds(self) -> dict[str, float]:
@@ -114,15 +114,16 @@ class SharedDevices:
         self.take_back()
 
     async def lend_all(self) -> list[Handle]:
-        """To other jobs, once nothing runs, loads or ends there. Returns the engines that have to
-        let go, of which nothing may be asked any more."""
+        """Lend all devices to other jobs, once nothing runs, loads or ends there. Returns the
+        engines that have to let go, of which nothing may be asked any more."""
         leaving = await self._claim({*self._all})
         while not self._engines.ending.is_over:
             await asyncio.sleep(LOOK_S)
         return leaving or []
 
     def take_back(self) -> None:
-        """The devices are the engines', and those that were away have their memory there."""
+        """Give the devices back to the engines. Those that were away have their memory there
+        again."""
         with self._bus.lock:
             self._lent.clear()
             for handle in [one for one in self._engines.living if one.is_away]:
@@ -205,7 +206,8 @@ def _hand_over(do: Move, engine: Engine) -> None:
 
 
 async def let_go_of_all(engines: Engines) -> None:
-    """Before a run begins: the trainer is to load. Raises what an engine says against it."""
+    """Have all engines let go of their devices before a run begins: the trainer is to load there.
+    Raises what an engine raises."""
     for handle in engines.living:
         handle.is_away = True
     for error in (await on_engines(engines.living, lambda engine: engine.offload())).values():

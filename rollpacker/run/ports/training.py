@@ -44,10 +44,10 @@ class Training:
     config: RunConfig
     devices: SharedDevices
     engines: Engines
-    """These and `reward` are only asked how they are."""
+    """The engines, which are only asked for their status, as `reward` is."""
     reward: Reward
     asked: Sequence[Callable[[], Mapping[str, float]]]
-    """Who has numbers of the step, too; under the bus's lock."""
+    """Functions that give further metrics of the step, called under the bus's lock."""
     build_samples: BuildSamples
     rows: SampleRows | None
     """Keeps the samples' texts."""
@@ -176,8 +176,8 @@ class Training:
         )
 
     async def _update(self, parts: Sequence[Sequence[TrainSample]]) -> list[Mapping[str, float]]:
-        """All updates of the step; the gradient of the first part is there. Gives the metrics of
-        each."""
+        """Do all updates of the step, of which the first one's gradient is there already. Returns
+        the metrics of each."""
         metrics = []
         try:
             for part in parts[1:]:
@@ -206,8 +206,8 @@ class Training:
     async def _ask_scores(
         self, groups: Sequence[Sequence[SampleId]], replicas: Sequence[int] | None = None
     ) -> dict[SampleId, TokenScores]:
-        """What the advantages need to know of these samples besides rewards; each is asked about
-        once."""
+        """Ask other models about these samples, each sample once, where the algorithm's advantages
+        need it."""
         if not self.config.algorithm.needs_scores:
             return {}
         return await self._ask(groups, replicas)
@@ -271,7 +271,7 @@ def _diverging(step: int) -> Iterator[None]:
 def _parts_of(
     samples: Sequence[TrainSample], groups: Sequence[Sequence[SampleId]], updates: Sequence[int]
 ) -> list[list[TrainSample]]:
-    """What each update trains on. `samples` are in the order of `groups`."""
+    """The samples of each update. `samples` are in the order of `groups`."""
     of_sample = [u for u, group in zip(updates, groups, strict=True) for _ in group]
     parts: list[list[TrainSample]] = [[] for _ in range(max(updates, default=0) + 1)]
     for sample, update in zip(samples, of_sample, strict=True):
@@ -298,8 +298,8 @@ def _check_same_advantage(early: TrainSample, whole: TrainSample) -> None:
 def common_factor(
     samples: Sequence[TrainSample], streamed: Mapping[SampleId, TrainSample]
 ) -> float:
-    """What the provisional weights of the streamed samples must be multiplied by to be those of the
-    whole step."""
+    """The factor that makes the provisional weights of the streamed samples those of the whole
+    step."""
     factors = []
     for sample in samples:
         early = streamed.get(sample.sample)

@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 CHECK_S = 0.5
 STANDSTILL_HEARTBEATS = 12
-"""So many times `deadlines.heartbeat_s` an engine may take over one turn, such as the prompts of a
-whole round, while others go on."""
+"""An engine may take this many times `deadlines.heartbeat_s` over one turn, such as the prompts of
+a whole round, while others go on."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +42,7 @@ class Watch:
         self.bus.add_sink(self._saw)
 
     def sign(self) -> None:
-        """Something lives."""
+        """Note a sign of life."""
         self._last_sign = self.bus.clock.now()
 
     def check_rollout(self) -> None:
@@ -70,7 +70,7 @@ class Watch:
             self.check_engines()
 
     def check_engines(self) -> None:
-        """One that stands still while others work is lost, long before all are waited for."""
+        """Lose engines that stand still while others work, long before all are waited for."""
         with self.bus.lock:
             limit_s = STANDSTILL_HEARTBEATS * self.deadlines.heartbeat_s
             self.engines.check_progress(self.bus.clock.now(), limit_s)

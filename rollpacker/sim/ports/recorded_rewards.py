@@ -21,7 +21,7 @@ from rollpacker.report.reward_fit import MOST_AT_ONCE, Check
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.machine import Machine
 from rollpacker.sim.ports.rewards import Rewards
-from rollpacker.sim.recorded_checks import RecordedChecks
+from rollpacker.sim.recorded_checks import RecordedCalls, RecordedChecks
 from rollpacker.sim.responses import Responses
 from rollpacker.sim.workload import Workload
 
@@ -49,7 +49,7 @@ class RecordedRewards(Rewards):
         self._batches = (
             None
             if checks.calls is None
-            else _Batches(clock, checks, self._luck, is_generating, self._was_cancelled)
+            else _Batches(clock, checks.calls, self._luck, is_generating, self._was_cancelled)
         )
 
     def _score(self, command: Score) -> None:
@@ -96,20 +96,19 @@ class _Batches:
     def __init__(
         self,
         clock: VirtualClock,
-        checks: RecordedChecks,
+        calls: RecordedCalls,
         luck: random.Random,
         is_generating: Callable[[], bool],
         passes_over: Callable[[Event], bool],
     ) -> None:
         """`passes_over`: true for a verdict that nobody waits for any more."""
-        assert checks.calls is not None
         self._is_generating = is_generating
         self._passes_over = passes_over
         self._clock = clock
-        self._checks = checks
+        self._calls = calls
         self._luck = luck
         self._asked: list[SampleScored] = []
-        self._free = [0.0] * checks.calls.num_workers
+        self._free = [0.0] * calls.num_workers
         """When each worker is free, a heap."""
         self._running: list[tuple[float, int, Sequence[SampleScored]]] = []
         """(end, number, verdicts), a heap."""
@@ -148,9 +147,9 @@ class _Batches:
 
     def _begin(self, now: float) -> None:
         alone = not self._is_generating()
-        seconds = self._checks.call_s(len(self._asked), self._luck.random(), alone=alone)
-        if self._num_begun < len(self._checks.warm_ups):
-            seconds = self._checks.warm_ups[self._num_begun]
+        seconds = self._calls.call_s(len(self._asked), self._luck.random(), alone=alone)
+        if self._num_begun < len(self._calls.warm_ups):
+            seconds = self._calls.warm_ups[self._num_begun]
         done_s = max(now, self._free[0]) + seconds
         heapq.heapreplace(self._free, done_s)
         heapq.heappush(self._running, (done_s, self._num_begun, self._asked))

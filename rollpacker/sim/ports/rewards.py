@@ -51,7 +51,7 @@ class Rewards:
         responses = self._responses
         key = responses.keys[sample]
         seconds, correct = self._workload.verdict(responses.noises[key])
-        if sample[0][0] in self._skips and responses.lengths[key] >= self._cap:
+        if responses.lengths[key] >= self._cap and sample.prompt.source in self._skips:
             seconds, correct = 0.0, False
         value = 1.0 if correct else 0.0
         if not seconds:

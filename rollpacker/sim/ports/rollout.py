@@ -246,9 +246,8 @@ class Rollout:
     def _finish(self, lane: Lane) -> Event | None:
         """The next response of this engine is complete, now. None: its end is drawn once more."""
         key, length, preemptions = lane.engine.pop()
-        responses = self._responses
+        responses, step, number = self._responses, self._tally.step, lane.number
         lane.last_busy_s = self._clock.time_s
-        step = self._tally.step
         done = responses.done[key]
         if responses.redraws_to_come and responses.next_redraw(key):
             step.tokens_redrawn += length - done
@@ -263,7 +262,7 @@ class Rollout:
         assert self._launch is not None
         is_cut_off = length >= self._cap
         if self._turns is not None:
-            is_cut_off = self._turns.end(key, Home(lane.number, self._incarnations[lane.number]))
+            is_cut_off = self._turns.end(key, Home(number, self._incarnations[number]))
             length -= self._turns.start(key)
         return SampleGenerated(
             time_s=0.0,
@@ -274,8 +273,8 @@ class Rollout:
             preemptions=preemptions,
             num_kept=responses.kept.get(key),
             num_redraws=responses.redraws.get(key, 0),
-            engine=lane.number,
-            incarnation=self._incarnations[lane.number],
+            engine=number,
+            incarnation=self._incarnations[number],
         )
 
     def _abort(self, command: Abort) -> None:

@@ -34,7 +34,7 @@ RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shipment:
-    """What each host that takes part is told about one version on its way."""
+    """A version on its way, as each host that takes part is told of it."""
 
     number: int
     """One more with each shipment of a run."""

@@ -15,7 +15,8 @@ from rollpacker.weights.buffer import BufferLayout, Memory, read
 
 
 class HostWeights:
-    """What a run can have a host do with weights. Each may be asked for again."""
+    """The weights on one host, and what a run can have the host do with them. Each call may be made
+    again."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[str, str, int], Memory] = {}

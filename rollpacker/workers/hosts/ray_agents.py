@@ -64,7 +64,7 @@ class Node:
 
 
 class Cluster:
-    """What `join` gives."""
+    """A cluster of ray's that this process has joined (`join`)."""
 
     def __init__(self) -> None:
         self._group: PlacementGroup | None = None
@@ -73,7 +73,8 @@ class Cluster:
 
     @property
     def nodes(self) -> dict[str, Node]:
-        """Those that are there now, by address; the run's own first, the others in order."""
+        """The hosts that are there now, by address: the run's own first, the others in the order of
+        their addresses."""
         alive = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
         found = {}
         for address in sorted(alive, key=lambda one: (one != self.own_address, _numbers(one))):
@@ -87,12 +88,12 @@ class Cluster:
 
     @property
     def own_address(self) -> str:
-        """Of the host of this process."""
+        """Address of the host of this process."""
         address: str = ray.util.get_node_ip_address()
         return address
 
     def facts(self, address: str) -> HostFacts:
-        """What there is on that host. Raises `ValueError` if it cannot be asked."""
+        """Return the facts of that host. Raises `ValueError` if it cannot be asked."""
         found: HostFacts = self._ask(address, facts)
         return found
 

@@ -27,7 +27,8 @@ CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 _LONGEST = 1000
 """Bytes of that file that are read; an address has fewer."""
 LOCAL = "local"
-"""Instead of an address: a cluster of this machine alone, as ray itself takes it."""
+"""In the place of an address it means a cluster of this machine alone, as it does for ray
+itself."""
 
 _lock = threading.Lock()
 _num_users = 0
@@ -47,7 +48,7 @@ def connect(address: str, *, log_to_driver: bool = False) -> None:
 
 
 def disconnect() -> None:
-    """Let go of the connection; the last who does ends it."""
+    """Let go of the connection, which ends with its last user."""
     global _num_users
     with _lock:
         _num_users = max(_num_users - 1, 0)
@@ -80,7 +81,7 @@ def find_head() -> str | None:
 
 
 def head_address() -> str:
-    """Of the head that this process is connected to, as all hosts reach it."""
+    """Return the address of the head that this process is connected to, as all hosts reach it."""
     address: str = ray.get_runtime_context().gcs_address
     return address
 
@@ -97,7 +98,8 @@ def check_version() -> None:
 
 
 def _running() -> str | None:
-    """The cluster that this machine belongs to, or None. Raises `ValueError`; see `find_head`."""
+    """Return the head's address of the cluster that this machine belongs to, or None. Raises
+    `ValueError`; see `find_head`."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = _read_own(CURRENT_CLUSTER)
         with contextlib.suppress(ValueError):
@@ -133,7 +135,8 @@ def _read_own(path: Path) -> str:
 
 
 def check_answers(address: str) -> None:
-    """Ray itself would wait for twenty seconds, and say the same of a wrong token."""
+    """Raises `ValueError` if nobody answers there. Ray itself would wait for twenty seconds, and
+    say the same of a wrong token."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"{address} is no address of a ray cluster: it is HOST:PORT of its head")

@@ -59,7 +59,7 @@ class Gone(Exception):
 
 
 class Answer(Protocol):
-    """Of a call that is under way."""
+    """The answer of a call that is under way."""
 
     def result(self, timeout_s: float) -> Any:
         """Raises `TimeoutError`, `Unavailable`, `Gone`, and what the call raised."""
@@ -110,7 +110,7 @@ class RemoteProcess:
         return self.how if self.ended.wait(wait_s) else None
 
     def went_with_host(self) -> bool:
-        return self.with_host
+        return self.ended.is_set() and self.with_host
 
     def kill(self) -> None:
         self._session.add(Kill(self._number))
@@ -176,7 +176,7 @@ class RemoteHost:
         return session, partial(self._call, session)
 
     def facts(self) -> HostFacts:
-        """What there is on this host; waits until it can be reached. Raises `OSError`."""
+        """Return the facts of this host; waits until it can be reached. Raises `OSError`."""
         found: HostFacts = self._call(self._living(), "facts")
         return found
 

@@ -99,9 +99,8 @@ def feed(
 # -- what the weights achieve --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["density", "moments"])
-def test_the_weighted_samples_are_as_long_as_the_policys_own(method):
-    debias = Debias(method, cap=CAP)
+def test_the_weighted_samples_are_as_long_as_the_policys_own():
+    debias = Debias(cap=CAP)
     trained = np.array(feed(debias, run(1, 50)))
     weights = np.array(debias.weigh(trained.tolist()))
     truth = own_mean()
@@ -124,7 +123,7 @@ def test_the_weighted_samples_are_as_long_as_the_policys_own(method):
 
 
 def test_over_its_window_weights_have_mean_one_in_every_step():
-    debias = Debias("moments", cap=CAP, window_steps=7)
+    debias = Debias(cap=CAP, window_steps=7)
     trained: list[list[int]] = []
     seen = 0
     for launches, kept in run(2, 20):
@@ -143,7 +142,7 @@ def test_over_its_window_weights_have_mean_one_in_every_step():
 
 
 def test_nothing_is_said_before_the_first_long_round():
-    debias = Debias("moments", cap=CAP)
+    debias = Debias(cap=CAP)
     answers = []
     for launches, kept in run(3, 6):
         for launch in launches:
@@ -168,7 +167,7 @@ def test_a_window_alone_only_estimates():
 
 
 def test_without_a_race_the_weights_are_one():
-    debias = Debias("moments", cap=CAP)
+    debias = Debias(cap=CAP)
     rng = np.random.default_rng(4)
     trained = []
     for step in range(20):
@@ -248,11 +247,10 @@ def test_effective_sample_size_by_hand():
 # -- restarts ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["density", "moments"])
-def test_a_restart_at_any_moment_changes_no_bit(method):
+def test_a_restart_at_any_moment_changes_no_bit():
     steps = list(run(5, 22))
-    whole = Debias(method, cap=CAP, window_steps=8)
-    broken = Debias(method, cap=CAP, window_steps=8)
+    whole = Debias(cap=CAP, window_steps=8)
+    broken = Debias(cap=CAP, window_steps=8)
     for launches, kept in steps:
         for number, launch in enumerate(launches):
             whole.observe(launch.prompt, launch.finished, launch.stopped)
@@ -267,23 +265,23 @@ def test_a_restart_at_any_moment_changes_no_bit(method):
 
 def restarted(debias: Debias, cap: int | None = CAP) -> Debias:
     state = json.loads(json.dumps(debias.state()))
-    again = Debias(debias.method, cap=cap, window_steps=debias.window.window_steps)
+    again = Debias(cap=cap, window_steps=debias.window.window_steps)
     again.restore(state)
     return again
 
 
 def test_a_checkpoint_with_another_cap_is_refused():
-    debias = Debias("moments", cap=CAP)
+    debias = Debias(cap=CAP)
     with pytest.raises(ValueError, match="capped at 4096 tokens, those of this run at 100"):
-        Debias("moments", cap=100).restore(debias.state())
+        Debias(cap=100).restore(debias.state())
 
 
 def test_under_a_larger_cap_lengths_are_learned_anew_without_the_prompts_of_before():
     """Those of them that still come are the long ones: nothing of theirs may be taken in."""
-    debias = Debias("moments", cap=CAP)
+    debias = Debias(cap=CAP)
     feed(debias, run(1, 12))
     assert debias.weigh([10]) is not None
-    again = Debias("moments", cap=2 * CAP)
+    again = Debias(cap=2 * CAP)
     again.restore(json.loads(json.dumps(debias.state())))
     assert again.weigh([10]) is None and again.window.model is None
     for prompt in {launch.prompt for launches, _ in run(1, 12) for launch in launches}:
@@ -294,10 +292,10 @@ def test_under_a_larger_cap_lengths_are_learned_anew_without_the_prompts_of_befo
     assert [one.prompt for one in again.window.saved().new] == [fresh]
 
 
-def test_another_method_may_go_on_from_a_checkpoint():
+def test_weights_may_go_on_from_a_window_without_any():
     first = LengthWindow(cap=CAP)
     feed(first, run(1, 12))
-    second = Debias("density", cap=CAP)
+    second = Debias(cap=CAP)
     second.restore(first.state())
     assert second.weigh([10]) is None
     assert second.step([10, 400]) is not None
@@ -307,7 +305,7 @@ def test_another_method_may_go_on_from_a_checkpoint():
 
 
 def test_memory_does_not_grow_with_the_steps():
-    debias = Debias("moments", cap=CAP, window_steps=5)
+    debias = Debias(cap=CAP, window_steps=5)
     sizes = []
     for launches, kept in run(6, 60):
         for launch in launches:
@@ -323,7 +321,7 @@ def test_only_the_window_counts():
     for launches, kept in run(7, 10):
         for launch in launches:
             short = ([n // 10 for n in part] for part in (launch.finished, launch.stopped))
-            debias.observe(launch.prompt._replace(epoch=9), *short)
+            debias.observe(PromptId(launch.prompt.source, 9, launch.prompt.row), *short)
         debias.close_step([n // 10 for n in kept])
     before = debias.metrics()
     feed(debias, run(8, 20))
@@ -408,7 +406,7 @@ def test_of_a_large_step_a_part_is_watched():
 
 def test_without_a_cap_the_longest_response_sets_the_bins():
     """A power of two above it stands in for the cap."""
-    free, bound = Debias("moments", cap=None), Debias("moments", cap=2 * CAP)
+    free, bound = Debias(cap=None), Debias(cap=2 * CAP)
     for debias in (free, bound):
         debias.observe(PromptId("train", 8, 0), [CAP], [])
         feed(debias, run(9, 12))
@@ -416,7 +414,7 @@ def test_without_a_cap_the_longest_response_sets_the_bins():
 
 
 def test_without_a_cap_longer_responses_may_come():
-    debias = Debias("moments", cap=None)
+    debias = Debias(cap=None)
     trained = feed(debias, run(9, 12))
     before = debias.metrics()
     debias.observe(PromptId("train", 8, 0), [50_000], [])
@@ -435,7 +433,6 @@ def test_without_a_cap_longer_responses_may_come():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "magic"}, "debias must be one of density, moments"),
         ({"window_steps": 0}, "window_steps must be at least 1"),
         ({"max_weight": 0.5}, "max_weight must be at least 1"),
         ({"max_weight": float("nan")}, "max_weight must be at least 1"),
@@ -443,7 +440,7 @@ def test_without_a_cap_longer_responses_may_come():
 )
 def test_bad_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Debias(**{"method": "moments", "cap": CAP, **options})
+        Debias(**{"cap": CAP, **options})
 
 
 @pytest.mark.parametrize(("finished", "stopped"), [([CAP + 1], []), ([-1], []), ([5], [CAP + 1])])
@@ -456,7 +453,7 @@ def test_impossible_lengths_are_refused(finished, stopped):
 
 
 def test_a_step_in_which_nothing_was_complete():
-    debias = Debias("moments", cap=CAP)
+    debias = Debias(cap=CAP)
     debias.observe(PromptId("train", 0, 0), [], [10, 10])
     assert debias.step([]) is None
     feed(debias, run(1, 6))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,11 +20,9 @@ from rollpacker.core.lengths.factor_plan import (
     fastest,
     fit_round_time,
     predict,
-    predict_order,
 )
 from rollpacker.core.lengths.mean_rounds import Law, PromptRace, binomial, mean_round
 from rollpacker.core.lengths.model import LengthModel
-from rollpacker.core.lengths.order_plan import OrderOnly
 from rollpacker.core.rounds.tail_batching import times
 
 CAP = 16_384
@@ -370,89 +367,3 @@ def test_a_restored_planner_chooses_alike():
     other.restore(json.loads(json.dumps(planner.state())))
     assert other.state() == planner.state()
     assert other.choose(HARD) == planner.choose(HARD)
-
-
-# -- where only the order changes --------------------------------------------------------
-
-
-POOL = OrderOnly(pooled=True, carries=True, verifies=True, complement=True, max_deferrals=16)
-QUEUE = replace(POOL, pooled=False)
-ANEW = replace(QUEUE, carries=False, complement=False)
-
-
-def ordered(order: OrderOnly, mismatch: float = 0.0, model=HEAVY, factors=(1.0, 1.25, 2.0)):
-    return predict_order(
-        model,
-        LAUNCH_BOUND,
-        order,
-        prompts_per_step=32,
-        samples_per_prompt=8,
-        factors=factors,
-        mismatch=mismatch,
-    )
-
-
-@pytest.mark.parametrize("order", [POOL, QUEUE, ANEW])
-def test_without_mismatches_nothing_shifts(order):
-    plain, little, much = ordered(order)
-    assert [choice.length_shift for choice in (plain, little, much)] == [0.0] * 3
-    assert plain.gain == 0.0 and little.gain > 0.3
-    assert (much.step_s < little.step_s) == order.pooled
-
-
-def test_what_is_carried_is_not_generated_again():
-    steps = StepTime(per_step_s=0.0, per_token_s=1e-5)
-    plain, pooled = predict_order(
-        HEAVY, steps, POOL, prompts_per_step=32, samples_per_prompt=8, factors=(1.0, 1.5)
-    )
-    assert pooled.step_s == pytest.approx(plain.step_s, rel=0.1)
-    anew = predict_order(
-        HEAVY, steps, ANEW, prompts_per_step=32, samples_per_prompt=8, factors=(1.5,)
-    )[0]
-    assert anew.step_s > 1.2 * pooled.step_s
-
-
-def test_mismatches_shorten_and_the_complement_rule_costs_time():
-    careless = ordered(replace(POOL, complement=False), mismatch=3e-4)[-1]
-    careful = ordered(POOL, mismatch=3e-4)[-1]
-    assert careless.length_shift < -0.05
-    assert abs(careful.length_shift) < 0.7 * abs(careless.length_shift)
-    assert careful.step_s > careless.step_s
-
-
-def test_auto_takes_the_largest_pool_that_pays_and_less_where_tokens_come_out_differently():
-    planner = planner_for(max_length_shift=0.02, order=POOL)
-    free = planner.choose(HEAVY)
-    assert free.prompt_factor >= 2.0 and free.sample_factor == 1.0
-    bound = planner_for(max_length_shift=0.02, order=POOL)
-    bound.observe_verified(30, 10_000)
-    assert bound.mismatch == 3e-3
-    careful = bound.choose(HEAVY)
-    assert abs(careful.length_shift) <= 0.02
-    assert careful.prompt_factor < free.prompt_factor
-    restored = planner_for(max_length_shift=0.02, order=POOL)
-    restored.restore(json.loads(json.dumps(bound.state())))
-    assert restored.choose(HEAVY) == bound.choose(HEAVY)
-
-
-def test_where_every_response_is_cut_a_pool_only_fills_the_engine():
-    """There is no tail; what a pool saves is decode steps with idle slots, if there are any."""
-    busy = StepTime(per_step_s=1e-6, per_token_s=1e-5)
-    choice = planner_for(time=busy, max_length_shift=0.02, order=POOL).choose(ALL_CAPPED)
-    assert choice.prompt_factor == 1.0 and choice.gain == 0.0
-
-
-def test_a_longer_response_is_as_wrong_as_a_shorter_one():
-    made = [
-        Choice(
-            prompt_factor=factor,
-            sample_factor=1.0,
-            step_s=step_s,
-            step_sd_s=0.0,
-            baseline_step_s=10.0,
-            length_shift=shift,
-        )
-        for factor, step_s, shift in ((1.0, 10.0, 0.0), (2.0, 5.0, 0.05))
-    ]
-    assert fastest(made, max_length_shift=0.02).prompt_factor == 2.0
-    assert fastest(made, max_length_shift=0.02, both_ways=True).prompt_factor == 1.0

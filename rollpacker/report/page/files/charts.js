@@ -156,7 +156,7 @@ class Chart {
       pen.fill(); pen.globalAlpha = 1;
     }
     if (values !== line.mean) { pen.globalAlpha = 0.28; pen.lineWidth = 1; trace(line.mean); pen.globalAlpha = 1; }
-    pen.lineWidth = 1.9; pen.setLineDash(line.dashed ? [7, 7] : []); trace(values); pen.setLineDash([]);
+    pen.lineWidth = 1.9; trace(values);
     if (line.dots || line.x.length < 12) for (let place = 0; place < line.x.length; place++) if (Number.isFinite(values[place])) { pen.beginPath(); pen.arc(x(line.x[place]), y(values[place]), 3.4, 0, 7); pen.fill(); }
   }
   listen() {

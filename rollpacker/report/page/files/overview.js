@@ -188,9 +188,9 @@ function settings(run) {
   ];
 }
 
-/** Any metric by its name. */
-function explorer(runs) {
-  const list = h("div", { class: "grid" }), names = [...new Set(runs.flatMap((run) => [...Object.keys(run.metrics.columns), ...Object.keys(run.evaluations.columns)]))].sort();
+/** Any metric by its name, of the run that `held` has at that time. */
+function explorer(held) {
+  const list = h("div", { class: "grid" }), names = [...new Set([held.run.metrics, held.run.evaluations].flatMap(({ columns }) => Object.keys(columns)))].sort();
   const most = 12, made = [];
   const told = h("span", { "aria-live": "polite" });
   const input = h("input", { type: "search", placeholder: "such as grad_norm or perf/checks", "aria-label": "Metric", list: "names", style: { width: "min(420px, 100%)" }, input: () => draw() });
@@ -199,8 +199,8 @@ function explorer(runs) {
     const wanted = input.value.trim().toLowerCase(), found = wanted ? names.filter((name) => name.toLowerCase().includes(wanted)) : [];
     told.textContent = wanted ? `${count(found.length)} of ${count(names.length)} metrics${found.length > most ? `, the first ${most} are drawn` : ""}` : `${count(names.length)} metrics; docs/metrics.md says what they are`;
     for (const name of found.slice(0, most)) {
-      const lines = runs.map((run, place) => lineOf(run.metrics.columns[name] ? run.metrics : run.evaluations, name, { label: runs.length > 1 ? run.name : name, colour: `--s${place % 8}`, dots: !run.metrics.columns[name] })).filter(Boolean);
-      if (lines.length) made.push(new Chart({ title: name, lines }));
+      const dots = !held.run.metrics.columns[name], line = lineOf(dots ? held.run.evaluations : held.run.metrics, name, { dots });
+      if (line) made.push(new Chart({ title: name, lines: [line] }));
     }
     list.replaceChildren(...made.map((chart) => chart.element));
   };

@@ -36,20 +36,18 @@ function navigation(sections) {
   for (const [id] of sections) { const element = document.getElementById(id); if (element) observer.observe(element); }
 }
 
-function curveTools(runs) {
-  const of = Math.max(...runs.map((run) => run.metrics.of));
-  const long = runs.some((run) => run.metrics.num_steps >= 60);
-  charts.smoothing = long && charts.chosen === undefined ? 0.8 : charts.chosen || 0;
+function curveTools({ metrics }) {
+  charts.smoothing = metrics.num_steps >= 60 && charts.chosen === undefined ? 0.8 : charts.chosen || 0;
   const slider = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: charts.smoothing, "aria-label": "Smoothing", input: () => { charts.chosen = charts.smoothing = Number(slider.value); charts.draw(); } });
   const reset = h("button", { type: "button", click: () => charts.zoom(null), hidden: charts.range === null }, "All steps");
   document.addEventListener("zoomed", () => { reset.hidden = charts.range === null; });
-  const honest = of > 1 ? `Each point is the mean of ${of} steps, the band their least and most.` : "Every step is a point.";
+  const honest = metrics.of > 1 ? `Each point is the mean of ${metrics.of} steps, the band their least and most.` : "Every step is a point.";
   return h("div", { class: "tools" }, h("label", {}, "Smoothing ", slider), reset, h("span", {}, `${honest} With smoothing the measured values stay behind the curve. Drag over a chart to look at some steps; a double click shows all.`));
 }
 
 /** One run. `update` shows another state of it, and leaves alone what its reader has set. */
 function report(first) {
-  const runs = [first], keptCharts = new Map(), grid = () => h("div", { class: "grid" });
+  const held = { run: first }, keptCharts = new Map(), grid = () => h("div", { class: "grid" });
   const sections = [
     ["overview", "Overview"], ["learning", "Learning"], ["lengths", "Lengths"], ["time", "Time"], ["timeline", "Timeline"],
     ...(first.summary.episodes ? [["episodes", "Episodes"]] : []), ["checks", "Checks"], ["samples-section", "Samples"], ["settings", "Settings"], ["metrics", "All metrics"],
@@ -64,7 +62,7 @@ function report(first) {
     if (now.length !== element.children.length || now.some((child, place) => element.children[place] !== child)) element.replaceChildren(...now);
   };
   const update = (run) => {
-    runs[0] = run;
+    held.run = run;
     run.charts = keptCharts;
     const lead = run.summary.lengths.tail_trained_share, detailed = run.time_line.num_detailed, steps = run.summary.steps.total;
     overview.replaceChildren(...[heading(run), tiles(run), h("div", { class: "two" }, whereSecondsWent(run), h("div", { style: { display: "grid", gap: "14px" } }, health(run), rounds(run)))].flat());
@@ -87,7 +85,7 @@ function report(first) {
   update(first);
   settingsHere.replaceChildren(...settings(first).filter(Boolean));
   const body = [
-    overview, section("learning", "Learning", null, curveTools(runs), learning),
+    overview, section("learning", "Learning", null, curveTools(first), learning),
     h("section", { id: "lengths", "aria-label": "Lengths" }, h("h2", {}, "Lengths"), lengthsLead, lengths),
     section("time", "Time", "The causes add up to the wall time exactly.", causes, time),
     h("section", { id: "timeline", "aria-label": "Timeline" }, h("h2", {}, "Timeline"), timelineLead, timelineHere),
@@ -95,24 +93,9 @@ function report(first) {
     section("checks", "Checks", "How long verdicts took, and which were slowest.", checksHere),
     section("samples-section", "Samples", null, samplesHere),
     section("settings", "Settings", "What was set to something else than its default.", settingsHere),
-    section("metrics", "All metrics", null, explorer(runs)),
+    section("metrics", "All metrics", null, explorer(held)),
   ];
   return { body: body.filter(Boolean), sections, samplesHere, update };
-}
-
-function compared(runs, groups) {
-  const names = new Map();
-  for (const run of runs) names.set(run.name, (names.get(run.name) || 0) + 1);
-  runs.forEach((run, place) => { run.label = names.get(run.name) > 1 ? `${run.name} (${place + 1})` : run.name; });
-  const grid = (...children) => h("div", { class: "grid" }, children);
-  const sections = [["overview", "Overview"], ["learning", "Learning"], ["lengths", "Lengths"], ["time", "Time"], ["settings", "Settings"], ["metrics", "All metrics"]];
-  const body = [
-    h("section", { id: "overview", "aria-label": "Overview" }, h("h1", {}, runs.map((run) => run.label).join(" · ")), h("p", { class: "lead" }, `${runs.length} runs`), comparedResults(runs), comparedGroups(groups)),
-    section("learning", "Learning", null, curveTools(runs), grid(overlaid(runs, LEARNING))), section("lengths", "Lengths", null, grid(overlaid(runs, LENGTHS))),
-    section("time", "Time", null, comparedSeconds(runs), h("div", { class: "grid", style: { "margin-top": "14px" } }, overlaid(runs, [["A step", "seconds", ["timing_s/step"], { format: seconds, zero: true }], ...TIME]))),
-    section("settings", "Settings", "Keys in which they differ.", comparedSettings(runs)), section("metrics", "All metrics", null, explorer(runs)),
-  ];
-  return { body, sections };
 }
 
 const footer = () => h("footer", {}, `Made by RollPacker ${document.querySelector("meta[name=generator]").content.split(" ")[1]}. ${kindOfPage === "live" ? "It reads the run's files on this machine, and changes nothing." : "This page holds all it needs and asks no network for anything."}`);
@@ -136,9 +119,9 @@ function lazily(element, load) {
   return start;
 }
 
-function fill(runs, groups = []) {
-  const main = document.getElementById("main"), made = runs.length === 1 ? report(runs[0]) : compared(runs, groups);
-  main.replaceChildren(...made.body.filter(Boolean), footer());
+function fill(run) {
+  const main = document.getElementById("main"), made = report(run);
+  main.replaceChildren(...made.body, footer());
   navigation(made.sections);
   return made;
 }
@@ -148,8 +131,8 @@ async function start() {
   const main = document.getElementById("main");
   try {
     if (kindOfPage === "live") { await live(); return; }
-    const { runs, groups } = await embedded("core"), made = fill(runs, groups);
-    if (runs.length === 1) lazily(made.samplesHere, async () => (await embedded("samples")).samples[0]);
+    const made = fill(await embedded("core"));
+    lazily(made.samplesHere, () => embedded("samples"));
     requestAnimationFrame(() => requestAnimationFrame(() => { document.documentElement.dataset.ready = performance.now().toFixed(0); }));
   } catch (error) {
     main.replaceChildren(h("p", { class: "message" }, `This page cannot be shown: ${error.message}. It needs a browser of 2023 or newer.`));

@@ -168,24 +168,24 @@ def _vector(group: Group, other: Group) -> Group:
 
 
 def _is_product(name: str) -> bool:
-    """xy may be a name, and x times y."""
+    """Whether the name may be a product: xy may be a name, and x times y."""
     return name.isalpha() and name.islower() and len(name) > 1
 
 
 def _is_named(group: Group) -> bool:
-    """Values of different names, such as x = 1, y = 2: they stand for a tuple."""
+    """Whether the values have different names, such as x = 1, y = 2: they stand for a tuple."""
     names = [item.name for item in group.items if isinstance(item, Value)]
     return len(names) == len(group.items) > 1 and None not in names and len(set(names)) > 1
 
 
 def _is_choice(group: Group) -> bool:
-    """x = 1, x = 2: several values of one name, no tuple."""
+    """Whether the values have one name, such as x = 1, x = 2: they are a choice, no tuple."""
     names = [item.name for item in group.items if isinstance(item, Value)]
     return len(names) == len(group.items) > 1 and None not in names and len(set(names)) == 1
 
 
 def _in_order(group: Group) -> list[Any]:
-    """x, y and z in their order; other names in the order given."""
+    """The values of x, y and z in that order; those of other names in the order given."""
     if _is_named(group) and {item.name for item in group.items} <= set("xyz"):
         return sorted(group.items, key=lambda item: item.name)
     return list(group.items)

@@ -27,13 +27,14 @@ _SIDE_BY_SIDE = re.compile(r"\d\s+\d|(?:\\pi|[)}])\s*\d|(?<![A-Za-z\\])[A-Za-z]\
 _TAKES_ARGUMENT = re.compile(
     r"\\(?:sum|int|prod|lim|log|ln|sinh?|cosh?|tanh?|cot|sec|csc)(?![A-Za-z])"
 )
-"""What follows it, or its limits, may well be a number."""
+"""Matches commands after which, or in whose limits, a number may well stand."""
 
 
 def same_expression(
     gold: str, gold_number: Number | None, answer: str, answer_number: Number | None, digits: int
 ) -> bool:
-    """Equal as expressions: by value where there are no variables, at points where there are."""
+    """Whether two expressions are equal: by value where there are no variables, at points where
+    there are."""
     import sympy
 
     right, given = parse(gold), parse(answer)
@@ -107,7 +108,7 @@ def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
 
 
 def _values_at_points(one: Any, other: Any) -> list[tuple[Any, Any]]:
-    """Both values at each point where both have one; the real ones if there are enough."""
+    """The values of both at each point where both have one; the real ones if there are enough."""
     pairs = []
     for point in _points(one.free_symbols | other.free_symbols):
         try:
@@ -128,7 +129,8 @@ def _same_at_points(gold: Any, answer: Any) -> bool | None:
 
 
 def same_relation(gold: str, answer: str) -> bool:
-    """Two equations or inequalities: the same up to a constant factor, or as math-verify says."""
+    """Whether two equations or inequalities are the same: up to a constant factor, or as
+    math-verify says."""
     if squashed(gold) == squashed(answer):
         return True
     sides = [split(text, EQUALS)[0] for text in (gold, answer)]

@@ -1,4 +1,4 @@
-r"""What an answer is made of: names, lists, sets, tuples, intervals, matrices; words and units.
+r"""Parts of an answer: names, lists, sets, tuples, intervals, matrices; words and units.
 
 Second part of the program that judges answers inside the sandbox (see check.py).
 """
@@ -23,7 +23,7 @@ from rollpacker.rewards.math.checker.text import (
 
 
 class Value(NamedTuple):
-    """One value: `name = side = side`. Without a name, several sides are an equation."""
+    """A value of an answer: `name = side = side`. Without a name, several sides are an equation."""
 
     sides: tuple[str, ...]
     name: str | None = None
@@ -32,7 +32,7 @@ class Value(NamedTuple):
 
 class Group(NamedTuple):
     kind: str
-    """list, set, matrix, or the two brackets of a tuple or interval."""
+    """"list", "set", "matrix", or the two brackets of a tuple or interval."""
     items: tuple[Any, ...]
     shape: tuple[int, ...] = ()
 
@@ -60,7 +60,7 @@ _NAME = re.compile(
     r"\s*(?:_\s*(?:\w|\{[^{}]*\}))?'*\s*(?:\(\s*[^()]*\s*\))?$"
 )
 _NAMED_TUPLE = re.compile(r"\(\s*([A-Za-z](?:\s*,\s*[A-Za-z])+)\s*\)\s*=\s*(?=\()")
-"""(a, b) = (1, 2)"""
+"""Matches names of a tuple, such as those of (a, b) = (1, 2)."""
 _ALL_REAL = re.compile(r"\\mathbb\s*\{?R\}?$|(?:\\text\s*\{)?\s*all real(?: numbers)?\s*\}?$")
 _LINE = ("-\\infty", "\\infty")
 
@@ -99,7 +99,8 @@ def _is_sorted(names: str) -> bool:
 
 
 def _joined_spaced(text: str) -> str:
-    """Within brackets a tight comma is a thousands separator only where others have a space."""
+    """The text with thousands separators removed where that is certain: within brackets a tight
+    comma is one only where other commas have a space."""
     return joined_thousands(text) if re.search(r",\s", text) else text
 
 

@@ -19,7 +19,7 @@ class Unreadable(Exception):
 
 
 class Undefined(Exception):
-    """0/0 and its like: equal to nothing."""
+    """A value such as 0/0, which is equal to nothing."""
 
 
 # -- text ----------------------------------------------------------------------------------------
@@ -80,11 +80,11 @@ _REWRITES = [
 ]  # fmt: skip
 NO_LETTER = r"(?![A-Za-z])"
 _SPACED_THOUSANDS = re.compile(r"(?<![\w.,/^}\u2063])\d{1,3}(?: \d{3})+(?![\w/.,]|\s*[/\d])")
-"""10 000 as one number. `1 500/1000` is a mixed one."""
+"""Matches 10 000 as one number. `1 500/1000` is a mixed number."""
 
 
 def clean(text: str) -> str:
-    """One spelling for what is only written differently."""
+    """The text with one spelling for things that are only written differently."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: "^{" + _plain_superscript(m[0]) + "}", text)
     text = re.sub(r"√\s*(\d+|[a-z])", r"\\sqrt{\1}", text)
     text = re.sub(r"√\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
@@ -114,7 +114,7 @@ def _ascii(character: str) -> str:
 
 
 def wrapped(text: str, opening: str, closing: str) -> str | None:
-    """What stands between the brackets if one pair of them holds all of the text."""
+    """The text between the brackets if one pair of them holds all of the text. None otherwise."""
     if not (text.startswith(opening) and text.endswith(closing)):
         return None
     inner = text[len(opening) : len(text) - len(closing)]
@@ -135,7 +135,7 @@ _OPEN, _CLOSE = {"{", "(", "[", "\\{", "\\langle"}, {"}", ")", "]", "\\}", "\\ra
 
 
 def split(text: str, is_separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
-    """Parts between the separators that stand outside of all brackets, and these separators."""
+    """Parts between the separators that are outside of all brackets, and these separators."""
     parts, separators, depth, start, position = [], [], 0, 0, 0
     while position < len(text):
         if depth == 0 and (found := is_separator.match(text, position)):
@@ -156,12 +156,13 @@ _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:,\d{3})+)(?!\d|,\d)")
 
 
 def joined_thousands(text: str) -> str:
-    """1,234 as one number: its commas become invisible ones, which `number` drops."""
+    """The text with 1,234 as one number: its commas become invisible ones, which `number` drops."""
     return _THOUSANDS.sub(lambda m: m[0].replace(",", "\u2063"), text)
 
 
 def squashed(text: str) -> str:
-    """Without spaces and marks, but for a space between two digits: `1 1/2` is not `11/2`."""
+    """The text without spaces and marks, but for a space between two digits: `1 1/2` is not
+    `11/2`."""
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)|\u2063", "", text)
 
 
@@ -171,9 +172,9 @@ def squashed(text: str) -> str:
 class Number(NamedTuple):
     value: Fraction
     decimals: int | None = None
-    """Written as a decimal with so many places; None: exactly."""
+    """Number of places of a decimal. None: the value is exact."""
     digits: int = 0
-    """Significant ones of a decimal."""
+    """Number of significant digits of a decimal."""
 
 
 _SIGN = r"(?P<sign>[+-]?)\s*"
@@ -242,7 +243,8 @@ def stands_for(decimal: Number, value: Any, min_digits: int) -> bool:
 
 
 def same_number(gold: Number, answer: Number, min_digits: int) -> bool:
-    """Equal, or one a decimal for the other. Whole numbers are never rounded."""
+    """Whether two numbers are equal, or one is a decimal for the other. Whole numbers are never
+    rounded."""
     if gold.value == answer.value:
         return True
     coarse, fine = gold, answer
