@@ -214,17 +214,12 @@ class RowTable:
         self.pending.extend(new)
         requests = [entry.request for entry in new]
         sampling = [request.sampling for request in requests]
-        greedy = [params.temperature == 0 for params in sampling]
         columns = self._columns
         columns["position"][rows] = [len(request.prompt_tokens) - 1 for request in requests]
         columns["temperature"][rows] = [params.temperature for params in sampling]
-        columns["top_k"][rows] = [
-            params.top_k if params.top_k and not off else self.vocabulary_size
-            for params, off in zip(sampling, greedy, strict=True)
-        ]
-        columns["top_p"][rows] = [
-            1.0 if off else params.top_p for params, off in zip(sampling, greedy, strict=True)
-        ]
+        truncations = [params.truncation(self.vocabulary_size) for params in sampling]
+        columns["top_k"][rows] = [top_k for top_k, _ in truncations]
+        columns["top_p"][rows] = [top_p for _, top_p in truncations]
         columns["sequence"][rows] = [entry.sequence for entry in new]
         columns["count"][rows] = 0
         columns["limit"][rows] = [entry.limit for entry in new]
