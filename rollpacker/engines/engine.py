@@ -208,8 +208,8 @@ class Engine(Protocol):
         ...
 
     async def offload(self) -> None:
-        """Let go of the device's memory: what it has there waits in host memory, or is made anew.
-        Until `reload` nothing may be asked of it but to be closed. On a CPU, nothing happens.
+        """Free the device's memory: its content waits in host memory, or is made anew. Until
+        `reload` the engine can only be closed. On a CPU, nothing happens.
 
         Raises `EngineError` while anything runs.
         """
