@@ -96,7 +96,7 @@ ARMS: dict[str, tuple[TailBatchingConfig, bool]] = {
 }
 """Settings, and whether the engine drafts (`rollout.engine.draft_tokens`)."""
 PROMISED = "queue 1.5, drafts"
-"""As runs are by default."""
+"""Tail batching as runs have it by default."""
 ROUNDS = {8: 90, 16: 75, 64: 30}
 """Rounds per arm, by prompts per step."""
 QUICK_ROUNDS = {8: 10}
