@@ -97,7 +97,7 @@ class Setting:
     reference: bool = False
     micro_batch_tokens: int = 512
     num_micro_batches: int = 6
-    """Numbers of each shard."""
+    """Micro-batches of a step, of each shard."""
 
 
 SETTINGS = {
@@ -302,7 +302,7 @@ def _run_config(setting: Setting, folder: str) -> RunConfig:
 
 
 def _num_samples(setting: Setting) -> int:
-    """Numbers of each shard."""
+    """Samples of each shard."""
     return setting.num_micro_batches * (setting.micro_batch_tokens // (ROW_TOKENS - 1))
 
 

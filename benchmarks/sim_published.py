@@ -41,7 +41,7 @@ SEEDS = (0, 1)
 Constants = dict[str, float]
 """Values of the fitted constants, by name."""
 MACHINE = ("launch_layer_s", "per_sequence_s", "train_utilization", "synchronous_judge_share")
-"""The constants of `Calibration`, by name."""
+"""Fitted constants that are fields of `Calibration`."""
 
 
 def shipped() -> Constants:

@@ -171,7 +171,7 @@ def sabotage(config: Path, overrides: Sequence[str], plan: Sequence[str]) -> tup
 
 
 def weights_of(run: Path) -> dict[str, Any]:
-    """SHA-256 of the last checkpoint's parts."""
+    """Weights of the newest checkpoint, by name."""
     files = sorted((run / "model").glob("*.safetensors"))
     assert files, run
     return {name: value for file in files for name, value in load_file(file).items()}
