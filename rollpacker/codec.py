@@ -348,6 +348,7 @@ class Codec:
     JSON would have it, tuples as lists."""
 
     def __init__(self, types: Sequence[type | Kind] = ()) -> None:
+        self.types = tuple(types)
         self._codes: dict[type, int] = {}
         self._kinds: dict[int, Kind] = {}
         """Codes of types that are written by a `Kind`."""

@@ -59,7 +59,7 @@ def test_it_can_grow_although_it_cuts_off():
 def test_a_restored_deadline_is_the_same(checks):
     deadline = observed(checks)
     other = observed([])
-    other.restore(json.loads(json.dumps(deadline.state())))
+    other.set_anchor(json.loads(json.dumps(deadline.anchor_s)))
     assert other.timeout_s == deadline.timeout_s
 
 

@@ -549,7 +549,7 @@ def test_carried_tokens_are_less_work_than_new_ones() -> None:
     # 300 tokens with 1600 behind it, 100 without: the first is worth three of the others.
     assert routed(fleet, launch_of(four, (1600, 0, 0, 0), number=2)) == (0, 1, 1, 1)
     again = Fleet(FleetConfig(num_engines=2))
-    again.restore(fleet.state())
+    again.known = fleet.known
     assert routed(again, launch_of(four, (1600, 0, 0, 0), number=2)) == (0, 1, 1, 1)
 
 

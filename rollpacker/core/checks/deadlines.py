@@ -12,9 +12,7 @@ longest before it, so the deadline can grow again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +51,13 @@ class AdaptiveDeadline:
         """A check ran for so long and found the answer correct, or not (or ran out of time)."""
         assert math.isfinite(seconds) and seconds >= 0
         if correct and (self.anchor_s is None or seconds > self.anchor_s):
-            self._set_anchor(seconds)
+            self.set_anchor(seconds)
 
-    def _set_anchor(self, seconds: float | None) -> None:
+    def set_anchor(self, seconds: float | None) -> None:
+        """Take this as the longest execution of a correct answer; None: there was none. A
+        checkpoint holds it."""
         config = self.config
         self.anchor_s = seconds
         self.timeout_s = config.max_s
         if config.adaptive and seconds is not None:
             self.timeout_s = min(max(config.min_s, config.factor * seconds), config.max_s)
-
-    # -- checkpoints -------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        return {"anchor_s": self.anchor_s}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """As it was when `state` was taken."""
-        self._set_anchor(state["anchor_s"])

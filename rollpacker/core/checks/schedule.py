@@ -226,7 +226,7 @@ class Schedule(Generic[E]):
     def state(self) -> dict[str, Any]:
         """Deadlines; what is under way is nobody's after a restart."""
         return {
-            source: kind.deadline.state()
+            source: {"anchor_s": kind.deadline.anchor_s}
             for source, kind in sorted(self._kinds.items())
             if kind.deadline is not None
         }
@@ -235,7 +235,7 @@ class Schedule(Generic[E]):
         for source, learnt in state.items():
             deadline = self._add_kind(source).deadline
             if deadline is not None:
-                deadline.restore(learnt)
+                deadline.set_anchor(learnt["anchor_s"])
 
     def _add_kind(self, source: str) -> _Kind:
         kind = self._kinds[source] = _Kind(self._configs.get(source, _UNBOUND))

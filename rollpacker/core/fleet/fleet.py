@@ -26,9 +26,8 @@ clock, no chance, ties by number.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -142,15 +141,25 @@ class Fleet:
         """Engines of a new layout that are still to come; all samples wait for them."""
         self._round = 0
         self._known = Known()
-        """Of the last round that brought something."""
+        """Lengths of the last round that brought something."""
         self._seen = Known()
-        """Of this round."""
+        """Lengths of this round."""
         self._losses = EngineLosses(config.max_losses, of_all=config.losses_of_all)
 
     @property
     def num_ready(self) -> int:
         """Engines that are there."""
         return sum(engine.ready for engine in self.engines)
+
+    @property
+    def known(self) -> Known:
+        """What a checkpoint holds of the fleet: lengths. The engines of a run that is resumed are
+        new ones."""
+        return self._seen if self._seen.num_finished else self._known
+
+    @known.setter
+    def known(self, known: Known) -> None:
+        self._known = known
 
     def nobody(self) -> str:
         """In words, for a deadline's message; empty while an engine takes samples."""
@@ -467,13 +476,3 @@ class Fleet:
         for sample in samples:
             by_engine.setdefault(seats.engine[sample], []).append(sample)
         return [Move(samples=tuple(by_engine[n]), engine=n) for n in sorted(by_engine)]
-
-    # -- checkpoints -------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """Engines are not in it: those of a run that is taken up again are new."""
-        known = self._seen if self._seen.num_finished else self._known
-        return {"num_finished": known.num_finished, "num_tokens": known.num_tokens}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._known = Known(state["num_finished"], state["num_tokens"])

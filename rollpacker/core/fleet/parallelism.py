@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from rollpacker.codec import from_plain, to_plain
 from rollpacker.core.commands import RoundKind
@@ -75,27 +77,25 @@ class ParallelismConfig:
         return self.degrees if self.enabled else (self.initial,)
 
 
-@dataclass(slots=True)
-class _Kind:
-    """What is known of one kind of round."""
+class KnownKind(msgspec.Struct, forbid_unknown_fields=True):
+    """Degree of tensor parallelism of one kind of round, and its last rounds."""
 
     degree: int
     last_rate: float | None = None
     """Preemptions per launched sample of the last round; None before the first."""
     num_calm: int = 0
     """Rounds at this degree, up to the last one, in a row without preemption."""
-    num_failures: dict[int, int] = field(default_factory=dict)
-    """By degree: how often it had to be left for a higher one."""
+    num_failures: dict[int, int] = msgspec.field(default_factory=dict)
+    """Degree -> how often it had to be left for a higher one."""
 
 
-@dataclass(slots=True)
-class _Known:
-    """What a planner has learnt."""
+class KnownDegrees(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Facts that a planner has learnt. A checkpoint holds them as they are."""
 
     num_changes: int = 0
-    rates: dict[int, float] = field(default_factory=dict)
-    """By degree: preemptions per launched sample of the last round of any kind."""
-    kinds: dict[str, _Kind] = field(default_factory=dict)
+    rates: dict[int, float] = msgspec.field(default_factory=dict)
+    """Degree -> preemptions per launched sample in the last round of any kind."""
+    kinds: dict[str, KnownKind] = msgspec.field(default_factory=dict)
 
 
 class ParallelismPlanner:
@@ -103,7 +103,7 @@ class ParallelismPlanner:
 
     def __init__(self, config: ParallelismConfig) -> None:
         self.config = config
-        self._known = _Known()
+        self._known = KnownDegrees()
 
     @property
     def num_changes(self) -> int:
@@ -121,7 +121,7 @@ class ParallelismPlanner:
         assert preemptions >= 0 and num_samples >= 1
         if not self.config.enabled:
             return
-        state = self._known.kinds.setdefault(kind.value, _Kind(self.config.initial))
+        state = self._known.kinds.setdefault(kind.value, KnownKind(self.config.initial))
         rate = preemptions / num_samples
         reference = state.last_rate
         if reference is None:
@@ -133,13 +133,13 @@ class ParallelismPlanner:
         elif state.num_calm:
             self._step_down(state)
 
-    def _step_up(self, state: _Kind) -> None:
+    def _step_up(self, state: KnownKind) -> None:
         higher = [degree for degree in self.config.degrees if degree > state.degree]
         if higher:
             state.num_failures[state.degree] = state.num_failures.get(state.degree, 0) + 1
             self._change(state, higher[0])
 
-    def _step_down(self, state: _Kind) -> None:
+    def _step_down(self, state: KnownKind) -> None:
         lower = [degree for degree in self.config.degrees if degree < state.degree]
         if not lower:
             return
@@ -150,7 +150,7 @@ class ParallelismPlanner:
         if failures < MAX_FAILURES and state.num_calm >= needed:
             self._change(state, lower[-1])
 
-    def _change(self, state: _Kind, degree: int) -> None:
+    def _change(self, state: KnownKind, degree: int) -> None:
         state.degree = degree
         state.num_calm = 0
         self._known.num_changes += 1
@@ -161,9 +161,9 @@ class ParallelismPlanner:
         return to_plain(self._known)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """As it was when `state` was taken. A kind whose degree is no longer among those of the
-        configuration starts anew."""
-        known = from_plain(_Known, state)
+        """Take over the `state` of an earlier planner. A kind whose degree is no longer among those
+        of the configuration starts anew."""
+        known = from_plain(KnownDegrees, state)
         kinds, degrees = known.kinds, self.config.degrees
         known.kinds = {kind: one for kind, one in kinds.items() if one.degree in degrees}
         self._known = known

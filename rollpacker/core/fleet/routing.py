@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Literal
 
+import msgspec
+
 from rollpacker.core.commands import NOWHERE
 from rollpacker.core.ids import PromptId, SampleId
 
@@ -45,9 +47,9 @@ class Engine:
         return self.ready and not self.released
 
 
-@dataclass(slots=True)
-class Known:
-    """What the fleet knows of lengths, for the work of samples that have just begun."""
+class Known(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Finished responses and their tokens, from which the fleet estimates the work of samples that
+    have just begun."""
 
     num_finished: int = 0
     num_tokens: int = 0

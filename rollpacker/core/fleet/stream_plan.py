@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from rollpacker.codec import from_plain, to_plain
@@ -180,6 +181,11 @@ class StreamPlan:
         """The trainer has something to compute with while the round's engines generate."""
         self._waiting: list[tuple[SampleId, ...]] = []
         """Groups of the round that the trainer might start on."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Complete groups of the round that the trainer was not given so far."""
+        return len(self._waiting)
 
     @property
     def released(self) -> tuple[int, ...]:
@@ -387,7 +393,7 @@ class StreamPlan:
             name = _history_of(self._round.kind)
             histories[name] = [*histories.get(name, []), *self._left][-MAX_HISTORY:]
         return to_plain(
-            _Saved(
+            SavedPlan(
                 num_tries=self.num_tries,
                 num_releases=self.num_releases,
                 num_refused_kv=self.num_refused_kv,
@@ -398,7 +404,7 @@ class StreamPlan:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """As it was when `state` was taken, between rounds."""
-        saved = from_plain(_Saved, state)
+        saved = from_plain(SavedPlan, state)
         self.num_tries, self.num_releases = saved.num_tries, saved.num_releases
         self.num_refused_kv = saved.num_refused_kv
         self.num_refused_layout = saved.num_refused_layout
@@ -409,8 +415,7 @@ class StreamPlan:
         self._round = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Saved:
+class SavedPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A plan in a checkpoint."""
 
     num_tries: int

@@ -1,4 +1,4 @@
-"""Who was trained on: every prompt once, or dropped with a reason.
+"""Every prompt is trained on once, or dropped with a reason: the ledger counts them.
 
 The ledger knows the prompts that were fetched and are not settled yet. A prompt leaves it exactly
 once, by `train` or `drop`. A second exit, or one without an entry, is a bug and raises.
@@ -6,12 +6,10 @@ once, by `train` or `drop`. A second exit, or one without an entry, is a bug and
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable
 
-from rollpacker.codec import from_plain, to_plain
+import msgspec
+
 from rollpacker.core.ids import PromptId
 
 
@@ -19,13 +17,14 @@ class LedgerError(AssertionError):
     """A prompt was about to be settled twice, or without having been fetched."""
 
 
-@dataclass(slots=True)
-class Ledger:
-    open: dict[PromptId, None] = field(default_factory=dict)
-    """Fetched and not settled, in the order of arrival."""
+class Ledger(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Prompts of a run and what became of them. A checkpoint holds it as it is."""
+
+    open: dict[PromptId, None] = msgspec.field(default_factory=dict)
+    """Prompts that were fetched and are not settled, in the order of arrival."""
     num_fetched: int = 0
     num_trained: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
+    dropped: dict[str, int] = msgspec.field(default_factory=dict)
     """Prompts dropped, by reason."""
 
     def fetch(self, prompts: Iterable[PromptId]) -> None:
@@ -41,7 +40,7 @@ class Ledger:
 
     def drop(self, prompt: PromptId, reason: str) -> None:
         self._settle(prompt)
-        self.dropped[reason] += 1
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
     def _settle(self, prompt: PromptId) -> None:
         if prompt not in self.open:
@@ -50,17 +49,8 @@ class Ledger:
 
     def check(self) -> None:
         """Raise unless every fetched prompt is open, trained or dropped."""
-        settled = self.num_trained + self.dropped.total()
+        settled = self.num_trained + sum(self.dropped.values())
         if self.num_fetched != settled + len(self.open):
             raise LedgerError(
                 f"{self.num_fetched} fetched, but {settled} settled and {len(self.open)} open"
             )
-
-    def state(self) -> dict[str, Any]:
-        return to_plain(self)
-
-    @classmethod
-    def restore(cls, state: Mapping[str, Any]) -> Ledger:
-        ledger = from_plain(cls, state)
-        ledger.check()
-        return ledger

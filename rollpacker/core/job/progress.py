@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from rollpacker.codec import part_of
 from rollpacker.core.commands import Commit
@@ -14,8 +15,9 @@ MAX_EMPTY_STEPS = 3
 """So many steps in a row without anything to train on end the run."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Progress:
+class Progress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Counts of a run. A checkpoint holds them as they are."""
+
     step: int = 0
     """Steps committed."""
     version: int = 0
@@ -33,7 +35,7 @@ class Progress:
         return max_steps is not None and self.step >= max_steps
 
     def evaluation_is_due(self, cadence: Cadence | None, *, last: bool) -> bool:
-        """Of the step at hand; `last`: nothing follows it."""
+        """Whether the step at hand is to be evaluated; `last`: nothing follows it."""
         return cadence is not None and cadence.evaluation_is_due(
             self.step, evaluated_step=self.evaluated_step, last=last
         )

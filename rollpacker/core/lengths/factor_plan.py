@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rollpacker.codec import from_plain, to_plain
@@ -164,23 +165,24 @@ class FactorPlanner:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        return to_plain(_Saved(current=self.current, rounds=self._rounds, fixed=self._fixed))
+        rounds = {kind: list(history) for kind, history in self._rounds.items()}
+        saved = SavedPlanner(current=self.current, rounds=rounds, fixed=list(self._fixed))
+        return to_plain(saved)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """As it was when `state` was taken."""
-        saved = from_plain(_Saved, state)
+        saved = from_plain(SavedPlanner, state)
         self.current = saved.current
         self._rounds = {kind: deque(of, maxlen=MAX_ROUNDS) for kind, of in saved.rounds.items()}
         self._fixed = deque(saved.fixed, maxlen=MAX_ROUNDS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Saved:
+class SavedPlanner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A planner in a checkpoint."""
 
     current: tuple[float, float] | None
-    rounds: dict[str, deque[tuple[int, int, float]]]
-    fixed: deque[float]
+    rounds: dict[str, list[tuple[int, int, float]]]
+    fixed: list[float]
 
 
 def fastest(choices: Sequence[Choice], *, max_length_shift: float | None = None) -> Choice:

@@ -65,8 +65,8 @@ class Learned:
         self._since, self._rollout_s = self._now, 0.0
 
     def engine_is_empty(self) -> None:
-        """The engine is done with the round; more may be told of it."""
-        if not self._rollout_s:
+        """The engines are done with the round. Called after each further event of the round."""
+        if self.planner is not None and not self._rollout_s:
             self._rollout_s = self._seconds()
 
     def end_round(self, round_: Round) -> None:

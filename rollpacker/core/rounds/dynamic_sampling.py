@@ -51,7 +51,7 @@ class StepGroups:
         """Groups that the step should train on."""
         self.groups: list[tuple[SampleId, ...]] = []
         self.lengths: list[int] = []
-        """Tokens of each of their samples, in order."""
+        """Tokens of each of their samples, in order; empty where the run weighs no lengths."""
         self.num_refills = 0
         self.streamed: tuple[int, str] = (0, "")
         """Samples whose gradients have begun, and why those of the last round have not."""

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from rollpacker.codec import part_of, to_plain
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.ids import PromptId
@@ -144,9 +146,9 @@ class Queues:
 
     def state(self) -> dict[str, Any]:
         """Four entries of the job's state."""
-        saved = _Saved(
-            queue=self.long,
-            tier_queues=list(self.tiers),
+        saved = SavedQueues(
+            queue=list(self.long),
+            tier_queues=[list(waiting) for waiting in self.tiers],
             draining=self.draining,
             max_response_tokens=self._max_response_tokens,
         )
@@ -157,7 +159,7 @@ class Queues:
         long round; where no races are any more, whatever is queued is emptied first, rather than
         at the end of its epoch; where nothing is carried any more, it is let go; where the cap on
         responses has grown, those that it cut off are not complete any more."""
-        saved = part_of(_Saved, state)
+        saved = part_of(SavedQueues, state)
         before, now = saved.max_response_tokens, self._max_response_tokens
         if before is not None and (now is None or before < now):
             self.cut_off_at = before
@@ -173,12 +175,11 @@ class Queues:
         self.draining = saved.draining or (self.without_races and len(self) > 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Saved:
+class SavedQueues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The queues in a checkpoint."""
 
-    queue: deque[Waiting]
-    tier_queues: list[deque[Waiting]]
+    queue: list[Waiting]
+    tier_queues: list[list[Waiting]]
     draining: bool
     max_response_tokens: int | None = None
     """What they had been cut off at, if anything. None: no bound, or not known."""

@@ -125,6 +125,11 @@ class Round:
             if g.deferred
         ]
 
+    @property
+    def has_complete(self) -> bool:
+        """Whether `take_complete` has groups to look at."""
+        return bool(self._complete)
+
     def take_complete(self) -> list[tuple[SampleId, ...]]:
         """Groups certain to be trained on whose verdicts are all there, not asked for before."""
         groups = []
@@ -275,7 +280,7 @@ class Round:
 
     def missing(self, prompt: PromptId) -> int:
         """Places of the prompt that are still to be filled."""
-        return self.plan.samples_needed - len(self._groups[prompt].finished)
+        return self._needed - len(self._groups[prompt].finished)
 
     # -- the race ----------------------------------------------------------------------
 
