@@ -23,10 +23,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import asdict
 
 from rollpacker.cluster.seats import mailbox_seat as seats
 from rollpacker.cluster.seats.seat import SEAT_VARIABLE, Iteration, LeaseLost, Seat
