@@ -155,8 +155,8 @@ def _from_rewards(
     config: AlgorithmConfig,
     own: Callable[..., Any] | None,
 ) -> StepAdvantages:
-    """Penalties are a matter of the whole response if it is compared with others of its group, else
-    each counts for the tokens before it."""
+    """Advantages of the rewards. KL penalties count for the whole response if it is compared with
+    others of its group; else each penalty counts for the tokens before it."""
     token_rewards = _token_rewards(rewards, penalty, lengths)
     if config.needs_groups and penalty is not None:
         of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))

@@ -48,8 +48,8 @@ class DatasetConfig:
     tasks: tuple[TaskConfig, ...] = ()
     """reasoning_gym only: the mixture."""
     size: int | None = None
-    """reasoning_gym, and an environment that has no rows of its own: how many to make. Others: use
-    only the first so many rows."""
+    """Number of rows to make, for reasoning_gym and for an environment that has no rows of its own.
+    Others: only the first so many rows are used."""
     seed: int = 0
     """reasoning_gym only: seed of the rows themselves (the order is the run's seed's business)."""
     prompt_column: str = "prompt"

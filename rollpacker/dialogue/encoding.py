@@ -61,8 +61,8 @@ class Encoder:
         return frozenset(self._ids.values())
 
     def check_room(self, text: str, held: Held, most: int | None) -> None:
-        """Raises `TooLong` for a text that surely has more than `most` tokens. One that nobody can
-        say it of passes."""
+        """Raises `TooLong` for a text that surely has more than `most` tokens. A text whose number
+        of tokens cannot be bounded passes."""
         if most is None or len(text) <= most or self._token_length is None:
             return
         if held:  # a stand-in may be longer than what it stands for

@@ -50,6 +50,13 @@ class SamplingParams:
     """Seed of the noise. The noise depends on the seed, the request's `noise`, the turn and the
     position, and on nothing else."""
 
+    def truncation(self, vocabulary_size: int) -> tuple[int, float]:
+        """The top_k and the top_p of a draw; the vocabulary's size and 1 where they change nothing,
+        as in a greedy draw."""
+        if self.temperature == 0:
+            return vocabulary_size, 1.0
+        return self.top_k or vocabulary_size, self.top_p
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
@@ -201,8 +208,8 @@ class Engine(Protocol):
         ...
 
     async def offload(self) -> None:
-        """Let go of the device's memory: what it has there waits in host memory, or is made anew.
-        Until `reload` nothing may be asked of it but to be closed. On a CPU, nothing happens.
+        """Free the device's memory: its content waits in host memory, or is made anew. Until
+        `reload` the engine can only be closed. On a CPU, nothing happens.
 
         Raises `EngineError` while anything runs.
         """

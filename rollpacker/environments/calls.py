@@ -122,7 +122,9 @@ class EpisodeThread(threading.Thread):
                 try:
                     done: Any = function()
                 except BaseException as error:  # whatever it is, the episode's loop is told
-                    done = error if isinstance(error, Exception) else _exited(error)
+                    done = error
+                    if not isinstance(error, Exception):
+                        done = Exited(f"{type(error).__name__}: {error}")
                     self._loop.call_soon_threadsafe(_fail, future, done)
                     del error
                 else:
@@ -139,10 +141,6 @@ class EpisodeThread(threading.Thread):
     def end(self) -> None:
         """End the thread once it has done what it has to do."""
         self._jobs.put(None)
-
-
-def _exited(error: BaseException) -> Exited:
-    return Exited(f"{type(error).__name__}: {error}")
 
 
 def _settle(future: asyncio.Future[Any], value: Any) -> None:

@@ -32,7 +32,8 @@ from rollpacker.sandbox.sandbox import (
 WALL_S = 20.0
 """Seconds that one program may take."""
 MAX_FOLDER_BYTES = 8 << 20
-"""An episode's files are kept in memory between calls, of many episodes at once."""
+"""Most bytes of an episode's files, which are kept in memory between calls, those of many episodes
+at once."""
 MAX_OUTPUT_BYTES = 1 << 20
 _OWN_S = 2.0
 """Seconds that our own program may take to come to its end."""

@@ -91,9 +91,9 @@ class SupervisedEnvironments:
         brings_rows: bool = False,
         num_rows: int | None = None,
     ) -> None:
-        """Starts a process to look at the tools or the environment; outside of an event loop.
-        `brings_rows`: it is to bring the data set's rows, so many where that is free. Raises
-        `EnvironmentSetupError` if they cannot be used."""
+        """Starts a process to look at the tools or the environment; call it outside of an event
+        loop. `brings_rows`: whether that process brings the data set's rows. `num_rows`: the number
+        of rows, where that is free. Raises `EnvironmentSetupError` if they cannot be used."""
         if not config.tools and config.function is None:
             raise EnvironmentSetupError(
                 "no environment is set; set environment.tools or environment.function."

@@ -1,5 +1,6 @@
-"""A trainer's pipeline stages over a run: how busy they were, which links they used, and why others
-from some step on. All of it is in the metrics of steps (`perf/pipeline/...`)."""
+"""Summary of a trainer's pipeline stages over a run: how busy they were, which links they used,
+and the steps at which something turned slow. All of it is in the metrics of steps
+(`perf/pipeline/...`)."""
 
 from __future__ import annotations
 

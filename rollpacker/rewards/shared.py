@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Shows how far something long is: of what it is and how many there are, what takes the number
-that is done."""
+"""Makes a context that shows the progress of something long, given its name and the number of its
+parts. In the context, a function is called with the number of parts that are done."""
 _LOGGED_EVERY_S = 2.0
 
 

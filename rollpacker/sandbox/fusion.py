@@ -147,8 +147,8 @@ def _raise_for(code: int, headers: Mapping[str, str]) -> NoReturn:
 def build_request(
     program: str, stdin: str | bytes, files: Mapping[str, str | bytes], limits: Limits
 ) -> dict[str, Any]:
-    """Raises `ValueError` for a file name that leaves the folder, `UnicodeDecodeError` for binary
-    input."""
+    """The JSON of a request. Raises `ValueError` for a file name that leaves the folder, and
+    `UnicodeDecodeError` for binary input."""
     if isinstance(stdin, bytes):
         stdin = stdin.decode()
     for name in files:

@@ -198,8 +198,9 @@ async def _signals(box: Sandbox, bait: _Bait) -> bool:
 
 
 async def _left_over(box: Sandbox, bait: _Bait) -> bool:
-    """A program that forks and leaves daemons: seen while it runs, gone afterwards. A busy machine
-    may miss the first sight, so it stays longer each time until it is seen."""
+    """Run a program that forks and leaves daemons: they must be seen while it runs, and be gone
+    afterwards. A busy machine may miss the first sight, so the program stays longer each time until
+    it is seen."""
     for stays_s in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2):
         seen, contained = await _leave_daemons(box, bait, stays_s)
         if not contained or seen or not bait.local:

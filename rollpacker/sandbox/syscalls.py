@@ -100,5 +100,5 @@ ABSENT = _numbers(_ABSENT_TABLE)
 """Calls that fail as if the kernel did not have them: the C library then uses a call whose flags
 can be checked."""
 HIGHEST = 462
-"""Calls above did not exist when this table was made: as if the kernel did not have them either, so
-that a newer C library falls back to what it did before."""
+"""Highest number of a call when this table was made. Calls above fail as if the kernel did not have
+them either, so that a newer C library falls back to older calls."""

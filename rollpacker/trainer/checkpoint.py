@@ -294,7 +294,8 @@ def _cause(failure: CheckpointException) -> str:
 def _on_all_ranks(
     work: Callable[[], Result], shards: Shards | None, only: int | None = None
 ) -> Result:
-    """Do it in all processes, or in one, and raise in all if one fails: nobody waits for it."""
+    """Run `work` in all processes, or in one, and raise in all of them if it fails in one, so
+    that no process waits for another."""
     error: Exception | None = None
     result: Result | None = None  # stays so in a process that has nothing to do
     if shards is None or only in (None, shards.rank):

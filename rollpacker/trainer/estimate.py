@@ -69,8 +69,8 @@ class Estimate:
 
     @property
     def total_bytes(self) -> int | None:
-        """On a CPU of all processes; on CUDA of the run's own, since the others have a GPU each.
-        None if parts of it are not known."""
+        """Bytes of all processes on a CPU; on CUDA of the run's own process, since the others
+        have a GPU each. None if parts of the memory are not known."""
         if not self.whole:
             return None
         processes = 0 if self.device == "cuda" else self.processes

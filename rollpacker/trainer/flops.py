@@ -118,7 +118,8 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def known_peak_flops(device_name: str) -> float | None:
-    """The table's entry for a name such as "NVIDIA H100 80GB HBM3", in FLOP/s; None without one."""
+    """Peak FLOP/s of a device by its name, such as "NVIDIA H100 80GB HBM3". None if the table
+    has no such device."""
     words = set(re.split(r"[\s-]+", device_name))
     if words.intersection(_OTHER_CHIPS):
         return None

@@ -126,8 +126,8 @@ class Ranks:
     def __init__(
         self, num_processes: int, places: Sequence[RankPlace] = (), address: str = LOOPBACK
     ) -> None:
-        """Start them, each at its place, or all on this machine; `connect` before the first call.
-        `address`: of this machine, where ranks on other hosts reach it."""
+        """Start the ranks, each at its place, or all on this machine; `connect` before the first
+        call. `address` is that of this machine, where ranks on other hosts reach it."""
         self.num_processes = num_processes
         self._places = places or [RankPlace(rank, ThisHost(), {}) for rank in range(num_processes)]
         self._order = tuple(range(num_processes))
@@ -193,9 +193,9 @@ class Ranks:
         return self._order
 
     def start_anew(self, order: Sequence[int] | None = None) -> None:
-        """End what is left of them, and start others, with another `order` of ranks over the places
-        if one is given; `connect` before the next call. Rank 0's place holds the weights' memory,
-        and stays. Raises `TrainerProcessError` if they were closed meanwhile."""
+        """End the ranks that are left, and start others, with another `order` of ranks over the
+        places if one is given; `connect` before the next call. Rank 0's place holds the weights'
+        memory, and stays. Raises `TrainerProcessError` if the ranks were closed meanwhile."""
         assert self.can_start_anew, "torchrun starts its processes itself"
         if order is not None:
             assert sorted(order) == [*range(self.num_processes)] and order[0] == 0, order
@@ -236,7 +236,7 @@ class Ranks:
         self._started.append(_member(number, child.pid, line, child))
 
     def connect(self) -> None:
-        """Wait until all are there. Raises `TrainerProcessError` if one ends before."""
+        """Wait until all ranks are there. Raises `TrainerProcessError` if one ends before."""
         environment = gloo_at(self._address if self._listener is None else self._listener.host)
         if self._listener is None:
             # Served here, so that no rank has to find a port that is still free when it binds it.
@@ -284,8 +284,8 @@ class Ranks:
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], numbers: Sequence[int] = ()
     ) -> list[Any]:
-        """`method(*arguments[i])` on every rank, or on those of these numbers; their results, in
-        order. Raises what `send` does."""
+        """Call `method(*arguments[i])` on every rank, or on the ranks of these numbers. Returns
+        their results, in order. Raises what `send` does."""
         from rollpacker.trainer.calls import codec
 
         return self.send(method, [codec().encode((method, one)) for one in arguments], numbers)

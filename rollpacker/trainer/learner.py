@@ -1,4 +1,4 @@
-"""One rank's share of a training step: what turns samples into a gradient and an update.
+"""One rank's share of a training step: it turns samples into a gradient and an update.
 
     score       other models' log-probs and the critic's values, for the advantages
     accumulate  forward and backward of these samples
@@ -81,15 +81,15 @@ class OpenStep:
     parts: list[tuple[float, list[TrainSample]]] = field(default_factory=list)
     """The samples of each call, with what their weights were multiplied by since."""
     finite: bool = True
-    """No loss that passes between calls came to was anything else, as far as is known."""
+    """Whether every loss of passes that went on between calls was finite, as far as is known."""
 
     @property
     def has_samples(self) -> bool:
         return any(samples for _, samples in self.parts)
 
     def rescale(self, factor: float, *, gradient_has_it: bool) -> None:
-        """The samples so far were weighted provisionally. `gradient_has_it`: their gradient was
-        multiplied by the factor already."""
+        """Multiply weights that were provisional by a factor. With `gradient_has_it`, the
+        gradient of these samples was multiplied already."""
         if not gradient_has_it:
             self.gradient_scale *= factor
         self.parts = [(so_far * factor, samples) for so_far, samples in self.parts]
@@ -333,8 +333,8 @@ class Learner:
         self._step.finite = self._step.finite and finite
 
     def _compute_again(self, what: str) -> None:
-        """The step's gradient, from the beginning: memory and kernels fail, too. Raises
-        `NonFiniteError` where a micro-batch shows that it was not a passing fault."""
+        """Compute the step's gradient from the beginning, since memory and kernels fail, too.
+        Raises `NonFiniteError` where a micro-batch shows that it was not a passing fault."""
         logger.warning("%s is not finite; the step's gradient is computed once more", what)
         again = self._step.anew()
         self.discard()
@@ -343,7 +343,8 @@ class Learner:
             self._differentiate(samples, factor, self._refuse_non_finite)
 
     def _compute_again_jointly(self) -> None:
-        """After the ranks' gradients were summed. Replicas compute alone; all go on, or none."""
+        """Compute the gradient again after the ranks' gradients were summed. Replicas compute
+        alone; all go on, or none."""
         refused: NonFiniteError | None = None
         try:
             self._compute_again("the gradient")
@@ -365,7 +366,8 @@ class Learner:
         return {n: self._stage.norm(trained.norm()) * scale for n, trained in self.trained.items()}
 
     def _update_weights(self, rate: float, norms: Mapping[str, float]) -> None:
-        """`norms` are those of the whole gradients, which a stage has but a part of."""
+        """Update the weights. `norms` are those of the whole gradients, of which a stage has a
+        part."""
         actor, critic = self.trained["actor"], self.trained.get("critic")
         scale, config = self._step.gradient_scale, self._config
         whole: Mapping[str, float] = {} if self._stage is None else norms

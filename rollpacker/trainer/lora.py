@@ -207,8 +207,8 @@ def load_adapter(model: nn.Module, folder: Path, *, part: bool = False) -> None:
 
 
 def _adapted_modules(model: nn.Module) -> dict[str, Any]:
-    """peft's layers, by name. Which methods they have depends on what they adapt, so that peft's
-    own types do not say it."""
+    """The layers that peft has put in, by name. Their methods depend on the modules that they
+    adapt, so that peft's own types do not tell them."""
     from peft.tuners.lora import LoraLayer
 
     return {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}

@@ -79,8 +79,8 @@ def read_shape(folder: Path, notes: list[str]) -> DecoderShape | None:
 
 
 def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
-    """From the entries of a text model's config, by the names that families give them. Raises
-    `KeyError` for one that is missing."""
+    """Read a decoder's shape from the entries of a text model's config, by the names that
+    families give them. Raises `KeyError` for an entry that is missing."""
 
     def first(*names: str) -> int:
         for name in names:
@@ -118,8 +118,8 @@ def _attention_layers(config: Mapping[str, Any], layers: int) -> int:
 
 
 def num_parameters(folder: Path | None, path: str, notes: list[str]) -> int | None:
-    """From the headers of its files, from its config, or from its name; `notes` say if it is
-    not the files."""
+    """Count a model's parameters from the headers of its files, from its config, or from its
+    name; `notes` say if it is not the files."""
     files = sorted(folder.glob("*.safetensors")) if folder else []
     if files:
         return sum(_parameters_in(file) for file in files)
@@ -150,7 +150,8 @@ def num_parameters(folder: Path | None, path: str, notes: list[str]) -> int | No
 
 
 def _parameters_in(file: Path) -> int:
-    """From the header: eight bytes of length, then JSON of every tensor's shape."""
+    """Count the parameters of a safetensors file from its header: eight bytes of length, then
+    JSON of every tensor's shape."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(length))

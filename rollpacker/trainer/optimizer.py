@@ -90,7 +90,8 @@ class MasterOptimizer:
         self._parked_gradients: dict[str, Tensor] = {}
 
     def gradients(self) -> dict[str, Tensor]:
-        """The sums so far, by parameter; parameters without any are left out. Not copies."""
+        """The sums of gradients so far, by parameter; parameters without a gradient are left
+        out. They are no copies."""
         self.reload(state=False)
         return {n: m.grad for n, m in self._masters.items() if m.grad is not None}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ __all__ = ["command", "model"]
 def layers(command: Command) -> Command:
     """A model of three layers, of which nothing but its config is here."""
     folder = Path(command.settings["model"]["path"])
-    three = (folder / "config.json").read_text().replace('_layers": 1', '_layers": 3')
+    config = json.loads((folder / "config.json").read_text())
+    three = {"num_hidden_layers": 3, "layer_types": 3 * config["layer_types"]}
     (command.folder / "three").mkdir()
-    (command.folder / "three" / "config.json").write_text(three)
+    (command.folder / "three" / "config.json").write_text(json.dumps(config | three))
     command.settings["model"] = {"path": str(command.folder / "three"), "device": "cpu"}
     command.settings["train"]["processes"] = 4
     return command

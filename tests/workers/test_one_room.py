@@ -64,13 +64,17 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
 
 
 def starts_in(source: str) -> Counter[str]:
-    """What a file starts, by name. Modules of `multiprocessing` count once, however often they are
-    imported."""
+    """The names of what a file starts, in a call or as the base of a class. Modules of
+    `multiprocessing` count once, however often they are imported."""
     found: Counter[str] = Counter()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             found[name] += name in STARTS
+        elif isinstance(node, ast.ClassDef):
+            for base in node.bases:
+                name = getattr(base, "attr", getattr(base, "id", ""))
+                found[name] += name in STARTS
         elif isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
             found[MULTIPROCESSING] |= any(m.split(".")[0] == MULTIPROCESSING for m in modules)
@@ -105,4 +109,5 @@ def f(process: "s.Popen[bytes]"):
     threading.Thread(target=f).start()
 """
     assert starts_in(source) == {"Popen": 1, "fork": 1, "Thread": 2, "multiprocessing": 1}
+    assert starts_in("class Own(threading.Thread):\n    pass\n") == {"Thread": 1}
     assert not starts_in("import threading\nlock = threading.Lock()\n")

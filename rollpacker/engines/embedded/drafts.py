@@ -210,7 +210,7 @@ class Pacing:
         return True
 
     def took_step(self, num_tokens: int, plain_tokens: float) -> None:
-        """Note a step with drafts that gave so many tokens, where plain steps would have given
+        """Note a step with drafts that gave `num_tokens`, where plain steps would have given
         `plain_tokens` in the same time."""
         self.is_on = True
         self.num_tokens += num_tokens

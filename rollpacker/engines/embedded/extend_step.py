@@ -32,7 +32,8 @@ class Span(NamedTuple):
 
 
 def plan_spans(lengths: np.ndarray, ends: np.ndarray, call_cost: float) -> list[Span]:
-    """Spans for rows that get so many tokens, up to these positions, in this order.
+    """Spans for rows in this order: row i gets `lengths[i]` tokens, which end at position
+    `ends[i]`.
 
     A row joins the span before it where that costs no more than a span of its own, at `call_cost` a
     span + rows x tokens x width.
@@ -66,7 +67,8 @@ class NewTokens(NamedTuple):
 
 
 class ExtendStep:
-    """The attention of such a pass.
+    """The attention of a pass over several new tokens of each row. The tokens see their row's cache
+    and each other causally, and their keys and values go into the slots.
 
     The tokens see their row's cache and each other causally, and their keys and values go into the
     slots.

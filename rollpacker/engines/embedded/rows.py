@@ -22,12 +22,12 @@ from rollpacker.engines.engine import GenerationRequest, Response
 ANY_LENGTH = np.iinfo(np.int64).max
 """A ceiling that is none."""
 NOISE_BLOCK = 64
-"""Steps whose noise is made at a time, ..."""
+"""Steps whose noise is made at a time."""
 NOISE_BLOCK_ENTRIES = 1 << 15
-"""... or fewer, so that it has at most so many entries: larger blocks leave a CPU's caches and take
-twice as long."""
+"""Most entries of a block of noise, which has fewer steps if need be: larger blocks leave a CPU's
+caches and take twice as long."""
 NOISE_BLOCK_UNEVEN = 4
-"""Steps of the first block after one that took rows on by several tokens."""
+"""Steps of the first block of noise after a step that gave rows several tokens each."""
 _DEVICE_COLUMNS = {
     "token": np.int64,
     "position": np.int64,
@@ -75,7 +75,8 @@ class Pending:
         return bool(self.request.carried and self.request.carried.tokens)
 
     def carried_redraw(self, token: int) -> tuple[int, int | None]:
-        """The redraw whose noise a carried token had, and the token at which the next begins."""
+        """The redraw whose noise a carried token was drawn with, and the first token of the next
+        redraw. None: there is no later redraw."""
         carried = self.request.carried
         redraws = carried.redraws if carried is not None and carried.verify else ()
         redraw = max([redraw for start, redraw in redraws if start <= token], default=0)
@@ -198,7 +199,8 @@ class RowTable:
         return exponentials(keys, counts, count, self._noise.shape[2])
 
     def _fill_noise(self, rows: slice | np.ndarray) -> None:
-        """The rest of the block for these rows, whose next token is number `count`."""
+        """Make the noise of these rows for the rest of the block. Their next token is number
+        `count`."""
         left = self._noise.shape[1] - self._noise_column
         if left > 0:
             where = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self.device)
@@ -214,17 +216,12 @@ class RowTable:
         self.pending.extend(new)
         requests = [entry.request for entry in new]
         sampling = [request.sampling for request in requests]
-        greedy = [params.temperature == 0 for params in sampling]
         columns = self._columns
         columns["position"][rows] = [len(request.prompt_tokens) - 1 for request in requests]
         columns["temperature"][rows] = [params.temperature for params in sampling]
-        columns["top_k"][rows] = [
-            params.top_k if params.top_k and not off else self.vocabulary_size
-            for params, off in zip(sampling, greedy, strict=True)
-        ]
-        columns["top_p"][rows] = [
-            1.0 if off else params.top_p for params, off in zip(sampling, greedy, strict=True)
-        ]
+        truncations = [params.truncation(self.vocabulary_size) for params in sampling]
+        columns["top_k"][rows] = [top_k for top_k, _ in truncations]
+        columns["top_p"][rows] = [top_p for _, top_p in truncations]
         columns["sequence"][rows] = [entry.sequence for entry in new]
         columns["count"][rows] = 0
         columns["limit"][rows] = [entry.limit for entry in new]

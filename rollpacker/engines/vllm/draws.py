@@ -122,14 +122,10 @@ class Settings:
         self, sampling: Sequence[SamplingParams], vocabulary_size: int, device: torch.device
     ) -> None:
         self._noise_size = noise_size(vocabulary_size)
-        greedy = [one.temperature == 0 for one in sampling]
-        top_k = [
-            one.top_k if one.top_k and not off else vocabulary_size
-            for one, off in zip(sampling, greedy, strict=True)
-        ]
-        top_p = [1.0 if off else one.top_p for one, off in zip(sampling, greedy, strict=True)]
+        truncations = [one.truncation(vocabulary_size) for one in sampling]
+        top_k, top_p = [k for k, _ in truncations], [p for _, p in truncations]
         self._mode = DrawMode(
-            greedy=any(greedy),
+            greedy=any(one.temperature == 0 for one in sampling),
             tempered=any(one.temperature != 1 for one in sampling),
             truncated=any(k < vocabulary_size for k in top_k) or any(p < 1 for p in top_p),
         )

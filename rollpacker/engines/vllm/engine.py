@@ -74,9 +74,9 @@ class VllmEngine(LoopEngine):
         tensor_parallel: int = 1,
         sleeps: bool = False,
     ) -> None:
-        """`tokenizer` is needed for stop strings only. `tensor_parallel`: so many devices share it,
-        each with a process of vLLM's. `sleeps`: it is made such that `offload` can empty them,
-        which a CPU needs not."""
+        """`tokenizer` is needed for stop strings only. `tensor_parallel`: number of devices that
+        share the engine, each with a process of vLLM's. `sleeps`: whether `offload` can empty the
+        devices, which a CPU does not need."""
         super().__init__(model)
         text = model.config.get_text_config()
         self._max_positions = getattr(text, "max_position_embeddings", None)
@@ -287,8 +287,8 @@ class VllmEngine(LoopEngine):
         return outputs
 
     def _look(self) -> dict[int, int]:
-        """Take what came out in the places of carried tokens. Who cannot go on in vLLM with that,
-        and how many tokens each has."""
+        """Take what was drawn in the places of carried tokens. Returns the numbers of the requests
+        that vLLM cannot go on with, each with the number of tokens that are kept."""
         seen = [
             live
             for live in self._live.values()

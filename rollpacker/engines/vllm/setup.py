@@ -192,7 +192,7 @@ def _watch_runners(engine: LLMEngine, draws: Draws, tensor_parallel: int) -> Non
     """Raises `UnsupportedModelError`, with the engine shut down, if it has a model runner that
     cannot be watched."""
     refusals = engine.collective_rpc(
-        "watch" if tensor_parallel > 1 else lambda worker: watch(worker.model_runner, draws)
+        "watch" if tensor_parallel > 1 else lambda worker: watch(worker, draws)
     )
     for refusal in refusals:
         if refusal is not None:

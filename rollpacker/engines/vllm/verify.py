@@ -27,9 +27,11 @@ RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 """The environment variable that makes vLLM choose `RUNNER` where it is 0."""
 
 
-def watch(runner: Any, draws: Draws) -> str | None:
-    """Let this model runner of vLLM's draw what these requests want drawn anew. Returns None, or a
-    sentence that says why it cannot: the runner is of a class that this code is not written for."""
+def watch(worker: Any, draws: Draws) -> str | None:
+    """Let the model runner of this worker of vLLM's draw what these requests want drawn anew.
+    Returns None, or a sentence that says why it cannot: the runner is of a class that this code is
+    not written for."""
+    runner = worker.model_runner
     classes = [f"{one.__module__}.{one.__qualname__}" for one in type(runner).__mro__]
     if RUNNER not in classes:
         return (

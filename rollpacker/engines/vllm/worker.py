@@ -43,7 +43,7 @@ class Extension:
     def watch(self: Any) -> str | None:
         """Watch this worker's model runner; called once, before there are requests. Returns a
         sentence if the runner is not one that can be watched, else None."""
-        return watch(self.model_runner, _draws)
+        return watch(self, _draws)
 
     def load_shared(self: Any, source: WeightSource) -> None:
         """Take this worker's part of these weights. Raises `StaleWeightsError`."""

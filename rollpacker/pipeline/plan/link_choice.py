@@ -11,8 +11,8 @@ PATIENCE = 8
 
 
 class LinkChoice:
-    """Direct links while all are well: they cost less. Host links, which hold nobody up, from the
-    step after one was found slow until all have been well for some steps.
+    """Chooses direct links while all are well, since they cost less. From the step after one was
+    found slow it chooses host links, which hold nobody up, until all have been well for some steps.
 
     What is slow over direct links alone would be found so again at each return to them, so that the
     wait before a return doubles whenever the last one did not outlive the wait before it.

@@ -1,4 +1,4 @@
-"""Whether orders of stages can be run at all, and the file that they are kept in.
+"""Checks that orders of stages can be run at all, and the file in which orders are kept.
 
 The file is torch's: `torch.distributed.pipelining` loads it (format `compute_only`), and so does
 torchtitan. A row a stage, cells such as `1F0` (stage, op, micro-batch); an empty cell means

@@ -15,7 +15,8 @@ from rollpacker.pipeline.plan.work import Link, Load, StageCost, Work, constant
 BUDGET_FACTOR = 1.2599210498948732
 """The third root of 2: three budgets are tried per doubling."""
 MOST_MICRO_BATCHES = 16
-"""Per stage, of a budget that is tried: then filling and draining cost less than a tenth."""
+"""The most micro-batches per stage of a budget that is tried: filling and draining then cost
+less than a tenth."""
 
 
 def split_layers(

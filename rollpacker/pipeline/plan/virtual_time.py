@@ -75,7 +75,7 @@ class Timeline:
 
     @property
     def bubble_share(self) -> float:
-        """The part of all stages' time until the end in which they computed nothing."""
+        """Share of all stages' time until the end in which they computed nothing."""
         whole = self.makespan_s * len(self.spans)
         busy = math.fsum(self.busy_s(stage) for stage in range(len(self.spans)))
         return 1.0 - busy / whole if whole > 0 else 0.0
@@ -90,7 +90,7 @@ def run(
     added_s: Sequence[float] | None = None,
     start_s: float = 0.0,
 ) -> Timeline:
-    """One sweep from `start_s` on (seconds of the clock that `links` knows; the timeline's too).
+    """Run one sweep from `start_s` on, in seconds of the clock that `links` and the timeline have.
 
     `added_s`: when each micro-batch comes to exist, rising; the sweep is open until the last has.
     None: all at the start. ValueError where the choosers wait for each other for ever; it names

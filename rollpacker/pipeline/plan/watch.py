@@ -276,8 +276,8 @@ class LinkWatch:
     def observe(
         self, both: tuple[Messages, Messages], whole_s: float, over: LinkKind
     ) -> tuple[bool, float | None]:
-        """Whether it turned slow or well, and the factor. `whole_s`: F, I and W of a micro-batch
-        on the slower of its stages."""
+        """Take in the messages of a step. Returns whether the link turned slow or well, and the
+        factor. `whole_s` is F, I and W of a micro-batch on the slower of its stages."""
         if not all(both):
             return False, None
         total_s = math.fsum(map(_median_s, both))

@@ -27,7 +27,8 @@ class Load:
 
     tokens: int
     pairs: float = 0.0
-    """Pairs of a token and one that it looks at: half of the squared length, over its rows."""
+    """Pairs of a token and one that it looks at: half of the squared length, summed over the
+    rows."""
     targets: int = 0
     """Tokens that are predicted."""
 
@@ -177,7 +178,8 @@ class Measured:
 
 
 LinkAt = Callable[[int, float], Link]
-"""The link with this number (0: between stages 0 and 1) for a message sent at this second."""
+"""A function that returns the link with a number (0: between stages 0 and 1) for a message that
+is sent at a second."""
 
 
 def constant(links: Sequence[Link]) -> LinkAt:

@@ -62,7 +62,7 @@ def pipeline_of(trainer: Trainer, latency: LatencyModel, *, seed: int) -> Pipeli
 
 
 def check_pipeline(trainer: Trainer, *, longest_tokens: int) -> None:
-    """Raises `ValueError`, which names the key, for stages that cannot be. `longest_tokens` are
+    """Raise `ValueError`, which names the key, for stages that cannot be. `longest_tokens` are
     those of a response of full length with its prompt."""
     train, spec = trainer.train, trainer.train.pipeline
     if spec is None:
@@ -108,7 +108,8 @@ def split(trainer: Trainer) -> tuple[int, ...]:
 def _faster(
     trainer: Trainer, spec: PipelineSpec, layers: Sequence[int], latency: LatencyModel
 ) -> tuple[int, ...]:
-    """Another split, as a run would find it that measures what stages take. Empty: none."""
+    """Another split of the layers, as a run would find it that measures its stages. Empty: none
+    is faster."""
     if spec.layers != "auto" or spec.op_times is not None:
         return ()
     count = spec.micro_batches or NOMINAL_MICRO_BATCHES * spec.stages

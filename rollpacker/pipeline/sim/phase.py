@@ -30,7 +30,8 @@ from rollpacker.pipeline.sim.spec import DrawnDelays, PipelineSpec
 from rollpacker.sim.draws import NormalPairs
 
 NUM_FORWARD_SWEEPS = 2
-"""Log-probs of the policy and of the reference model, as `TRAIN_FLOPS_PER_PARAM` counts them."""
+"""Forward sweeps of a step: log-probs of the policy and of the reference model, as
+`TRAIN_FLOPS_PER_PARAM` counts them."""
 
 Caps = tuple[int | None, ...]
 

@@ -59,7 +59,7 @@ def with_links_of(train: TrainConfig, device: str) -> TrainConfig:
 
 
 def check_longest_sample(config: RunConfig, longest_prompt: int) -> None:
-    """Raises `ValueError` if a response to the longest prompt, in tokens, may leave a sample that
+    """Raise `ValueError` if a response to the longest prompt, in tokens, may leave a sample that
     no stage has room for."""
     cap, response = config.train.pipeline.live_tokens, config.rollout.max_response_tokens
     longest = longest_prompt + response

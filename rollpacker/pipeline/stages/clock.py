@@ -27,7 +27,7 @@ class StageClock:
         self._device = device
         self._ops: list[_Op] = []
         self._num_ops: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-        """Since the start: the message that op number n needs is number n of its direction."""
+        """Ops since the start, by kind: op number n needs message number n of its direction."""
         self._sweeps_s = 0.0
         self._live_tokens = 0
         self._peak_live_tokens = 0
@@ -53,7 +53,8 @@ class StageClock:
     def take(
         self, stage: int, num_layers: int, arrivals: Mapping[Kind, Sequence[ArrivalTimes]]
     ) -> StageTimes:
-        """All since the last call. `arrivals`: of messages since then, numbered since the start."""
+        """Take the times since the last call. `arrivals` are of messages since then, numbered
+        since the start."""
         ops: dict[Kind, list[tuple[Load, float]]] = {kind: [] for kind in KINDS}
         busy_s = 0.0
         for kind, load, began, ended in self._ops:

@@ -94,8 +94,8 @@ class Connected:
         self.executor.connect(self.to_next, self.to_previous)
 
     def use(self, kind: LinkKind) -> None:
-        """Links of this kind from the next message on. A joint call of all ranks, with nothing on
-        its way; messages come after all have returned."""
+        """Use links of this kind from the next message on. A joint call of all ranks, with
+        nothing on its way; messages come after all have returned."""
         self._kind = kind
         if kind not in self._made:
             (self._connect_host if kind == "host" else self._connect_direct)()

@@ -37,7 +37,8 @@ class DeferredWeights:
         """If False, forward and backward passes run as if nothing was attached."""
 
     def attach(self, root: nn.Module) -> None:
-        """To all linear layers in `root`. A subclass, such as a quantized one, stays as it is."""
+        """Put off the products of all linear layers in `root`. A subclass, such as a quantized
+        layer, stays as it is."""
         for module in root.modules():
             if type(module) is nn.Linear:
                 module.forward = partial(_forward, module, self)  # type: ignore[method-assign]

@@ -273,9 +273,9 @@ class OpenSweep:
         return self._sweep.seconds
 
     def add(self, loads: Sequence[Load]) -> None:
-        """Micro-batches of these loads come next. Returns when the forwards of those before are
-        done, so that one call's wait while another's are under way. Raises what the chooser does,
-        too, which is told of them while the sweep goes on and asks it about those before."""
+        """Append micro-batches of these loads. Returns when the forwards of those before are
+        done, so that one call's wait while another's are under way. Raises the chooser's errors,
+        too: it is told of the new ones while the sweep goes on and asks it about those before."""
         state = self._sweep.state
         self._chooser.add(loads)  # it may ask the other stages, which need this one's ops meanwhile
         with self._changed:

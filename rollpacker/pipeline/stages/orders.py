@@ -33,13 +33,14 @@ class SweepChooser(Chooser, Protocol):
     there."""
 
     def add(self, loads: Sequence[Load]) -> None:
-        """Micro-batches of these loads come next. A joint call of all stages. Raises `ValueError`
+        """Append micro-batches of these loads. A joint call of all stages. Raises `ValueError`
         if one can never run."""
         ...
 
 
 NewChooser = Callable[[Measured], SweepChooser]
-"""This stage's, for a sweep that begins, while the stages are known to cost this."""
+"""A function that makes this stage's chooser for a sweep that begins, from the costs that the
+stages are known to have."""
 
 
 class Orders:
@@ -49,7 +50,7 @@ class Orders:
     def __init__(
         self, place: Place, config: PipelineConfig, *, peers: Peers, csv: str | None = None
     ) -> None:
-        """`csv`: what the file holds that `config.order` names, if it names one. Raises
+        """`csv` is the text of the file that `config.order` names, if it names one. Raises
         `ValueError` as `orders_from_csv` does."""
         self._place = place
         self._config = config
@@ -142,8 +143,8 @@ class Ready:
 
 
 class Planned:
-    """The next op of a plan. Micro-batches that come while a sweep is open are planned for
-    themselves, and run after the others."""
+    """Chooses the next op of a plan. Micro-batches that come while a sweep is open are planned
+    for themselves, and run after the others."""
 
     def __init__(self, place: Place, plan: Callable[[Sequence[Load]], Sequence[Order]]) -> None:
         """`plan` returns the orders of all stages."""

@@ -95,8 +95,8 @@ NUM_TRIPS = 3
 
 
 def round_trips(group: dist.ProcessGroup) -> tuple[tuple[int, float], ...]:
-    """To each later rank of the group, by number: seconds. A joint call, in rounds: everybody has
-    one partner at a time."""
+    """Time a message there and back to each later rank of the group. Returns numbers of ranks
+    and seconds. A joint call, in rounds: every rank has one partner at a time."""
     own, found = group.rank(), []
     message = torch.zeros(NUM_BYTES, dtype=torch.uint8)
     for partner in partners_of(own, group.size()):

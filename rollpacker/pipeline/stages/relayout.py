@@ -1,4 +1,4 @@
-"""Layouts that would be faster, as the run's own process finds them: told in the log, or taken.
+"""Faster layouts, as the run's own process finds them: they are logged, or taken.
 
 Light: no torch.
 """
@@ -59,7 +59,8 @@ class Relayout:
         places: tuple[int, ...],
         switch_s: float,
     ) -> Layout | None:
-        """After a step, of which the overseer was told: the layout that is to be taken now."""
+        """Take in a step, of which the overseer was told. Returns the layout that is to be taken
+        now. None: no other layout."""
         times = [one.stage_times for one in outcomes if one.stage_times is not None]
         size = sum(one.stage == 0 for one in times)
         layout = Layout(layers=tuple(one.num_layers for one in times[::size]), places=places)

@@ -1,5 +1,5 @@
-"""One stage of a trainer's pipeline: which part of every model its rank has, how its sweeps run,
-and what all stages decide as one."""
+"""One stage of a trainer's pipeline: its part of every model, its sweeps, and the decisions that
+all stages make as one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Links(Protocol):
     """Links of one stage to its neighbours."""
 
     def use(self, kind: LinkKind) -> None:
-        """From the next message on. A joint call of all ranks, with nothing on its way."""
+        """Use links of this kind from the next message on. A joint call of all ranks, with
+        nothing on its way."""
         ...
 
     @property

@@ -17,8 +17,8 @@ from rollpacker.trainer.policy import Policy
 
 
 class StagedPolicy(Policy):
-    """A policy's stage. Cuts the whole one's model in place. Raises `ValueError` as `cut` does, and
-    if the model's logits cannot be made in blocks."""
+    """A policy's stage. It cuts the whole policy's model in place. Raises `ValueError` as `cut`
+    does, and if the model's logits cannot be made in blocks."""
 
     def __init__(
         self, whole: Policy, place: Place, layers: Sequence[int], crossing: Crossing

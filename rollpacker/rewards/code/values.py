@@ -77,8 +77,8 @@ def _refuse(text: str) -> Any:
 
 
 def check_tree(tree: Tree, depth: int = 0, key_depth: int = 0) -> None:
-    """Raise `BadValue` unless this is a plain form. `key_depth`: so many sets and dict keys it is
-    a part of."""
+    """Raise `BadValue` unless this is a plain form. `key_depth`: number of sets and dict keys that
+    it is a part of."""
     if tree is None or type(tree) in (bool, int, str):
         return
     if type(tree) is not list or not tree or max(depth, 12 * key_depth) > MAX_DEPTH:

@@ -84,7 +84,8 @@ def _shown(value: Any) -> str:
 
 
 def error_of(error: BaseException) -> dict[str, str]:
-    """Say what was raised, what it says, and by which lines of the user's own code."""
+    """The name of the error's class, its message, and the lines of the user's own code that raised
+    it."""
     try:
         said = shortened(str(error))
     except Exception:  # a __str__ of the user's own

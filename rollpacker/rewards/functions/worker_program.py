@@ -54,8 +54,8 @@ def main(line: int | Line) -> None:
 
 
 def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
-    """What the controller needs to know of the function, and the function; or the reason why it
-    cannot be had, and None."""
+    """The facts that the controller needs of the function, and the function. If it cannot be had:
+    the reason, and None."""
     try:
         spec, is_factory, arguments = pickle.loads(payload)
         function = pickle.loads(spec) if isinstance(spec, bytes) else load_function(spec)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 2.0
 HEAD_S = 15.0
-"""Ray's head may be silent for so long; ray ends this process a minute after it was lost."""
+"""Seconds that ray's head may be silent; ray ends this process a minute after its head was lost."""
 RESERVE_S = 60.0
 """Seconds that ray may take to reserve the devices, which others may have."""
 SHM_BYTES = 64 << 20
@@ -227,7 +227,8 @@ def _check(
 
 
 def _check_shared(config: RunConfig, cluster: RayCluster, hosts: Sequence[str]) -> None:
-    """Processes of the trainer on several hosts write one checkpoint."""
+    """Check that these hosts see the run's folder, since the trainer's processes on them write one
+    checkpoint. Raises `ValueError`."""
     runs = Path(config.runs_dir).expanduser().resolve()
     runs.mkdir(parents=True, exist_ok=True)
     probe = runs / f".seen-by-all-{os.getpid()}"
