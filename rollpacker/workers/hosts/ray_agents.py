@@ -1,9 +1,9 @@
 """Ray: which hosts there are, their devices for this run, one agent on each, and its calls.
 
-    join(address)              connect, by token only (`ray_connection.py`)
-    Cluster.nodes              address -> what ray knows of it
-    Cluster.reserve(wanted)    so many devices on each of these hosts, or say who has them
-    Cluster.connect(address)   a new agent there
+    join(address)                 connect, by token only (`ray_connection.py`)
+    RayCluster.nodes              address -> what ray knows of it
+    RayCluster.reserve(wanted)    so many devices on each of these hosts, or say who has them
+    RayCluster.connect(address)   a new agent there
 
 Actors are never restarted by ray and no call is repeated by it. A placement group's bundle is tied
 to its host by the resource `node:ADDRESS` and not by the node's id: a raylet that comes back has
@@ -55,7 +55,7 @@ GROUPS = {"say": "say", "hear": "hear"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class RayNode:
     """A host as ray knows it."""
 
     address: str
@@ -63,7 +63,7 @@ class Node:
     num_gpus: int
 
 
-class Cluster:
+class RayCluster:
     """A cluster of ray's that this process has joined (`join`)."""
 
     def __init__(self) -> None:
@@ -72,14 +72,14 @@ class Cluster:
         self._head: str = ray.get_runtime_context().gcs_address
 
     @property
-    def nodes(self) -> dict[str, Node]:
+    def nodes(self) -> dict[str, RayNode]:
         """The hosts that are there now, by address: the run's own first, the others in the order of
         their addresses."""
         alive = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
         found = {}
         for address in sorted(alive, key=lambda one: (one != self.own_address, _numbers(one))):
             resources = alive[address]["Resources"]
-            found[address] = Node(
+            found[address] = RayNode(
                 address=address,
                 num_cpus=int(resources.get("CPU", 0)),
                 num_gpus=int(resources.get("GPU", 0)),
@@ -253,11 +253,11 @@ def _said(wanted: Mapping[str, Mapping[str, float]]) -> str:
     )
 
 
-def join(address: str | None = None) -> Cluster:
+def join(address: str | None = None) -> RayCluster:
     """Connect to the cluster at `address` (that of its head, HOST:PORT), or to the one that this
     machine belongs to, or to one of this machine alone that ends with this process.
 
     Raises `ValueError` with one message for what the user can mend.
     """
     connect(address or find_head() or LOCAL, log_to_driver=True)
-    return Cluster()
+    return RayCluster()
