@@ -67,9 +67,9 @@ class _Kind:
         """None: no bound."""
         self.deadline = None if config.deadline is None else AdaptiveDeadline(config.deadline)
         self.queue: deque[SampleId] = deque()
-        """Who waits, where the order is "fifo"."""
+        """Samples that wait, where the order is "fifo"."""
         self.by_prompt = PromptQueue()
-        """Who waits, in the other orders."""
+        """Samples that wait, in the other orders."""
         self.dropped: set[SampleId] = set()
         """Still in the queue, but not needed any more."""
         self.ranks: dict[PromptId, float] = {}
@@ -88,7 +88,7 @@ class _Kind:
 
     @property
     def mean_s(self) -> float:
-        """Of the deeds that ended by themselves."""
+        """Mean seconds of the deeds that ended by themselves."""
         return self.total_s / self.num_seen if self.num_seen else 0.0
 
 

@@ -123,7 +123,7 @@ class Job:
         self.trainer = TrainerLosses(config.max_trainer_losses)
         self._round: Round | None = None
         self._gathered: StepGroups | None = None
-        """What the rounds of this step have brought; None between steps."""
+        """Groups that the rounds of this step have brought. None between steps."""
         self._stop_reason: str | None = None
 
     def handle(self, event: Event) -> list[Command]:
@@ -216,7 +216,7 @@ class Job:
         return self.lengths.factors.num_prompts(self._num_wanted)
 
     def _num_to_fetch(self) -> int:
-        """Those of them that are missing."""
+        """Prompts to fetch before the next race has all that it launches."""
         num_waiting = self.queues.num_racing(self._num_to_race)
         return self._num_to_race - num_waiting - len(self.queues.fresh)
 
@@ -375,7 +375,8 @@ class Job:
         return []
 
     def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
-        """What every event of a round ends with: stream what can be, close it if it is over."""
+        """Finish the answer to an event of the round: stream groups that can be, and close the
+        round if it is over."""
         if round_.num_under_way:
             return commands + self._stream(round_) if self.stream.may_stream_early else commands
         self.lengths.engine_is_empty()
@@ -485,8 +486,8 @@ class Job:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, part by part, as JSON has it. Only between `Commit` and
-        `Committed`, when nothing is in flight."""
+        """State of the job for a checkpoint, part by part, as JSON has it. Only between `Commit`
+        and `Committed`, when nothing is in flight."""
         if self.phase is not Phase.COMMITTING:
             raise ProtocolError(f"a job cannot be saved in phase {self.phase}")
         return {

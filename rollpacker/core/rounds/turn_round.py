@@ -57,7 +57,7 @@ class TurnRound(Round):
         self._num_told = 0
         """Launched, as far as the stream knows."""
         self.num_acting = 0
-        """Of those under way: their environments have the turn, or will have it."""
+        """Samples under way whose environments have the turn, or will have it."""
 
     def launch(self) -> list[Command]:
         """See `Round.launch`. Where episodes begin first, the launches come one by one."""
