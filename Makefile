@@ -189,16 +189,19 @@ lint: $(VENV)/.installed-dev
 # The quickstart's warmed-up model must be in runs/ (make quickstart leaves it there), and that of
 # configs/code-tiny.yaml (its head says how).
 bench: $(VENV)/.installed-dev
-	for name in engine_speed batch_invariance train_throughput order_only carry_exact noise \
-	  tail_batching vs_trl into_trl overhead onlookers \
-	  resume learning sim_calibration sim_published sim_speed sim_vs_real sim_from_rewards \
-	  debias debias_run \
-	  fleet_speed engines_sim pipeline_published beyond order_only_sim sim_deadlines sandbox_speed sandbox_attacks code_corpus math_answers math_fuzz judge_fuzz \
-	  reward_faults reward_stalls trainer_memory memory_estimate trainer_resume pipeline_resume pipeline_learning streaming \
-	  engine_process migration two_engines \
-  cluster_same_bits cluster_real cluster_size cluster_chaos cluster_chaos_runs coexecution_period cluster_speed \
-	  algorithms drafts draft_costs \
-  dialogue_exact environment_chaos environment_speed carried_turns turn_slots turns_overhead turns_nobody_waits turns_sim endpoint_sessions learns_turns; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in \
+	  engine_speed batch_invariance train_throughput order_only carry_exact tail_batching \
+	  vs_trl into_trl overhead resume learning sim_calibration sim_published sim_speed \
+	  sim_vs_real sim_from_rewards debias debias_run fleet_speed engines_sim \
+	  pipeline_published beyond order_only_sim sim_deadlines sandbox_speed math_answers \
+	  reward_faults reward_stalls trainer_memory memory_estimate trainer_resume \
+	  pipeline_resume pipeline_learning streaming two_engines cluster_same_bits cluster_real \
+	  cluster_speed algorithms drafts environment_chaos carried_turns turn_slots \
+	  turns_overhead turns_nobody_waits turns_sim endpoint_sessions learns_turns \
+	  cluster_beyond cluster_confidence cluster_held_out cluster_published cluster_room \
+	  devices_sim engine_faults pipeline_memory plan_shared trainer_faults \
+	  two_engines_simulated; do \
+	  $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python docs/make_configuration.py

@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 from lab import bench
 from numpy.typing import NDArray
-from product_limit import kaplan_meier_mean
 
 from rollpacker.core.ids import PromptId
 from rollpacker.core.lengths.counts import PromptLengths
 from rollpacker.core.lengths.debias import Debias
 from rollpacker.core.lengths.fit import choose_length_model
 from rollpacker.core.lengths.weights import density_weights, effective_sample_size
+from tests.core.lengths.product_limit import kaplan_meier_mean
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -182,7 +182,7 @@ def run_cell(world: World, factors: tuple[float, float], seed: int) -> dict[str,
         if weights is not None:
             issued += weights
             issued_for += kept
-    model = debias.model
+    model = debias.window.model
     moments = debias.weigh(trained)
     assert model is not None and moments is not None, "no weights after all steps"
     by_bin = density_weights(model, model.counts(trained))

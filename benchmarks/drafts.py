@@ -30,7 +30,7 @@ from rollpacker.config.schema import RunConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.engines.embedded.drafts import KINDS, Drafter
 from rollpacker.engines.engine import EngineOutput, GenerationRequest, SamplingParams
-from rollpacker.run.parts.policy import Policy, load_policy
+from rollpacker.run.parts.policy import LoadedPolicy, load_policy
 
 SAMPLES = 8
 ROUNDS = {8: 40, 16: 30, 64: 10}
@@ -66,7 +66,7 @@ class CountingDrafter(Drafter):
     """Remembers over all rounds how many drafted tokens were right."""
 
     def __init__(self, max_tokens: int) -> None:
-        super().__init__(max_tokens, "cpu")
+        super().__init__(max_tokens)
         self.counts = np.zeros((len(KINDS), len(MATCHES), 2), np.int64)
         """By source and class of match length: right, tried."""
 
@@ -94,7 +94,7 @@ class Arm:
         if draft_tokens is not None:
             engine = dataclasses.replace(engine, draft_tokens=draft_tokens)
         rollout = dataclasses.replace(config.rollout, engine=engine)
-        self.policy: Policy = load_policy(dataclasses.replace(config, rollout=rollout))
+        self.policy: LoadedPolicy = load_policy(dataclasses.replace(config, rollout=rollout))
         self.draft_tokens = engine.draft_tokens
         self.drafter = CountingDrafter(engine.draft_tokens)
         if engine.draft_tokens:
@@ -129,7 +129,9 @@ class Arm:
         return result
 
 
-def round_of(policy: Policy, config: RunConfig, rows: Sequence[int]) -> list[GenerationRequest]:
+def round_of(
+    policy: LoadedPolicy, config: RunConfig, rows: Sequence[int]
+) -> list[GenerationRequest]:
     sampling = SamplingParams(
         max_response_tokens=config.rollout.max_response_tokens,
         temperature=config.rollout.temperature,

@@ -17,13 +17,10 @@ which waits while the others work. The engine returns log-probabilities, as alwa
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -37,6 +34,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from vllm_worker import Bare
 
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.engines.collect import collect
@@ -50,6 +48,7 @@ WORKLOADS = {
     "uniform": "uniform from 16 to 256 tokens",
     "long-tailed": "log-normal, median 32, sigma 1, at most 512 tokens",
 }
+NO_CACHE = {"enable_prefix_caching": False}
 Arm = Callable[[Sequence[int]], float]
 """Generates responses of these lengths; returns the seconds that it took."""
 
@@ -138,26 +137,9 @@ def generate_arm(folder: str) -> Arm:
 
 
 def vllm_arm(python: str, folder: str) -> Arm:
-    worker = subprocess.Popen(
-        [python, str(Path(__file__).parent / "vllm_worker.py"), folder],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert worker.stdin is not None and worker.stdout is not None
-    stdin, stdout = worker.stdin, worker.stdout
+    bare = Bare(python, model=folder, max_num_seqs=64, max_model_len=1024, **NO_CACHE)
     prompts = make_prompts()
-
-    def run(lengths: Sequence[int]) -> float:
-        stdin.write(json.dumps({"prompts": prompts, "lengths": list(lengths)}) + "\n")
-        stdin.flush()
-        while line := stdout.readline():
-            if line.startswith("SECONDS "):
-                return float(line.split()[1])
-        raise RuntimeError("the vLLM worker ended; its messages are above")
-
-    return run
+    return lambda lengths: bare.run(prompts, list(lengths), temperature=1.0)[0]
 
 
 def vllm_version(python: str) -> str:

@@ -41,11 +41,12 @@ def bench(
     """Call `main` with the options of the command line, keep what it returns, and exit.
 
     `main` returns a mapping to be written, or an exit status or None where it has written what
-    there is, or is one arm in a process of its own. With an option `quick` that is given, nothing
-    is written. `holds` says of a mapping whether the claim holds; None: nothing can be missed.
-    `choices` are the values that an option of that name may have.
+    there is, or is one arm in a process of its own. With `--no-result`, or an option `quick` of its
+    own, nothing is written. `holds` says of a mapping whether the claim holds; None: nothing can
+    be missed. `choices` are the values that an option of that name may have.
     """
     rest, options = _options(main, choices)
+    is_kept = not options.pop("no_result") and not options.get("quick")
     began_s = time.perf_counter()
     found = main(*rest, **options)
     if found is None or isinstance(found, int):
@@ -54,7 +55,7 @@ def bench(
     for key, value in payload.items():
         text = json.dumps(value)
         print(f"{key}: {text if len(text) <= LONGEST else text[:LONGEST] + ' ...'}")
-    if not options.get("quick"):
+    if is_kept:
         print(f"written: {write_result(_name(main), payload)}")
     if holds is not None and not holds(found):
         sys.exit("the claim does not hold")
@@ -117,6 +118,7 @@ def _options(
             told |= {"default": one.default, "help": f"default: {one.default}"}
             told |= {"nargs": "+"} if many else {}
             parser.add_argument(_flag(name), type=kind, **told)
+    parser.add_argument("--no-result", action="store_true", help="write no result file")
     options = vars(parser.parse_args())
     return (options.pop(rest) if rest else ()), options
 

@@ -10,6 +10,8 @@ less than 32 MB, between others that are in use. How much is a matter of the ord
 what the trainer needs, so the estimate does not count it. In the run that it is held against,
 malloc gives every block of more than 1 MiB a mapping of its own, which goes when it is freed. The
 other run has malloc as it is: what that takes on top is told beside.
+
+    python benchmarks/memory_estimate.py
 """
 
 from __future__ import annotations

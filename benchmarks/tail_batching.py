@@ -67,7 +67,7 @@ from rollpacker.core.job.job import Job
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.data.cursor import PromptCursor
 from rollpacker.engines.engine import EngineOutput, SamplingParams
-from rollpacker.run.parts.policy import Policy, load_policy
+from rollpacker.run.parts.policy import LoadedPolicy, load_policy
 from rollpacker.run.ports.carried import CarriedTokens
 from rollpacker.run.ports.clock import RealClock
 
@@ -132,7 +132,7 @@ class Arm:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: LoadedPolicy,
         config: RunConfig,
         name: str,
         tail: TailBatchingConfig,
@@ -280,7 +280,7 @@ def _sampling(rollout: RolloutConfig, seed: int) -> SamplingParams:
 
 
 def run_size(
-    policies: Sequence[Policy], config: RunConfig, prompts_per_step: int, num_rounds: int
+    policies: Sequence[LoadedPolicy], config: RunConfig, prompts_per_step: int, num_rounds: int
 ) -> list[dict[str, Any]]:
     """All arms at one round size; a row of results for each, the arm that waits for all first.
     `policies`: with an engine that does not draft, and with one that does."""

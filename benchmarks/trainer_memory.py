@@ -5,6 +5,8 @@ One decoder layer under an output layer of 151,936 words, 8,192 tokens, float32 
 Each way runs in a process of its own. Counted is the peak of the resident set above what was there
 with the model and its gradients in place. Full logits are 5 GB there and exist three times over;
 `--tokens 2048` is for smaller machines.
+
+    python benchmarks/trainer_memory.py
 """
 
 from __future__ import annotations

@@ -21,15 +21,21 @@ to a file, in which what was trained on is looked up.
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import turns_runs
-from lab import bench
+from lab import ROOT, bench
+
+from tests.run.test_turns import save_model
 
 SCALE = 10.0
 HANG_S, FIXED_S = 600.0, 60.0
@@ -72,30 +78,105 @@ ARMS: dict[str, tuple[str, float, tuple[str, ...], int]] = {
 }
 """What is executed before, seconds that an answer may take, overrides, and steps."""
 LONGEST_S = 1800.0
+NUM_ROWS = 512
+SAMPLES = 4
+PROMPTS = 8
 
 
-def source() -> str:
-    return SOURCE.format(scale=SCALE, hang_s=HANG_S)
+def write_run(folder: Path, *, model: Path) -> None:
+    """A folder in which `start` runs."""
+    source = SOURCE.format(scale=SCALE, hang_s=HANG_S)
+    (folder / "played.py").write_text(source)
+    rows = [{"prompt": f"Row {n}", "number": n} for n in range(NUM_ROWS)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "name": "run",
+        "model": {"path": str(model)},
+        "data": {
+            "train": {"kind": "jsonl", "path": "rows.jsonl", "chat": True},
+            "max_prompt_tokens": 64,
+        },
+        "environment": {"function": "played.py:Waits", "max_turns": 8, "workers": 2},
+        "rollout": {
+            "prompts_per_step": PROMPTS,
+            "samples_per_prompt": SAMPLES,
+            "max_response_tokens": 16,
+            "stop": ["a", "e", "i", "o", "t", "s"],
+        },
+        "rewards": [{"function": "environment"}],
+        "train": {"steps": 9, "learning_rate": 1e-4, "threads": 1},
+        "checkpoint": {"every_steps": 1_000_000},
+    }
+    (folder / "run.yaml").write_text(json.dumps(config))  # JSON is YAML
+
+
+def start(
+    folder: Path, *overrides: str, code: str = "", said: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """The run, in a process of its own, whose folder is `folder`. `code` is executed before it;
+    `said`: the file for what it says."""
+    arguments = ["train", "run.yaml", *overrides]
+    program = f"{code}\nfrom rollpacker.cli.main import main\nraise SystemExit(main({arguments!r}))"
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    out = subprocess.DEVNULL if said is None else said.open("wb")
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        stdout=out,
+        stderr=out,
+        start_new_session=True,
+    )
+
+
+def entries(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def steps_s(run: Path) -> list[float]:
+    """Seconds of each step."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [row["timing_s/step"] for row in map(json.loads, lines) if "timing_s/step" in row]
+
+
+def trained(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Samples, as often as they were trained on."""
+    return [
+        sample
+        for one in found
+        for command in one.get("commands", ())
+        if command["command"] == "TrainOn"
+        for group in command["groups"]
+        for sample in group
+    ]
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """What the run has kept of each sample that was trained on."""
+    import pyarrow.parquet
+
+    found: list[dict[str, Any]] = []
+    for path in sorted((run / "samples").glob("*.parquet")):
+        found += [r for r in pyarrow.parquet.read_table(path).to_pylist() if r["trained"]]
+    return found
 
 
 def waited(folder: Path, arm: str) -> dict[str, Any]:
     """One run of this arm."""
     code, limit_s, overrides, steps = ARMS[arm]
     folder.mkdir()
-    turns_runs.write_run(folder, "Waits", source(), model=folder.parent / "model")
+    write_run(folder, model=folder.parent / "model")
     timeout = f"environment.timeout_s={limit_s / SCALE}"
     said = folder / "said.txt"
-    run = turns_runs.start(
-        folder, timeout, f"train.steps={steps}", *overrides, code=code, said=said
-    )
+    run = start(folder, timeout, f"train.steps={steps}", *overrides, code=code, said=said)
     assert run.wait(LONGEST_S) == 0, said.read_text()
-    found = turns_runs.entries(folder / "runs/run")
+    found = entries(folder / "runs/run")
     acted = [one for one in found if one.get("event") == "Acted"]
     late = {one["sample"] for one in acted if one.get("cause")}
-    samples, rows = turns_runs.trained(found), turns_runs.rows_of(folder / "runs/run")
+    samples, rows = trained(found), rows_of(folder / "runs/run")
     hung = lines(folder / "hung.txt")
     cut_off = [row for row in rows if row["finish_reason"] == "length"]
-    seconds = turns_runs.steps_s(folder / "runs/run")
+    seconds = steps_s(folder / "runs/run")
     return {
         "steps": len(seconds),
         "seconds": round(sum(seconds), 2),
@@ -118,7 +199,7 @@ def lines(path: Path) -> set[str]:
 
 def waits(blocks: int, folder: Path) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
-    turns_runs.write_model(folder / "model")
+    save_model(folder / "model", max_positions=1024)
 
     def run(arms: tuple[str, ...], block: int) -> None:
         for arm in arms:

@@ -57,7 +57,7 @@ from rollpacker.run.driver import Controller, Parts
 from rollpacker.run.driving import python_set_for_runs
 from rollpacker.run.folder.event_log import LogWriter
 from rollpacker.run.folder.samples import SampleWriter
-from rollpacker.run.parts.environments import Turns
+from rollpacker.run.parts.environments import TurnParts
 from rollpacker.run.ports.engines import Engines, Weights
 from rollpacker.trainer.trainer import HandOver
 from tests.dialogue.families import FAMILIES, tokenizer_of
@@ -208,7 +208,7 @@ def make(folder: Path, steps: int, tokens_per_s: float) -> tuple[Controller, Pac
         EnvironmentConfig(function=f"{folder / 'at_once.py'}:AtOnce", workers=2)
     )
     limits = TurnLimits(max_turns=100, max_trajectory_tokens=100_000)
-    turns = Turns(environments, TemplateDialogue(template), limits, 60.0, 1000)
+    turns = TurnParts(environments, TemplateDialogue(template), limits, 60.0, 1000)
     config = run_config(steps)
     config = dataclasses.replace(
         config,

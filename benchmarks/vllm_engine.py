@@ -24,18 +24,17 @@ import asyncio
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from lab import bench, write_result
 from machine import versions
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from vllm_worker import Bare
 
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.engines.collect import collect
@@ -120,42 +119,6 @@ def requests(
 # -- speed -----------------------------------------------------------------------------------------
 
 
-class Bare:
-    """vLLM alone, in its own process."""
-
-    def __init__(self, folder: str) -> None:
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, str(Path(__file__).parent / "vllm_bare.py"), folder),
-                *(str(KV_CACHE_GIB), str(BLOCK_TOKENS)),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._read("READY")
-
-    def run(self, task: dict[str, Any]) -> list[float]:
-        """Wall-clock and processor seconds."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(task) + "\n")
-        self._process.stdin.flush()
-        found: list[float] = json.loads(self._read("SECONDS"))
-        return found
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _read(self, word: str) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(word):
-                return line.removeprefix(word)
-        raise RuntimeError("vLLM alone has ended")
-
-
 def timed(engine: VllmEngine, asked: list[GenerationRequest]) -> list[float]:
     start, busy = time.perf_counter(), time.process_time()
     found = asyncio.run(collect(engine, asked))
@@ -170,15 +133,22 @@ def speed(shape: str, rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        bare, engine = Bare(folder), make_engine(model)
+        bare = Bare(
+            sys.executable,
+            model=folder,
+            block_size=BLOCK_TOKENS,
+            kv_cache_memory_bytes=int(KV_CACHE_GIB * 2**30),
+            logprobs_mode="processed_logprobs",
+        )
+        engine, lengths = make_engine(model), [LENGTH] * BATCH
         for name, sampling in SAMPLINGS.items():
-            task = {"prompts": texts, "length": LENGTH, "temperature": 1.0, "top_p": 1.0}
-            pairs = []
+            own = {"temperature": 1.0, "top_p": 1.0, "logprobs": 0, **sampling}
+            pairs: list[dict[str, Sequence[float]]] = []
             for number in range(rounds + 1):
                 asked = requests(texts, LENGTH, seed=number, **sampling)
                 arms = [
                     ("engine", lambda asked=asked: timed(engine, asked)),
-                    ("bare", lambda task=task, own=sampling: bare.run({**task, **own})),
+                    ("bare", lambda own=own: bare.run(texts, lengths, **own)),
                 ]
                 order = arms if number % 2 else arms[::-1]
                 pairs.append({arm: run() for arm, run in order})
@@ -188,7 +158,7 @@ def speed(shape: str, rounds: int) -> dict[str, Any]:
     return found
 
 
-def compared(pairs: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
+def compared(pairs: Sequence[dict[str, Sequence[float]]]) -> dict[str, Any]:
     """Speeds as bare seconds over the engine's: 1 is as fast."""
     said: dict[str, Any] = {}
     for place, clock in enumerate(("wall", "processor")):

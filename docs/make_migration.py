@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from rollpacker.config.synonyms import Synonym, synonyms
-from rollpacker.report.other_names import NAMES
+from rollpacker.report.metrics import OTHER_NAMES
 
 PAGE = Path(__file__).resolve().parent / "migration.md"
 _TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -20,7 +20,7 @@ def table(framework: str) -> str:
     """Their keys and ours, a line each; metrics for `FRAMEWORK-metrics`."""
     if framework.endswith("-metrics"):
         framework = framework.removesuffix("-metrics")
-        named = [f"| `{theirs}` | `{ours}` |" for theirs, ours in NAMES[framework].items()]
+        named = [f"| `{theirs}` | `{ours}` |" for theirs, ours in OTHER_NAMES[framework].items()]
         return "\n".join([f"| {framework} | here |", "| --- | --- |", *named]) + "\n"
     rows = [_row(one) for one in synonyms() if one.framework == framework]
     assert rows, f"there are no synonyms of {framework}"

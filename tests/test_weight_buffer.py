@@ -49,7 +49,7 @@ def memory_files() -> set[str]:
 
 def test_what_one_mapping_writes_the_other_reads():
     buffer = filled()
-    with WeightReader().reading(buffer.source(1)) as found:
+    with WeightReader().reading(buffer.layout.source(1)) as found:
         assert found.keys() == WEIGHTS.keys()
         for name, value in WEIGHTS.items():
             assert found[name].dtype == value.dtype
@@ -85,7 +85,7 @@ def test_other_processes_read_it_and_nothing_is_left_behind():
     path = Path(buffer.layout.path)
     for version in (2, 3):  # one that comes later reads what is there then
         write(buffer, version, factor=version)
-        command = [sys.executable, "-c", READER, repr(buffer.source(version))]
+        command = [sys.executable, "-c", READER, repr(buffer.layout.source(version))]
         done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
         assert float(done.stdout) == 7.0 * version
     tensors = buffer.tensors
@@ -100,7 +100,10 @@ def test_what_is_not_whole_is_refused():
     reader = WeightReader()
 
     def refusal(version: int) -> str:
-        with pytest.raises(StaleWeightsError) as refused, reader.reading(buffer.source(version)):
+        with (
+            pytest.raises(StaleWeightsError) as refused,
+            reader.reading(buffer.layout.source(version)),
+        ):
             pytest.fail("it was served")
         return str(refused.value)
 
@@ -113,7 +116,7 @@ def test_what_is_not_whole_is_refused():
         raise RuntimeError("killed on the way")
     assert refusal(4) == refusal(5) == "the weights of version 5 are written only in part"
     write(buffer, 5)
-    with reader.reading(buffer.source(5)) as tensors:
+    with reader.reading(buffer.layout.source(5)) as tensors:
         assert torch.equal(tensors["whole"], WEIGHTS["whole"])
 
 
@@ -123,7 +126,7 @@ def test_a_reader_is_told_that_weights_changed_under_it(version: int):
     buffer = filled()
     with (
         pytest.raises(StaleWeightsError, match="changed while being read"),
-        WeightReader().reading(buffer.source(1)),
+        WeightReader().reading(buffer.layout.source(1)),
     ):
         write(buffer, version)
 
@@ -164,7 +167,7 @@ def test_readers_beside_a_writer_that_is_killed_read_whole_versions_or_none():
 
 
 def test_weights_whose_owner_is_gone_are_said_to_be():
-    source = filled().source(1)
+    source = filled().layout.source(1)
     lost = replace(source, layout=replace(source.layout, path="/proc/1/fd/999"))
     with pytest.raises(StaleWeightsError, match="weights are gone"), WeightReader().reading(lost):
         pytest.fail("it was served")
@@ -172,14 +175,14 @@ def test_weights_whose_owner_is_gone_are_said_to_be():
 
 def test_a_path_that_means_another_buffer_by_now_is_not_taken_for_the_first():
     reader, buffer = WeightReader(), filled()
-    first = buffer.source(1)
+    first = buffer.layout.source(1)
     with reader.reading(first):
         pass
     del buffer
     buffer = WeightBuffer.create(WEIGHTS.items())
     write(buffer, 2, factor=2)
     assert buffer.layout.path == first.layout.path
-    with reader.reading(buffer.source(2)) as found:
+    with reader.reading(buffer.layout.source(2)) as found:
         assert found["scalar"].item() == 14.0
     with pytest.raises(StaleWeightsError, match="is another file"), reader.reading(first):
         pytest.fail("it was served")
@@ -203,7 +206,7 @@ def test_a_system_without_memory_files_has_a_file_that_goes_with_its_owner(monke
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(weight_buffer.tempfile, "tempdir", str(tmp_path))
     buffer = filled()
-    with WeightReader().reading(buffer.source(1)) as tensors:
+    with WeightReader().reading(buffer.layout.source(1)) as tensors:
         assert torch.equal(tensors["half"], WEIGHTS["half"])
     assert list(tmp_path.iterdir()) == [Path(buffer.layout.path)]
     del buffer

@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     import os
 
-    from rollpacker.cli.stages import stages
+    from rollpacker.cli.log_progress import log_progress
     from rollpacker.report.compare import MAX_RUNS, read_compared, render_comparison
     from rollpacker.report.log import EventLog, events_path
     from rollpacker.report.summary import summarize_entries
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     runs = []
     for run in args.runs:
         log = EventLog(events_path(run))
-        with stages(log) as tell:
+        with log_progress(log) as tell:
             tell(f"reading {printable(log.path.parent.resolve().name)}")
             runs.append(read_compared(log.path.parent, summarize_entries(log)))
     console = output.console()

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from rollpacker.config.schema import RunConfig
     from rollpacker.data.dataset import PromptRow
-    from rollpacker.run.parts.environments import Turns
+    from rollpacker.run.parts.environments import TurnParts
 
 _MOST_ROWS = 64
 """Number of rows of the data, in which each reward function finds one that is its own to be tried
@@ -97,7 +97,7 @@ def _first_rows(config: RunConfig) -> tuple[Sequence[str], Sequence[PromptRow]]:
 
 
 def _shown(
-    config: RunConfig, tokenizer: Mapping[str, Any], turns: Turns | None
+    config: RunConfig, tokenizer: Mapping[str, Any], turns: TurnParts | None
 ) -> tuple[Sequence[str], Sequence[PromptRow]]:
     from rollpacker.data.prompts import load_few
     from rollpacker.run.parts.environments import check_turns, with_tools

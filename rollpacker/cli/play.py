@@ -11,13 +11,13 @@ from rollpacker.cli.arguments import add_overrides
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollpacker.cli.stage import Stage
+    from rollpacker.cli.episode_display import EpisodeDisplay
     from rollpacker.config.schema import RunConfig
     from rollpacker.core.ids import SampleId
     from rollpacker.data.dataset import PromptRow
     from rollpacker.run.parts.policy import Inputs
     from rollpacker.run.ports.player import Player
-    from rollpacker.run.ports.playing import Generate, LetGo
+    from rollpacker.run.ports.playing import Generate, StopKeeping
 
 
 def add_parser(subparsers: Any) -> None:
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _play(config: RunConfig, args: argparse.Namespace, model: str | None) -> None:
     from rollpacker.cli.by_hand import ByHand
-    from rollpacker.cli.stage import Stage
+    from rollpacker.cli.episode_display import EpisodeDisplay
     from rollpacker.engines.collect import collect
     from rollpacker.run.parts.policy import load_inputs, load_policy
 
@@ -99,7 +99,7 @@ async def _play(config: RunConfig, args: argparse.Namespace, model: str | None) 
     player = turns.player(config.seed)
     try:
         sample, row = _asked(config, inputs, args.prompt)
-        stage = Stage(
+        stage = EpisodeDisplay(
             turns.dialogue.template,
             player.environments,
             by_hand=policy is None,
@@ -108,7 +108,7 @@ async def _play(config: RunConfig, args: argparse.Namespace, model: str | None) 
         player.environments = stage
         await stage.open()
         generate: Generate
-        let_go: LetGo = lambda samples: None  # noqa: E731
+        let_go: StopKeeping = lambda samples: None  # noqa: E731
         if policy is None:
             generate = ByHand(turns.dialogue.template, stage.console).generate
         else:
@@ -142,9 +142,9 @@ async def _episode(
     config: RunConfig,
     inputs: Inputs,
     player: Player,
-    stage: Stage,
+    stage: EpisodeDisplay,
     generate: Generate,
-    let_go: LetGo,
+    let_go: StopKeeping,
     asked: tuple[SampleId, PromptRow],
 ) -> None:
     """Raises `ValueError` if the environment was lost."""

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.text import Text
 
-    from rollpacker.cli.stages import stages
+    from rollpacker.cli.log_progress import log_progress
     from rollpacker.imports import require
     from rollpacker.report.files import write_reports
     from rollpacker.report.log import EventLog, events_path
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         require("matplotlib", extra="report", what="drawing a picture")
     log = EventLog(events)
     try:
-        with naming(folder), stages(log) as tell:
+        with naming(folder), log_progress(log) as tell:
             summary = write_reports(
                 args.run,
                 out=folder,

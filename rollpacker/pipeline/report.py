@@ -104,7 +104,7 @@ def _places(row: Row, what: str) -> list[tuple[int, str]]:
 
 
 def _slow_since(rows: Sequence[tuple[int, Row]], name: str) -> int | None:
-    """The first of the last steps in which it was slow."""
+    """The first of the last steps in which it was slow. None: it was not slow in the last step."""
     since = None
     for step, row in reversed(rows):
         if not row.get(f"{name}/slow"):

@@ -1,1 +1,2 @@
-"""What a run did, told from its event log alone: seconds by cause, metrics, pictures, tables."""
+"""Reports of runs, made from their event logs alone: seconds by cause, metrics, pictures,
+tables."""

@@ -1,5 +1,5 @@
-"""What each step made and where its seconds went, live (fed by the controller, entry by entry) or
-over a finished log."""
+"""The accounting of a run: a summary of each step, and where its seconds went. It is fed live by
+the controller, entry by entry, or from a finished log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Accounting:
         self._max_response_tokens = max_response_tokens
         self._length_bias = LengthBias(max_response_tokens)
         self._bias_so_far: dict[str, float] | None = None
-        """Of a step that was looked at before it was committed: it counts once."""
+        """Length metrics of a step that was looked at before it was committed. They are computed
+        once, since computing them counts the step. None if no step was looked at."""
 
     def seconds(self) -> dict[str, float]:
         """Seconds by cause up to the last entry; they add up to the wall time."""
@@ -32,7 +33,8 @@ class Accounting:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What every metric of the session at hand must be read with, such as "unsandboxed"."""
+        """Marks that all metrics of the current session must be read with, such as
+        "unsandboxed"."""
         session = self.history.session
         return () if session is None else session.marks
 

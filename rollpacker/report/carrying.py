@@ -69,8 +69,8 @@ class CarryBook:
                     self._retracing[sample] = Retracing(had.num_tokens)
 
     def drawn(self, sample: SampleHistory, event: SampleGenerated | SampleAborted) -> None:
-        """An engine has these tokens more of the sample, and says how many of those that were left
-        came out the same; of a trajectory those of a turn."""
+        """Add tokens that an engine has drawn of the sample (of a trajectory: in one turn), and how
+        many of those that were left came out the same."""
         retracing = self._retracing.get(sample.sample)
         if retracing is None:
             sample.num_tokens += event.num_tokens
@@ -86,7 +86,7 @@ class CarryBook:
         sample.num_kept = retracing.kept
 
     def end(self, sample: SampleHistory, version: int) -> None:
-        """The engine let go of a sample that it had under this version of the weights."""
+        """The engine released a sample that it had under this version of the weights."""
         if not self._carries:
             return
         before, retracing = sample.carried, self._retracing.get(sample.sample)
@@ -115,9 +115,9 @@ class CarryCounts:
     """Carried tokens of the launches of one step, or of many."""
 
     prompts: int = 0
-    """Launched with tokens of an earlier launch."""
+    """Prompts that were launched with tokens of an earlier launch."""
     tokens: int = 0
-    """Carried into launches."""
+    """Tokens that were carried into launches."""
     looked_at: int = 0
     """Carried tokens of samples that were verified."""
     kept: int = 0
@@ -125,11 +125,11 @@ class CarryCounts:
     redraws: int = 0
     """Ends that came before the place where the response had been cut off, drawn once more."""
     largest_age: int = 0
-    """In updates, from the weights that drew the tokens to those of the launch."""
+    """Largest number of updates from the weights that drew the tokens to those of the launch."""
     verified: Counter[int] = field(default_factory=Counter)
-    """Tokens that were drawn anew, by age."""
+    """Tokens that were drawn anew, by their age in updates."""
     mismatches: Counter[int] = field(default_factory=Counter)
-    """Samples of which a token came out differently, by age."""
+    """Samples of which a token came out differently, by its age in updates."""
 
     @property
     def kept_ratio(self) -> float | None:
@@ -148,11 +148,11 @@ class CarryCounts:
         return num / looked_at if looked_at else 0.0
 
     def by_age(self) -> dict[int, float]:
-        """Mismatch per token."""
+        """Mismatch per token for each age."""
         return {age: self.mismatches[age] / self.verified[age] for age in sorted(self.verified)}
 
     def plain(self) -> dict[str, Any]:
-        """For summary.json."""
+        """The counts as `summary.json` has them."""
         return {
             "prompts": self.prompts,
             "tokens": self.tokens,
@@ -194,7 +194,7 @@ def step_carrying(step: StepHistory) -> CarryCounts:
 
 
 def add_up(steps: Iterable[CarryCounts]) -> CarryCounts:
-    """Over the steps of a run."""
+    """The sum over the steps of a run."""
     total = CarryCounts()
     for step in steps:
         for name in ("prompts", "tokens", "looked_at", "kept", "redraws"):
@@ -206,7 +206,7 @@ def add_up(steps: Iterable[CarryCounts]) -> CarryCounts:
 
 
 def carry_metrics(counts: CarryCounts) -> dict[str, float | None]:
-    """One step's, if it took up anything."""
+    """Metrics of one step. Empty if nothing was carried into it."""
     if not counts.tokens:
         return {}
     return {

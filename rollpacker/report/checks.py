@@ -8,12 +8,48 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rollpacker.core.commands import Score
+from rollpacker.core.events import SampleScored
 from rollpacker.core.ids import SampleId
-from rollpacker.report.step_history import StepChecks, Verdict
+from rollpacker.report.step_history import StepChecks, StepHistory, Verdict
 
 NUM_SLOWEST = 10
 
 Value = float | int | str
+
+
+class CheckBook:
+    """The checks that are under way. It belongs to the history, which feeds it."""
+
+    def __init__(self) -> None:
+        self._asked: dict[SampleId, tuple[float, float]] = {}
+        """Times at which the checks were asked for, and the seconds from the end of the response
+        to that."""
+
+    def begin_session(self) -> None:
+        """Forget all checks: the process that asked for them is gone."""
+        self._asked.clear()
+
+    def ask(self, command: Score, step: StepHistory, now: float) -> None:
+        """Note that a check begins."""
+        step.checks.asked.append(command)
+        queue_s = 0.0
+        if not command.retry:
+            sample = step.samples.get(command.sample)
+            if sample is not None and sample.end_s is not None:
+                queue_s = max(0.0, now - sample.end_s)
+        self._asked[command.sample] = (now, queue_s)
+
+    def scored(self, event: SampleScored, step: StepHistory, now: float) -> None:
+        """Note that a check has ended, in its step and with its sample."""
+        asked_s, queue_s = self._asked.pop(event.sample, (None, 0.0))
+        verdict = Verdict(event, now, asked_s, queue_s)
+        step.checks.verdicts.append(verdict)
+        if event.value is None and event.cause != "cancelled":
+            step.prompts.lose(event.sample, event.reason)
+        sample = step.samples.get(event.sample)
+        if sample is not None:
+            sample.verdict = verdict
 
 
 @dataclass(slots=True)
@@ -84,7 +120,7 @@ def _slowest_first(entry: tuple[float, str]) -> tuple[float, str]:
 
 
 def step_checks(checks: StepChecks) -> dict[str, KindChecks]:
-    """What a step brought, by kind."""
+    """The checks of a step, by kind."""
     kinds: defaultdict[str, KindChecks] = defaultdict(KindChecks)
     seconds: defaultdict[str, list[tuple[float, SampleId]]] = defaultdict(list)
     for command in checks.asked:

@@ -34,7 +34,8 @@ _LEAST_COLUMN = 12
 _MAX_NAME = 28
 """Characters of a line that the names of rows get where the console is narrow."""
 _MAX_KEY = 48
-"""The same for keys of settings, which are searched for and so are better whole."""
+"""Characters of a line that keys of settings get where the console is narrow. They are searched
+for, and so are better whole."""
 _GAP = 3
 """Characters between two columns: two spaces and the line's own."""
 _SHOWN_DIGITS = 8
@@ -47,7 +48,7 @@ class Compared:
 
     folder: Path
     summary: Mapping[str, Any]
-    """What `summary.json` has."""
+    """The summary of the run, as `summary.json` has it."""
     settings: Mapping[str, Setting]
     """Settings that are not at their defaults, by key. Empty if they are not known."""
     passed: Mapping[tuple[str, str], float]
@@ -228,8 +229,8 @@ def paired_difference(first: Compared, other: Compared) -> PairedDifference | No
 
 
 def _last_passed(folder: Path) -> dict[tuple[str, str], float]:
-    """What `Compared.passed` holds. A file that cannot be read counts as none, with a line in
-    the log."""
+    """Read the value of `Compared.passed`. A file that cannot be read counts as none, with a line
+    in the log."""
     import pyarrow.parquet
 
     paths = sorted((folder / "evaluations").glob("step_*.parquet"))

@@ -1,4 +1,4 @@
-"""What one sees while a run goes on: a small live panel, or one line a step where there is no
+"""The display of a run that goes on: a small live panel, or one line a step where there is no
 terminal.
 
 The panel reads the accounting that `LiveReport` keeps; it is drawn twice a second by a thread of
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from rollpacker.core.commands import RoundKind
@@ -80,64 +81,83 @@ def make_display(accounting: Accounting, *, total_steps: int | None, console: Co
     return LineDisplay(state, console)
 
 
+@dataclass(slots=True)
 class State:
-    """What both displays tell."""
+    """The state of a run that the displays show."""
 
-    def __init__(self, accounting: Accounting, total_steps: int | None) -> None:
-        self.accounting = accounting
-        self.total_steps = total_steps
-        self.last: StepSummary | None = None
-        self.evaluation: tuple[int, Mapping[str, float]] | None = None
-        self.is_over = False
-        self._began_s = time.monotonic()
-        self._steps_s: list[float] = []
-        self._evaluations_s: list[float] = []
-        self._last_step_at = self._began_s
+    accounting: Accounting
+    total_steps: int | None
+    last: StepSummary | None = None
+    evaluation: tuple[int, Mapping[str, float]] | None = None
+    """The step of the last evaluation, and its metrics."""
+    is_over: bool = False
+    began_s: float = field(default_factory=time.monotonic)
+    last_step_s: float = field(default_factory=time.monotonic)
+    """When the last step of this session ended, or this session began, by the monotonic clock."""
+    steps_s: list[float] = field(default_factory=list)
+    evaluations_s: list[float] = field(default_factory=list)
+    """Seconds of the evaluations of this session."""
 
     def on_step(self, step: StepSummary, *, is_new: bool = True) -> None:
         self.last = step
         if not is_new:
             return
-        self._steps_s.append(step.step_s + step.waited_s)
+        self.steps_s.append(step.step_s + step.waited_s)
         if step.seconds["evaluation"]:
-            self._evaluations_s.append(step.seconds["evaluation"])
-        self._last_step_at = time.monotonic()
-
-    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.evaluation = (step, metrics)
-
-    @property
-    def elapsed_s(self) -> float:
-        """Of this session."""
-        return time.monotonic() - self._began_s
+            self.evaluations_s.append(step.seconds["evaluation"])
+        self.last_step_s = time.monotonic()
 
     def left_s(self) -> float | None:
         """Time left, from the mean time of this session's last steps and evaluations; None before
         the first. Each counts as often as it is still to come: an evaluation may take as long as
         many steps. The first step, in which everything is done for the first time, counts only as
         long as there are few others."""
-        if self.total_steps is None or not self._steps_s:
+        if self.total_steps is None or not self.steps_s:
             return None
         history = self.accounting.history
         num_left = max(0, self.total_steps - history.last_step)
-        steps_s = self._steps_s[1:] if len(self._steps_s) > _FEW_STEPS else self._steps_s
+        steps_s = self.steps_s[1:] if len(self.steps_s) > _FEW_STEPS else self.steps_s
         steps_s = steps_s[-_RECENT_STEPS:]
         left = num_left * sum(steps_s) / len(steps_s)
-        if self._evaluations_s:
+        if self.evaluations_s:
             job = {} if history.session is None else history.session.job
             every = (job.get("cadence") or {}).get("eval_every_steps")
             last = history.last_step
             num_evaluations = min(1, num_left)  # after the last step
             if every and num_left:
                 num_evaluations = -(-self.total_steps // every) - last // every
-            left += num_evaluations * sum(self._evaluations_s) / len(self._evaluations_s)
-        return max(0.0, left - (time.monotonic() - self._last_step_at))
+            left += num_evaluations * sum(self.evaluations_s) / len(self.evaluations_s)
+        return max(0.0, left - (time.monotonic() - self.last_step_s))
 
-    def passed(self) -> str | None:
-        """The last evaluation's pass@1, and what it leaves out."""
-        if self.evaluation is None or "eval/pass@1" not in self.evaluation[1]:
-            return None
-        return f"{self.evaluation[1]['eval/pass@1']:.3f}{left_out(self.evaluation[1])}"
+
+def elapsed(state: State) -> str:
+    """The time since this session began, for people."""
+    return clock(time.monotonic() - state.began_s)
+
+
+def learned(state: State) -> dict[str, str]:
+    """Results of the last step and of the last evaluation, by name. Names that have no value yet
+    are left out."""
+    found = {}
+    step = state.last
+    if step is not None and step.rewards.mean is not None:
+        found["reward"] = f"{step.rewards.mean:.3f}"
+    if state.evaluation is not None and "eval/pass@1" in state.evaluation[1]:
+        number, metrics = state.evaluation
+        found["pass@1"] = f"{metrics['eval/pass@1']:.3f}{left_out(metrics)} (step {number})"
+    if step is not None and step.lengths.trained is not None:
+        lengths = step.lengths.trained
+        found["tokens"] = f"median {lengths.median:.0f}, max {lengths.max}"
+    return found
+
+
+def doing(history: History) -> str:
+    """The current phase in words, with the kind of the round and the number of live samples."""
+    kind, words = history.step.kind, phase_words(history)
+    text = words if kind is None else f"{kind} round, {words}"
+    if history.phase == "rollout":
+        text += f", {len(history.live)} of {history.step.num_launched} samples live"
+    return text
 
 
 def left_out(metrics: Mapping[str, float]) -> str:
@@ -148,7 +168,7 @@ def left_out(metrics: Mapping[str, float]) -> str:
 
 
 def phase_words(history: History) -> str:
-    """What the run is doing."""
+    """The current phase in words."""
     if history.last_step == 0 and history.phase == "controller" and history.session is None:
         return "loading"
     return _PHASE_WORDS[history.phase]
@@ -193,7 +213,7 @@ class LineDisplay:
     def on_evaluation(
         self, step: int, metrics: Mapping[str, float], *, is_new: bool = True
     ) -> None:
-        self._state.on_evaluation(step, metrics)
+        self._state.evaluation = (step, metrics)
         if not is_new:
             return
         named = {name: f"{name} {value:.3f}" for name, value in metrics.items()}
@@ -231,7 +251,7 @@ class LiveDisplay:
     def on_evaluation(
         self, step: int, metrics: Mapping[str, float], *, is_new: bool = True
     ) -> None:
-        self._state.on_evaluation(step, metrics)
+        self._state.evaluation = (step, metrics)
 
     def close(self) -> None:
         self._state.is_over = True
@@ -253,17 +273,13 @@ class LiveDisplay:
 
         state = self._state
         done, total = state.accounting.history.last_step, state.total_steps
+        head, tail = f"step {numbered(done, total)}", f"  {elapsed(state)}"
         if total is None:
-            return Text.assemble((f"step {done}", "bold"), f"  {clock(state.elapsed_s)}")
-        left = None if state.is_over else state.left_s()
-        if done > total:  # the steps that empty the long queue come on top
-            head = f"step {numbered(done, total)}"
-            tail = (
-                f"  {clock(state.elapsed_s)}" if state.is_over else "  finishing deferred prompts"
-            )
-        else:
-            head = f"step {done}/{total}"
-            tail = f"  {clock(state.elapsed_s)}" + (f", {clock(left)} left" if left else "")
+            return Text.assemble((head, "bold"), tail)
+        if not state.is_over and done > total:  # steps that empty the long queue come on top
+            tail = "  finishing deferred prompts"
+        elif not state.is_over and (left := state.left_s()):
+            tail += f", {clock(left)} left"
         room = max(10, width - len(head) - max(len(tail), 24) - 2)
         full = round(room * min(1.0, done / total)) if total else 0
         return Text.assemble(
@@ -274,14 +290,11 @@ class LiveDisplay:
         from rich.text import Text
 
         history = self._state.accounting.history
-        phase, words = history.phase, phase_words(history)
-        kind = history.step.kind
-        text = Text("now      ", style="dim")
+        kind, told = history.step.kind, doing(history)
+        text = Text("now      ", style="dim").append(told)
         if kind is not None:
-            text.append(f"{kind} round, ", style="red" if _is_long(kind) else "green")
-        text.append(words)
-        if phase == "rollout":
-            text.append(f", {len(history.live)} of {history.step.num_launched} samples live")
+            colour = "red" if kind in (RoundKind.LONG, RoundKind.FLUSH) else "green"
+            text.stylize(colour, 9, 9 + len(f"{kind} round, "))
         text.append("   deferred ", style="dim").append(str(len(history.queue)))
         text.truncate(width)
         return text
@@ -289,17 +302,12 @@ class LiveDisplay:
     def _learned(self, width: int) -> Text:
         from rich.text import Text
 
-        step, passed = self._state.last, self._state.passed()
         text = Text("learning ", style="dim")
-        reward = None if step is None else step.rewards.mean
-        text.append("reward ", style="dim").append("-" if reward is None else f"{reward:.3f}")
-        if passed is not None and self._state.evaluation is not None:
-            text.append("   pass@1 ", style="dim").append(passed)
-            text.append(f" (step {self._state.evaluation[0]})", style="dim")
-        if step is not None and step.lengths.trained is not None:
-            lengths = step.lengths.trained
-            text.append("   tokens ", style="dim")
-            text.append(f"median {lengths.median:.0f}, max {lengths.max}")
+        parts = [
+            Text(f"{name} ", style="dim").append(told)
+            for name, told in {"reward": "-", **learned(self._state)}.items()
+        ]
+        text.append(Text("   ").join(parts))
         text.truncate(width)
         return text
 
@@ -339,7 +347,3 @@ def _shares(step: StepSummary) -> dict[str, float]:
 
 def _short(cause: str) -> str:
     return _SHORT_NAMES.get(cause, cause)
-
-
-def _is_long(kind: RoundKind | None) -> bool:
-    return kind in (RoundKind.LONG, RoundKind.FLUSH)

@@ -1,5 +1,5 @@
-"""Which engine has which sample, what each engine did, and when all were laid out anew. Where a run
-has one engine, it tells nothing."""
+"""Accounting of engines: which engine has which sample, what each engine did, and when all engines
+were replaced by engines of another size. It tells nothing of a run with one engine."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ from rollpacker.core.ids import SampleId
 
 @dataclass(slots=True)
 class EngineCounts:
-    """What one engine did, all its incarnations together."""
+    """Counts of one engine, summed over all its incarnations."""
 
     samples: int = 0
-    """That ended there."""
+    """Samples that ended in this engine."""
     tokens: int = 0
-    """Of these; those that they brought along as well."""
+    """Response tokens of these samples, including tokens that they had before they came to this
+    engine."""
     busy_s: float = 0.0
-    """It had samples."""
+    """Seconds in which the engine had samples."""
     losses: int = 0
     away_s: float = 0.0
-    """From losses until another engine was in its place."""
+    """Seconds from each loss of the engine until another one was in its place."""
 
 
 def engines_of(job: Mapping[str, Any]) -> int:
-    """How many engines a session had, of which this is the `Session.job`."""
+    """The number of engines of the session that wrote this `Session.job`."""
     number: int = (job.get("fleet") or {}).get("num_engines", 1)
     return number
 
 
 @dataclass(slots=True)
 class Switch:
-    """All engines were given another number of devices each."""
+    """A change of all engines to another number of devices each."""
 
     tensor_parallel: int
     step: int
-    """The step that was to come."""
+    """The step that came next."""
     start_s: float
     seconds: float | None = None
-    """Until the last of the new engines was there. None: it never was."""
+    """Seconds until the last of the new engines was ready. None if it never was."""
 
 
 class EngineBook:
@@ -57,15 +58,15 @@ class EngineBook:
 
     def __init__(self) -> None:
         self.counts: dict[int, EngineCounts] = {}
-        """By engine; empty where there is one."""
+        """Counts by engine. Empty if the run has one engine."""
         self.switches: list[Switch] = []
         self.any_busy_s = 0.0
-        """One of them had samples."""
+        """Seconds in which at least one engine had samples."""
         self._at: dict[SampleId, int] = {}
         self._load = Counter[int]()
-        """Samples by engine."""
+        """The number of samples that each engine has."""
         self.num_engines = 1
-        """Of the session at hand."""
+        """The number of engines of the current session."""
         self._released: frozenset[int] = frozenset()
         self._num_busy = 0
         self._any_since = 0.0
@@ -73,10 +74,10 @@ class EngineBook:
         self._busy_since: dict[int, float] = {}
         self._lost_since: dict[int, float] = {}
         self._awaited: set[int] = set()
-        """Of the last switch: engines that are not there yet."""
+        """Engines of the last switch that are not ready yet."""
 
     def begin_session(self, job: Mapping[str, Any]) -> None:
-        """Its engines are new ones."""
+        """Begin a session, whose engines are new."""
         num_engines = engines_of(job)
         if num_engines > 1 or (job.get("fleet") or {}).get("num_devices"):
             for number in range(num_engines):
@@ -88,7 +89,7 @@ class EngineBook:
         self.clear()
 
     def resize(self, command: Resize, step: int, now: float) -> None:
-        """There are other engines, or will be; none of those before."""
+        """Note that all engines are replaced by engines with another number of devices."""
         for number in self.counts:
             self._incarnation[number] += 1
         self.num_engines = len(command.incarnations)
@@ -101,20 +102,20 @@ class EngineBook:
 
     @property
     def idle_share(self) -> float:
-        """Of the engines that have nothing to do while others do. Those whose devices are the
-        trainer's have."""
+        """Share of engines without samples while others have some, from 0 to 1. An engine whose
+        devices are lent to the trainer counts as busy."""
         if not self._num_busy:
             return 0.0
         num_busy = self._num_busy + sum(not self._load[number] for number in self._released)
         return 1.0 - num_busy / self.num_engines
 
     def is_zombie(self, event: SampleGenerated | SampleAborted | SampleFailed) -> bool:
-        """It is said by an engine that is lost."""
+        """Whether the event comes from an incarnation of an engine that was lost."""
         return event.incarnation != self._incarnation[event.engine]
 
     def place(self, samples: Sequence[SampleId], engines: Sequence[int], now: float) -> None:
-        """They are given to these engines; no engines: to the first. Those that run elsewhere leave
-        that."""
+        """Give samples to engines, one engine for each sample (an empty list: all to the first
+        engine). A sample that another engine has leaves that one."""
         if self.counts:
             for sample, number in zip(samples, engines or (0,) * len(samples), strict=True):
                 self._leave(sample, now)
@@ -122,11 +123,12 @@ class EngineBook:
                     self._come(sample, number, now)
 
     def release(self, engines: Iterable[int] = ()) -> None:
-        """The trainer has the devices of these until the next round; no other's."""
+        """Lend the devices of these engines, and of no others, to the trainer until the next
+        round."""
         self._released = frozenset(engines)
 
     def nowhere(self, samples: Iterable[SampleId]) -> list[SampleId]:
-        """Those of them that no engine has."""
+        """The samples among these that no engine has."""
         return [s for s in samples if s not in self._at] if self.counts else []
 
     def end(self, event: SampleGenerated | SampleAborted | SampleFailed, now: float) -> None:
@@ -160,7 +162,7 @@ class EngineBook:
                 self.switches[-1].seconds = now - self.switches[-1].start_s
 
     def clear(self) -> None:
-        """The round is over, as far as the log says."""
+        """Forget which engine has which sample, at the end of a round."""
         self._at.clear()
         self._load.clear()
         self._busy_since.clear()

@@ -1,6 +1,6 @@
-"""How the episodes of a step went: turns, seconds of policy and environments, why they ended, which
-answers were the slowest, what calls of tools took, and which answers were lost of what. A source is
-that of the prompts."""
+"""Episodes of a step: turns, seconds of policy and environments, why trajectories ended, the
+slowest answers, calls of tools, and lost answers by cause. A source is the source of the
+prompts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MAX_REASON = 300
 
 @dataclass(slots=True)
 class Answers:
-    """Of the environments of one source."""
+    """Answers of the environments of one source."""
 
     num: int = 0
     total_s: float = 0.0
-    """In the environment."""
+    """Seconds in the environment."""
     longest_s: float = 0.0
     waited_s: float = 0.0
-    """From asking to the answer, besides."""
+    """Seconds from asking to the answer that were not spent in the environment."""
     lost: Counter[str] = field(default_factory=Counter)
-    """Answers that did not come, by cause; those that were asked for again are among them."""
+    """Answers that were lost, by cause. An answer that was asked for again is counted as well."""
 
     def add(self, other: Answers) -> None:
         self.num += other.num
@@ -54,11 +54,12 @@ class Slow(NamedTuple):
     seconds: float
     sample: str
     turn: int
-    """0: the beginning."""
+    """The turn that was answered. 0 is the beginning of the episode."""
     tool: str
-    """The one that took the longest in it; empty: none was called, or nobody knows which."""
+    """The tool whose call took the longest. Empty if no tool was called, or if it is not known
+    which."""
     came: bool = True
-    """False: it was too slow, and the episode is lost."""
+    """Whether the answer came. False if it was too slow, and its episode was lost."""
 
     def plain(self) -> dict[str, Any]:
         slow = {"sample": self.sample, "turn": self.turn, "seconds": self.seconds}
@@ -67,24 +68,25 @@ class Slow(NamedTuple):
 
 @dataclass(slots=True)
 class StepEpisodes:
-    """Of a step, or of several."""
+    """Episodes of one step, or of several steps together."""
 
     ended: Counter[str] = field(default_factory=Counter)
     """Trajectories by finish reason."""
     num_turns: int = 0
-    """Of the model, in these."""
+    """Turns of the model in these trajectories."""
     most_turns: int = 0
     policy_s: float = 0.0
-    """From asking an engine for a turn to its end, in these."""
+    """Seconds from asking an engine for a turn to the end of that turn, summed over these
+    trajectories."""
     environment_s: float = 0.0
     answers: dict[str, Answers] = field(default_factory=dict)
-    """By source; also of episodes that came to nothing."""
+    """Answers by source, including those of episodes that were lost."""
     first_reason: dict[str, str] = field(default_factory=dict)
-    """Of lost answers, by cause."""
+    """The reason of the first lost answer, by cause."""
     slowest: list[Slow] = field(default_factory=list)
     """Slowest first."""
     tools: dict[str, ToolSeconds] = field(default_factory=dict)
-    """By the tool's name; also of episodes that came to nothing."""
+    """Seconds of calls by the tool's name, including those of episodes that were lost."""
 
     def __bool__(self) -> bool:
         return bool(self.ended or self.answers)
@@ -97,7 +99,7 @@ class StepEpisodes:
         waited_s: float,
         calls: Sequence[ToolCall] = (),
     ) -> None:
-        """The environment did."""
+        """Note that the environment answered a turn."""
         of_source = self.answers.setdefault(sample.prompt.source, Answers())
         of_source.num += 1
         of_source.total_s += seconds
@@ -111,7 +113,7 @@ class StepEpisodes:
             self._keep_slowest([*self.slowest, Slow(seconds, str(sample), turn, tool)])
 
     def lose(self, event: Acted) -> None:
-        """An answer will not come."""
+        """Note that an answer is lost."""
         sample, calls, seconds = event.sample, event.calls, event.seconds or 0.0
         self.answers.setdefault(sample.prompt.source, Answers()).lost[event.cause] += 1
         self.first_reason.setdefault(event.cause, event.reason[:MAX_REASON])
@@ -125,7 +127,7 @@ class StepEpisodes:
         self._keep_slowest([*self.slowest, slow])
 
     def conclude(self, reason: str, turns: int, policy_s: float, environment_s: float) -> None:
-        """A trajectory is whole."""
+        """Note that a trajectory has ended as a whole one."""
         self.ended[reason] += 1
         self.num_turns += turns
         self.most_turns = max(self.most_turns, turns)
@@ -173,7 +175,7 @@ class StepEpisodes:
 
 
 def add_up(steps: Iterable[StepEpisodes]) -> StepEpisodes:
-    """All of them together."""
+    """The sum of the episodes of several steps."""
     total = StepEpisodes()
     for step in steps:
         total.add(step)

@@ -17,7 +17,7 @@ from rollpacker.report.page.sample_choice import read_samples
 from rollpacker.report.spans import Excerpt
 from rollpacker.report.step_history import StepHistory
 from rollpacker.report.summary import SUMMARY_FILE, with_paths, write_summary
-from rollpacker.report.timeline import NUM_STEPS, draw_steps, draw_timeline
+from rollpacker.report.timeline import NUM_STEPS, choose_steps, draw_steps
 from rollpacker.report.trace import write_steps_trace
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def write_reports(
     if lacking is not None:
         logger.warning("%s", lacking)
     elif steps is not None:
-        draw_timeline(events, folder / "timeline.png", steps=steps)
+        draw_steps(choose_steps(events, steps), folder / "timeline.png")
     elif any(step.samples for step in keep.excerpt.steps):
         draw_steps(keep.excerpt.steps, folder / "timeline.png")
     tell("writing trace.json")

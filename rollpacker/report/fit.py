@@ -77,16 +77,16 @@ ClockedRounds = list[tuple[RoundKind, list[list[Stretch]]]]
 
 @dataclass(slots=True)
 class _Clocked:
-    """Rounds whose token clock can be told."""
+    """Rounds, with what their token clock says."""
 
     slots: int | None
     """Decode slots of each engine. None: as the log says."""
     may_draft: bool = False
     rounds: ClockedRounds = field(default_factory=list)
     num_skipped: int = 0
-    """Rounds whose clock cannot be told."""
+    """Rounds that contradict a token clock."""
     reason: str = ""
-    """Why the last one of those cannot."""
+    """Why the last of those rounds was skipped."""
     drafted: ClockedRounds | None = None
     """All rounds, by a clock that lets samples come forward at different speeds; None: theirs is
     the clock of an engine that gives one token a step."""
@@ -123,7 +123,7 @@ class _Asked:
 
     sources: set[str] = field(default_factory=set)
     fetched: dict[PromptId, None] = field(default_factory=dict)
-    """A resumed run fetches again what it had not committed."""
+    """Fetched prompts, each once: a resumed run fetches again what it had not committed."""
     pools: dict[int, list[int]] = field(default_factory=dict)
     stopped: dict[int, list[int]] = field(default_factory=dict)
     capped: set[int] = field(default_factory=set)
@@ -167,7 +167,7 @@ class _Measured:
     clocked: _Clocked
     asked: _Asked = field(default_factory=_Asked)
     session: Session | None = None
-    """The last one."""
+    """The last session. None: there was none."""
     num_steps: int = 0
     checks: Checks = field(default_factory=Checks)
     exposed: list[float] = field(default_factory=list)
@@ -175,11 +175,11 @@ class _Measured:
     trained: list[tuple[int, float]] = field(default_factory=list)
     """(tokens, seconds) of each training step."""
     stopped: list[float] = field(default_factory=list)
-    """From telling samples to stop until they have."""
+    """Seconds from the order to stop samples until they have stopped."""
     synced: list[float] = field(default_factory=list)
     committed: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
-    """From a commit to the next launch."""
+    """Seconds from a commit to the next launch."""
 
     @property
     def slots(self) -> int | None:
@@ -226,7 +226,7 @@ def _own_s(step: StepHistory, start_s: float, end_s: float) -> float:
 
 
 def _training_s(step: StepHistory, train_on_s: float, trained_s: float) -> float:
-    """From `TrainOn` to its answer, and the gradients that were begun before."""
+    """Seconds from `TrainOn` to its answer, and those of gradients that were begun before."""
     begun_s = sum(
         max(0.0, min(note.time_s, train_on_s) - (note.time_s - note.seconds))
         for note in step.notes

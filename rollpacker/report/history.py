@@ -1,4 +1,4 @@
-"""What happened, step by step: the one place that interprets the event log.
+"""The history of a run, step by step. This module is the one place that interprets the event log.
 
     events, commands, notes, sessions  ->  History.feed  ->  a StepHistory at every commit
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from rollpacker.core.commands import (
     NOWHERE,
@@ -57,7 +58,7 @@ from rollpacker.core.events import (
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.records import Entry, Note, Record, Session
 from rollpacker.report.carrying import CarryBook
-from rollpacker.report.check_book import CheckBook
+from rollpacker.report.checks import CheckBook
 from rollpacker.report.engine_book import EngineBook
 from rollpacker.report.phase_book import PhaseBook
 from rollpacker.report.step_history import (
@@ -67,8 +68,39 @@ from rollpacker.report.step_history import (
     SampleHistory,
     StepHistory,
 )
-from rollpacker.report.trainer_book import TrainerBook
 from rollpacker.report.turn_book import ENVIRONMENT, TurnBook
+
+
+@dataclass(slots=True)
+class TrainerBook:
+    """State and losses of the trainer, as far as the log was read. The book belongs to the history,
+    which feeds it."""
+
+    num_streaming: int = 0
+    """Groups whose gradients are being accumulated while the round goes on."""
+    losses: int = 0
+    away_s: float = 0.0
+    """Seconds from the losses until the trainer was back."""
+    interrupted: str = ""
+    """The phase that goes on when the trainer is back. Empty if nothing waits for that."""
+    _lost_since: float | None = None
+
+    def begin_session(self) -> None:
+        """Forget what was under way: the process of a new session has a trainer of its own."""
+        self.num_streaming, self.interrupted, self._lost_since = 0, "", None
+
+    def lose(self, now: float) -> None:
+        """Note that the trainer was lost, and with it the gradients that it had begun."""
+        self.num_streaming = 0
+        self.losses += 1
+        if self._lost_since is None:
+            self._lost_since = now
+
+    def ready(self, now: float) -> None:
+        """Note that the trainer is back."""
+        if self._lost_since is not None:
+            self.away_s += now - self._lost_since
+            self._lost_since = None
 
 
 class History:
@@ -87,21 +119,22 @@ class History:
     def __init__(self) -> None:
         self.step = StepHistory()
         self.last_step = 0
-        """The last one committed."""
+        """The last step that was committed; 0 before the first."""
         self.live: set[SampleId] = set()
         self.queue: set[PromptId] = set()
         self.num_sessions = 0
         self.marks: set[str] = set()
-        """Of all sessions so far."""
+        """The marks of all sessions so far."""
         self.engines = EngineBook()
         self.evaluations: dict[int, Mapping[str, float]] = {}
-        """By the step that they came after."""
+        """Metrics of evaluations, by the step that they came after."""
         self.finish: Finish | None = None
-        """How the run is over; None: it is not, or was killed."""
+        """The command that ended the run. None if the run goes on, or was killed."""
         self._phases = PhaseBook()
         self._turns = TurnBook()
         self._emptied_s: float | None = None
-        """The event at hand ended the last live sample of a round."""
+        """The time at which the current event ended the last live sample of a round. None if it did
+        not."""
         self.trainer = TrainerBook()
         self._is_committing = False
         self._carrying = CarryBook()
@@ -113,7 +146,7 @@ class History:
 
     @property
     def session(self) -> Session | None:
-        """The one at hand."""
+        """The current session. None before the first."""
         return self.step.session
 
     def feed(self, entry: Entry) -> StepHistory | None:
@@ -132,7 +165,7 @@ class History:
         return dataclasses.replace(self.step, step=step, end_s=now)
 
     def take(self, now: float, event: Event, commands: Sequence[Command]) -> StepHistory | None:
-        """The same for an event and the core's answer, for those who keep no `Record`."""
+        """Take an event and the core's answer, as `feed` takes a `Record`."""
         done = self._event(event, now)
         for command in commands:
             self._command(command, now)
@@ -234,7 +267,7 @@ class History:
         return None
 
     def _let_go(self, sample: SampleHistory, event: SampleGenerated | SampleAborted) -> None:
-        """The engine did, with so many tokens."""
+        """Note how many tokens a sample had when the engine let go of it."""
         self._carrying.drawn(sample, event)
         sample.preemptions += event.preemptions
         sample.num_redraws = event.num_redraws
@@ -266,12 +299,13 @@ class History:
         return found
 
     def _end_round(self) -> None:
-        """The engine is empty, and the answer to the event that left it so launches no more."""
+        """End the round: its engines are empty, and the answer to the event launched nothing
+        more."""
         if self._emptied_s is not None:
             self.step.rounds[-1].end_s, self._emptied_s = self._emptied_s, None
 
     def _lose(self, event: EngineLost, now: float) -> None:
-        """No engine has its samples, until they are placed again."""
+        """Note that an engine was lost. No engine has its samples until they are placed again."""
         gone = self.engines.lose(event, now)
         self.live.difference_update(gone)
         if gone:
@@ -280,7 +314,8 @@ class History:
                 self._emptied_s = now
 
     def _lose_trainer(self, now: float) -> None:
-        """Whatever waited for it waits for its recovery; a round goes on."""
+        """Note that the trainer was lost. A phase that needs it becomes recovery, and a round goes
+        on."""
         self.trainer.lose(now)
         if self.phase == "training" and self.step.train_on is None:
             self._turn("reward_wait", now)

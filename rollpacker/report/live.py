@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 RowWritten = Callable[[int, Metrics, bool], None]
-"""Of a step, or (if the last is true) of the evaluation after it."""
+"""Called with a step, its row, and whether the row is that of the evaluation after the step."""
 
 
 class LiveReport:
@@ -55,7 +55,7 @@ class LiveReport:
             folder, resume_step=resume_step, log_rows=rows, tensorboard=tensorboard
         )
         self.on_row: RowWritten | None = None
-        """Told of every row that was written."""
+        """Called for every row that was written. None if nobody listens."""
         self._display: Display | None = None
         if show and notebook is not None:
             from rollpacker.report.notebook import NotebookDisplay
@@ -75,7 +75,7 @@ class LiveReport:
         return step_metrics(self.accounting.so_far(step))
 
     def _read_log(self, path: Path) -> list[dict[str, Any]]:
-        """The metrics of what is in the log already."""
+        """Read the log that exists already, and return its rows of metrics."""
         rows: list[dict[str, Any]] = []
         evaluations = self.accounting.history.evaluations
         for entry in EventLog(path):
@@ -109,7 +109,7 @@ class LiveReport:
             self.on_row(step, row, is_evaluation)
 
     def close(self) -> None:
-        """Flush and let go of the terminal. Idempotent."""
+        """Flush the files and release the terminal. Further calls do nothing."""
         if self._display is not None:
             self._display.close()
         self._metrics.close()

@@ -39,8 +39,7 @@ class EventLog:
                 if line.isspace():
                     continue
                 try:
-                    entry = decode(line.decode("utf-8"))
-                    _check(entry)
+                    entry = _entry(line)
                 except ValueError as error:
                     if not line.endswith(b"\n"):
                         self.truncated = True
@@ -82,15 +81,15 @@ class LogTail:
                 if line.isspace():
                     continue
                 try:
-                    entry = decode(line.decode("utf-8"))
-                    _check(entry)
+                    yield _entry(line)
                 except ValueError as error:
                     raise LogError(f"{self.path}, byte {self.num_bytes}: {error}") from error
-                yield entry
 
 
-def _check(entry: Entry) -> None:
-    """Raises `LogError` for values that no run writes: `decode` looks at names and shapes."""
+def _entry(line: bytes) -> Entry:
+    """The entry that a line holds. Raises `ValueError` for a line that is none, and for values that
+    no run writes, since `decode` looks at names and shapes alone."""
+    entry = decode(line.decode("utf-8"))
     _check_seconds("t", entry.time_s)
     if isinstance(entry, Session):
         if entry.slots is not None and not _is_count(entry.slots, least=1):
@@ -102,6 +101,7 @@ def _check(entry: Entry) -> None:
             raise LogError(f"num_tokens is {entry.event.num_tokens!r}, not a number of tokens")
     elif isinstance(entry.event, SampleScored) and entry.event.seconds is not None:
         _check_seconds("seconds", entry.event.seconds)
+    return entry
 
 
 def _check_seconds(name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""A step's metrics under the names that the field uses, as JSON lines and for TensorBoard.
+"""Metrics of a step under the names that the field uses, as JSON lines and for TensorBoard.
 
 `docs/metrics.md` lists them. Everything that depends on a clock stands under `timing_s/` or
 `perf/`; all the rest is the same whenever a seed is run again."""
@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,39 @@ TIMING_NAMES = {
     "switch": "switch",
 }
 """Cause of time -> its name under `timing_s/`."""
+
+OTHER_NAMES = {
+    "TRL": {
+        "reward": "critic/rewards/mean",
+        "reward_std": "critic/rewards/std",
+        "frac_reward_zero_std": "critic/frac_reward_zero_std",
+        "completions/mean_length": "response_length/mean",
+        "completions/max_length": "response_length/max",
+        "completions/clipped_ratio": "response_length/clip_ratio",
+        "loss": "actor/loss",
+        "grad_norm": "actor/grad_norm",
+        "learning_rate": "actor/lr",
+        "kl": "actor/kl",
+        "entropy": "actor/entropy",
+        "clip_ratio/low_mean": "actor/clip_ratio_low",
+        "clip_ratio/high_mean": "actor/clip_ratio_high",
+        "step_time": "timing_s/step",
+        "eval_reward": "eval/reward",
+    },
+    "verl": {
+        "critic/score/mean": "critic/rewards/mean",
+        "actor/pg_loss": "actor/loss",
+        "actor/kl_loss": "actor/kl",
+        "actor/entropy_loss": "actor/entropy",
+        "actor/pg_clipfrac": "actor/clip_ratio_high",
+        "actor/pg_clipfrac_lower": "actor/clip_ratio_dual",
+        "critic/vf_loss": "critic/value_loss",
+        "critic/vf_clipfrac": "critic/value_clip_ratio",
+    },
+}
+"""Names of these metrics in other frameworks: framework -> its name -> the name here, where the two
+differ. docs/migration.md shows them, and a name that a run's table lacks gets its hint from
+here."""
 
 Value = float | int | str
 Row = dict[str, Any]
@@ -126,6 +159,15 @@ def _timing(step: StepSummary) -> dict[str, Value | None]:
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
+
+
+def here_it_is(name: str, known: Collection[str]) -> str:
+    """` Here it is ...` for a metric of another framework, otherwise nothing. `known` are the names
+    of the metrics that there are."""
+    ours = next((names[name] for names in OTHER_NAMES.values() if name in names), None)
+    if ours is None:
+        return ""
+    return f" Here it is {ours}{'' if ours in known else ', which no row has'}"
 
 
 class MetricsWriter:

@@ -1,4 +1,4 @@
-"""What a notebook shows while a run goes on: one output that changes in place.
+"""The display of a run in a notebook: one output that changes in place.
 
 Needs no widgets, only what every kernel has (`display_id`). Drawn by a thread of its own, at most
 once a second and only if something has changed; feeding costs the run nothing here.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollpacker.report.accounting import Accounting
-from rollpacker.report.display import State, numbered, phase_words
+from rollpacker.report.display import State, doing, elapsed, learned, numbered
 from rollpacker.report.step_summary import StepSummary
 from rollpacker.report.time_book import STEP_CAUSES
 from rollpacker.report.writing import clock
@@ -47,7 +47,7 @@ class NotebookDisplay:
     def on_evaluation(
         self, step: int, metrics: Mapping[str, float], *, is_new: bool = True
     ) -> None:
-        self._state.on_evaluation(step, metrics)
+        self._state.evaluation = (step, metrics)
 
     def close(self) -> None:
         """Show how it ended, and leave that standing."""
@@ -73,14 +73,14 @@ class NotebookDisplay:
         done, total = history.last_step, state.total_steps
         head = f"step {numbered(done, total)}"
         left = state.left_s()
-        told = [f"<b>{head}</b>", clock(state.elapsed_s)]
+        told = [f"<b>{head}</b>", elapsed(state)]
         if left and not state.is_over:
             told.append(f"{clock(left)} left")
         value = f' value="{min(done, total)}" max="{total}"' if total else ""
         bar = f'<progress style="width: 100%; max-width: 40em"{value}></progress>'
         lines = [" &nbsp; ".join(told), bar]
         if not state.is_over:
-            lines.append(html.escape(_now(state)))
+            lines.append(html.escape(doing(history)))
         lines += [html.escape(line) for line in _learned(state)]
         title = f"{html.escape(self._name)} &nbsp; " if self._name else ""
         return (
@@ -91,27 +91,9 @@ class NotebookDisplay:
         )
 
 
-def _now(state: State) -> str:
-    history = state.accounting.history
-    kind = history.step.kind
-    text = phase_words(history)
-    if kind is not None:
-        text = f"{kind} round, {text}"
-    if history.phase == "rollout":
-        text += f", {len(history.live)} of {history.step.num_launched} samples live"
-    return text
-
-
 def _learned(state: State) -> list[str]:
-    step, passed = state.last, state.passed()
-    parts = []
-    if step is not None and step.rewards.mean is not None:
-        parts.append(f"reward {step.rewards.mean:.3f}")
-    if passed is not None and state.evaluation is not None:
-        parts.append(f"pass@1 {passed} (step {state.evaluation[0]})")
-    if step is not None and step.lengths.trained is not None:
-        lengths = step.lengths.trained
-        parts.append(f"tokens median {lengths.median:.0f}, max {lengths.max}")
+    step = state.last
+    parts = [f"{name} {told}" for name, told in learned(state).items()]
     lines = [", ".join(parts)] if parts else []
     if step is not None and step.step_s:
         shares = {c: step.seconds[c] / step.step_s for c in STEP_CAUSES}

@@ -1,4 +1,5 @@
-"""What a run is doing, and since when: the phases of its steps. No second belongs to two."""
+"""The phases of a run's steps: what the run does, and since when. No second belongs to two
+phases."""
 
 from __future__ import annotations
 
@@ -14,32 +15,33 @@ class PhaseBook:
         self._doing = "controller"
         self._since_s = 0.0
         self._waits_since_s: float | None = None
-        """For a pool."""
+        """When the run began to wait for a pool. None if it does not wait."""
         self._evaluates_in: str | None = None
         """The phase that an evaluation under way came into, if it is known to be."""
 
     @property
     def now(self) -> str:
-        """The phase at hand. A wait for a pool is another phase than that which it comes into, and
-        which goes on after it."""
+        """The current phase. A wait for a pool interrupts the phase that it comes into, which goes
+        on afterwards."""
         return self._doing if self._waits_since_s is None else POOL_WAIT
 
     def begin_session(self) -> None:
-        """Nothing is under way but what the begin of a commit has told."""
+        """Begin a session. Of the session before, only a commit that had begun goes on."""
         self._waits_since_s = None
         self._doing, self._evaluates_in = self._evaluates_in or self._doing, None
 
     def begin(self) -> None:
-        """Nothing at all is."""
+        """Begin a session in which nothing is under way."""
         self._doing = "controller"
 
     def turn(self, step: StepHistory, phase: str, now: float) -> None:
-        """End the phase at hand and begin another."""
+        """End the current phase and begin another."""
         self._end(step, now)
         self._doing, self._since_s = phase, now
 
     def evaluate(self, step: StepHistory, now: float) -> None:
-        """From now on, until its note: it asks for its pool before it begins."""
+        """Begin an evaluation, which lasts until its note. It asks for its pool before it
+        begins."""
         if self._evaluates_in is None:
             self._evaluates_in = self._doing
             self.turn(step, "evaluation", now)
@@ -59,7 +61,7 @@ class PhaseBook:
             step.phases.append(Phase("callbacks", note.time_s - told_s, note.time_s))
 
     def _book(self, step: StepHistory, note: Note, end_s: float) -> None:
-        """Until then."""
+        """Book a note's span as a phase that ends at `end_s`."""
         start_s = note.time_s - note.seconds
         if note.name == POOL_SWITCH:
             since_s = self._since_s if self._waits_since_s is None else self._waits_since_s
@@ -72,12 +74,12 @@ class PhaseBook:
         step.phases.append(Phase(note.name, start_s, end_s))
 
     def wait(self, step: StepHistory, now: float) -> None:
-        """For a pool."""
+        """Begin to wait for a pool."""
         self._end(step, now)
         self._waits_since_s = now
 
     def end_wait(self, step: StepHistory, now: float, switch_s: float = 0.0) -> None:
-        """It is there, after a switch; or nobody waits for it any more, if anybody did."""
+        """End the wait for a pool, if there is one. Its last `switch_s` seconds were the switch."""
         since_s, self._waits_since_s = self._waits_since_s, None
         if since_s is not None:
             woke_s = max(since_s, now - switch_s)

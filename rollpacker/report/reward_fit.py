@@ -28,7 +28,7 @@ MAX_CALLS = 20_000
 MOST_AT_ONCE = 8
 """Batches that a run has under way at once (`run/ports/scoring.py`)."""
 WORSE = 1.05
-"""Fewer workers are believed if they explain the ends as well but for this factor."""
+"""Fewer workers are taken if their error is at most this many times the least one."""
 SHORTEST_S = 1e-6
 NUM_FIRST = 8
 """Number of a run's first calls among which a worker's first call is looked for."""
@@ -44,7 +44,7 @@ class Check(NamedTuple):
     seconds: float
     """Seconds of execution as the reward reports them. If it reports none, `held_s`."""
     held_s: float
-    """From being handed over to the verdict, which keeps a worker of the core's."""
+    """Seconds from the hand-over to the verdict, for which a worker of the core is kept."""
     value: float | None
     correct: bool | None
     timed_out: bool
@@ -84,7 +84,7 @@ class Calls:
 
 class _Batch(NamedTuple):
     asked_s: float
-    """When the last of its samples was asked for."""
+    """Time when the last of its samples was asked for, in seconds."""
     done_s: float
     num_samples: int
     alone: bool
@@ -97,9 +97,9 @@ class Checks:
     by_row: dict[int, list[Check]] = field(default_factory=dict)
     _batches: list[_Batch] = field(default_factory=list)
     _open: tuple[float | None, list[Verdict]] = (None, [])
-    """Seconds of the batch whose verdicts come in, and these."""
+    """Seconds of the batch whose verdicts are being gathered, and its verdicts."""
     _rollouts: list[tuple[float, float]] = field(default_factory=list)
-    """Begin and end of each of the step at hand."""
+    """Begin and end of each rollout of the current step, in seconds."""
 
     def add(self, step: StepHistory) -> None:
         self._rollouts = [(r.start_s, r.end_s or math.inf) for r in step.rounds]

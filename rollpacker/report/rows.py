@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
 
 from rollpacker.imports import require
+from rollpacker.report.writing import printable
 
 NUM_SHOWN = 5
 """Rows at each end that a notebook is shown."""
@@ -62,7 +63,7 @@ class Table(Sequence[Mapping[str, Any]]):
 
     def _meant(self, name: str) -> str:
         from rollpacker.did_you_mean import did_you_mean
-        from rollpacker.report.other_names import here_it_is
+        from rollpacker.report.metrics import here_it_is
 
         of_others = here_it_is(name, self.columns) if self._of_metrics else ""
         return of_others or did_you_mean(name, self.columns)
@@ -105,11 +106,5 @@ def _cell(value: Any) -> str:
     """Untrusted text: escaped, on one line, control characters made visible."""
     if value is None:
         return ""
-    text = f"{value:.4g}" if isinstance(value, float) else inert(str(value))
+    text = f"{value:.4g}" if isinstance(value, float) else printable(str(value))
     return html.escape(text if len(text) <= MAX_CELL else text[: MAX_CELL - 3] + "...")
-
-
-def inert(text: str) -> str:
-    """Control characters and half surrogates, by which a text could act on what shows it, as
-    escapes."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""Which steps of a log are shown: a range, or a few that tell the rhythm."""
+"""The choice of steps of a log that pictures show: a range, or a few steps that show the rhythm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollpacker.report.step_history import StepHistory
 
 
 def read_steps(entries: Iterable[Entry], *, steps: range | None = None) -> list[StepHistory]:
-    """Those of the committed steps that are in `steps` (None: any)."""
+    """The committed steps of a log that are in `steps` (None: all of them)."""
     kept: list[StepHistory] = []
     for done in iterate_steps(entries):
         if steps is None or done.step in steps:

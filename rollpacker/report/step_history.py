@@ -1,4 +1,4 @@
-"""What one step's record holds: rounds, samples with their ends and verdicts, phases, prompts."""
+"""Records of one step: rounds, samples with their ends and verdicts, phases, prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FOR_LOSSES = {*TOO_FEW_RESPONSES.values(), *TOO_FEW_VERDICTS.values()}
 
 
 class End(StrEnum):
-    """How the engine let go of a sample."""
+    """How a sample's generation ended."""
 
     FINISHED = "finished"
     AT_LIMIT = "finished at the length limit"
@@ -33,7 +33,7 @@ class End(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What became of a sample."""
+    """The outcome of a sample."""
 
     TRAINED = "trained on"
     SURPLUS = "surplus, stopped"
@@ -55,13 +55,14 @@ class Verdict:
 
 
 class CarriedInto(NamedTuple):
-    """What an earlier launch had left for a sample."""
+    """Tokens that an earlier launch left for a sample."""
 
     num_tokens: int
     whole: bool
-    """A complete response."""
+    """Whether the tokens are a complete response."""
     version: int
-    """Of the weights that they were last drawn from, or the oldest of these."""
+    """Version of the weights that the tokens were last drawn from, or the oldest one if they were
+    drawn from several."""
 
 
 @dataclass(slots=True)
@@ -72,7 +73,8 @@ class SampleHistory:
     start_s: float
     carried: CarriedInto | None = None
     num_kept: int | None = None
-    """Of the carried tokens, so many came out the same; None: not looked at."""
+    """Number of carried tokens that came out the same when they were drawn again. None if that was
+    not checked."""
     num_redraws: int = 0
     end_s: float | None = None
     end: End | None = None
@@ -80,7 +82,7 @@ class SampleHistory:
     num_tokens: int = 0
     preemptions: int = 0
     verdict: Verdict | None = None
-    """The last one."""
+    """The last verdict on the sample. None if there is none."""
     outcome: Outcome = Outcome.UNUSED
     """Final once the step is committed."""
 
@@ -102,7 +104,7 @@ class SampleHistory:
 
     @property
     def is_finished(self) -> bool:
-        """It is a whole response, possibly cut at the length limit."""
+        """Whether the sample is a whole response, which may be cut at the length limit."""
         return self.end is End.FINISHED or self.end is End.AT_LIMIT
 
 
@@ -113,21 +115,24 @@ class RoundHistory:
     number: int
     kind: RoundKind
     version: int
-    """Of the weights that its samples come from."""
+    """Version of the weights that the round's samples come from."""
     tensor_parallel: int
     samples: tuple[SampleId, ...]
     start_s: float
     slots: int | None
-    """Of all engines, as the session told."""
+    """Slots of all engines together, as the session recorded them. None if it did not."""
     num_engines: int = 1
     engines: tuple[int, ...] = ()
-    """Where its samples began, aligned with them; empty: all in the first."""
+    """The engine that each sample began in, aligned with `samples`. Empty: all began in the first
+    engine."""
     end_s: float | None = None
-    """When the last of the samples ended or failed; None: some have not, as far as the log says."""
+    """When the last of the samples ended or failed. None if some have not ended, as far as the log
+    says."""
     ends: list[SampleHistory] = field(default_factory=list)
-    """In the order in which they finished or were stopped; those that failed are not here."""
+    """Samples in the order in which they finished or were stopped. Samples that failed are not
+    here."""
     is_irregular: bool = False
-    """A sample failed, or was launched once more in the same round, or changed its engine."""
+    """Whether a sample failed, was launched once more in the same round, or changed its engine."""
     peak_live: int = 0
     """Samples that were live at once, at most."""
     told_to_stop_s: float | None = None
@@ -160,25 +165,25 @@ class Turns:
 
 @dataclass(slots=True)
 class StepPrompts:
-    """What became of prompts in a step, besides training."""
+    """Prompts of a step that were not trained on, by what became of them."""
 
     fetched: list[PromptId] = field(default_factory=list)
     deferred: set[PromptId] = field(default_factory=set)
     dropped: Counter[str] = field(default_factory=Counter)
-    """How many, by reason."""
+    """Number of dropped prompts, by reason."""
     dropped_after: dict[str, str] = field(default_factory=dict)
-    """By reason, of the first: what was said of the last of its samples that came to nothing."""
+    """For each reason, why the last lost sample of the first prompt dropped for it was lost."""
     long_queue: int = 0
     """How many waited for a long round, or for another race, when the step was committed."""
     _lost: dict[PromptId, str] = field(default_factory=dict)
-    """What was said of the latest of their samples that came to nothing."""
+    """For each prompt, why the latest of its lost samples was lost."""
 
     def lose(self, sample: SampleId, reason: str) -> None:
-        """A sample came to nothing."""
+        """Note that a sample was lost."""
         self._lost[sample.prompt] = reason
 
     def drop(self, command: Drop) -> None:
-        """A prompt will never be trained on."""
+        """Note that a prompt will never be trained on."""
         self.dropped[command.reason] += 1
         after = self._lost.get(command.prompt)
         if after is not None and command.reason in _FOR_LOSSES:
@@ -198,16 +203,16 @@ class StepHistory:
     """One optimizer step and the rounds that fed it. Times are seconds since the run began."""
 
     start_s: float = 0.0
-    """The commit of the step before, or the begin of the session."""
+    """When the step before was committed, or when the session began."""
     step: int = 0
-    """0 until it is committed."""
+    """The number of the step; 0 until it is committed."""
     end_s: float = 0.0
     checkpointed: bool = False
     session: Session | None = None
-    """The one at hand, or that committed it."""
+    """The session that the step is in, or that committed it."""
     rounds: list[RoundHistory] = field(default_factory=list)
     samples: dict[SampleId, SampleHistory] = field(default_factory=dict)
-    """In launch order."""
+    """Samples in the order of their launches."""
     prompts: StepPrompts = field(default_factory=StepPrompts)
     checks: StepChecks = field(default_factory=StepChecks)
     episodes: StepEpisodes = field(default_factory=StepEpisodes)
@@ -218,12 +223,12 @@ class StepHistory:
     """Metrics of the optimizer step."""
     turns: Turns = field(default_factory=Turns)
     phases: list[Phase] = field(default_factory=list)
-    """In the order in which they ended."""
+    """Phases in the order in which they ended."""
     notes: list[Note] = field(default_factory=list)
 
     @property
     def kind(self) -> RoundKind | None:
-        """Of the first round: rounds that refill a step are of other kinds."""
+        """The kind of the first round. Rounds that refill a step may be of other kinds."""
         return self.rounds[0].kind if self.rounds else None
 
     @property
@@ -232,7 +237,7 @@ class StepHistory:
 
     @property
     def groups(self) -> Sequence[tuple[SampleId, ...]]:
-        """That the step was trained on."""
+        """Groups that the step was trained on."""
         return () if self.train_on is None else self.train_on.groups
 
     @property
@@ -273,7 +278,8 @@ class StepHistory:
         return others + in_rounds
 
     def waited_s(self, start_s: float, end_s: float) -> float:
-        """Of this time, what were waits for pools and switches. Known once they are over."""
+        """Seconds of this time that were waits for pools, and switches. They are known once they
+        are over."""
         return sum(
             max(0.0, min(phase.end_s, end_s) - max(phase.start_s, start_s))
             for phase in self.phases
@@ -281,7 +287,7 @@ class StepHistory:
         )
 
     def settle(self) -> None:
-        """What became of every sample is known when the step is committed."""
+        """Set the outcome of every sample, which is known when the step is committed."""
         trained = {sample for group in self.groups for sample in group}
         deferred = self.prompts.deferred
         for sample in self.samples.values():

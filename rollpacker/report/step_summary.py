@@ -1,4 +1,4 @@
-"""A committed step in numbers: what metrics, display and summary tell of it."""
+"""A committed step in numbers, which metrics, display and summary show."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class PromptCounts:
     trained: int
     deferred: int
     dropped: Mapping[str, int]
-    """By reason."""
+    """Number of dropped prompts, by reason."""
     dropped_after: Mapping[str, str]
-    """By reason, of the first: what was said of the last of its samples that came to nothing."""
+    """For each reason, why the last lost sample of the first prompt dropped for it was lost."""
     long_queue: int
-    """Those that wait for a long round, or for another race, when the step is over."""
+    """Prompts that wait for a long round, or for another race, when the step is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,11 @@ class SampleCounts:
     aborted: int
     failed: int
     no_verdict: Mapping[str, int]
-    """By reason."""
+    """Number of samples without a verdict, by reason."""
     streamed: int
-    """Their gradients were asked for before the round was over."""
+    """Samples whose gradients were asked for before the round was over."""
     not_streamed: str
-    """Why that was done with none of them, if streaming is on."""
+    """Why no gradients were asked for early, if streaming is on. Empty otherwise."""
     peak_live: int
     """The most that were live at once."""
 
@@ -56,7 +56,8 @@ class TokenCounts:
     """Response tokens of a step."""
 
     generated: int
-    """Those of aborted samples included; not those that an earlier launch generated."""
+    """Tokens that were generated, including those of aborted samples, without those that an earlier
+    launch generated."""
     trained: int
 
 
@@ -92,7 +93,7 @@ class Lengths:
 
     trained: LengthStats | None
     finished: LengthStats | None
-    """Every response that was completed, trained on or not."""
+    """All completed responses, trained on or not."""
     censored: tuple[int, ...]
     """Tokens that aborted samples had reached: lower bounds of their lengths."""
     bias: Mapping[str, float]
@@ -106,10 +107,10 @@ class StepSummary:
     step: int
     kind: RoundKind | None
     version: int
-    """Weights that the step's samples came from."""
+    """Version of the weights that the step's samples came from."""
     end_s: float
     seconds: Mapping[str, float]
-    """By cause; they add up to the time since the step before was committed."""
+    """Seconds by cause. They add up to the time since the step before was committed."""
     prompts: PromptCounts
     samples: SampleCounts
     tokens: TokenCounts
@@ -117,15 +118,15 @@ class StepSummary:
     lengths: Lengths
     carry: CarryCounts
     checks: Mapping[str, KindChecks]
-    """By kind: source of the prompts."""
+    """Checks by kind, which is the source of the prompts."""
     episodes: StepEpisodes
-    """Of samples that take turns with environments."""
+    """Episodes of samples that take turns with environments."""
     marks: tuple[str, ...]
-    """What these numbers must be read with, such as "unsandboxed"."""
+    """Marks that these numbers must be read with, such as "unsandboxed"."""
     trainer: Mapping[str, float]
     """Metrics of the optimizer step."""
     logged: Mapping[str, float]
-    """What callbacks logged, and what a resume salvaged."""
+    """Numbers that callbacks logged, and counts of what a resume salvaged."""
 
     @property
     def step_s(self) -> float:
@@ -134,7 +135,7 @@ class StepSummary:
 
     @property
     def waited_s(self) -> float:
-        """For pools that other jobs use too, with switches."""
+        """Seconds of waits for pools that other jobs use too, and of switches."""
         return sum(self.seconds[cause] for cause in POOL_CAUSES)
 
     @property
@@ -241,7 +242,8 @@ def _no_verdict(step: StepHistory, finished: Sequence[SampleHistory]) -> dict[st
 
 
 def _std(values: Sequence[float]) -> float:
-    """Of the population. `statistics.pstdev` is exact and a hundred times slower."""
+    """The standard deviation of the population. `statistics.pstdev` is exact and a hundred times
+    slower."""
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
 

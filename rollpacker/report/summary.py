@@ -1,4 +1,4 @@
-"""What came of a run: one pass over its event log, as JSON. `summary_table.py` shows it."""
+"""The summary of a run: one pass over its event log, as JSON. `summary_table.py` shows it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _OFF_POLICY = {
     "importance_outside": "sampling/mismatch_outside",
     "log_prob_difference": "sampling/sampling_logp_difference/mean",
 }
-"""With weighted carrying: how far the tokens trained on are from the policy's own."""
+"""Metrics of weighted carrying that tell how far the trained tokens are from the policy's own, by
+their names in the summary."""
 
 
 def summarize(run: str | Path) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def with_paths(summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def summarize_entries(entries: Iterable[Entry]) -> dict[str, Any]:
-    """The same from entries alone, without `run` and `paths`."""
+    """The summary from entries alone, without `run` and `paths`."""
     summary = RunSummary()
     for entry in entries:
         summary.feed(entry)
@@ -62,7 +63,8 @@ class RunSummary:
         self._steps: list[StepSummary] = []
 
     def feed(self, entry: Entry) -> tuple[StepHistory, StepSummary] | None:
-        """The step that was committed with it, for those who want more of it in the same pass."""
+        """Take an entry. Returns the step that was committed with it, for callers that need more of
+        it in the same pass."""
         step = self.accounting.history.step
         summary = self.accounting.feed(entry)
         if summary is None:
@@ -71,7 +73,7 @@ class RunSummary:
         return step, summary
 
     def plain(self) -> dict[str, Any]:
-        """What `summary.json` holds but for `run` and `paths`."""
+        """The content of `summary.json` but for `run` and `paths`."""
         accounting, steps = self.accounting, self._steps
         history, finish = accounting.history, accounting.history.finish
         failed = {"failed": finish.reason} if finish is not None and finish.failed else {}
@@ -129,7 +131,7 @@ class RunSummary:
         }
 
     def _engines(self) -> dict[str, Any]:
-        """A row for each, where there are several."""
+        """A row for each engine, if there are several."""
         book = self.accounting.history.engines
         counts, seconds = book.counts, self.accounting.seconds()
         if not counts:
@@ -152,7 +154,7 @@ class RunSummary:
         }
 
     def _trainer(self) -> dict[str, Any]:
-        """Only of one that was lost."""
+        """Losses of the trainer. Empty if it was never lost."""
         book = self.accounting.history.trainer
         if not book.losses:
             return {}
@@ -184,8 +186,8 @@ def write_summary(summary: Mapping[str, Any], path: str | Path) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The summary of a run that has ended, as it was written into its folder. None: it was not, or
-    not since the log's last line, or by another version."""
+    """The summary that a run which has ended wrote into its folder. None if there is none, if the
+    log is newer, or if another version wrote it."""
     path = folder / SUMMARY_FILE
     try:
         if path.stat().st_mtime_ns < events_path(folder).stat().st_mtime_ns:
@@ -225,7 +227,7 @@ def _steps(steps: list[StepSummary]) -> dict[str, Any]:
 
 
 def _carrying(steps: list[StepSummary]) -> dict[str, Any] | None:
-    """What became of carried tokens; None if nothing was carried."""
+    """Counts of carried tokens. None if no tokens were carried."""
     counts = add_up_carried(step.carry for step in steps)
     if not counts.tokens:
         return None
@@ -241,7 +243,7 @@ def _carrying(steps: list[StepSummary]) -> dict[str, Any] | None:
 
 
 def _salvaged(steps: list[StepSummary]) -> dict[str, Any]:
-    """Only of a run whose resumes found some."""
+    """Responses and tokens that resumes salvaged. Empty if there were none."""
     names = {"samples": "perf/salvaged_samples", "tokens": "perf/salvaged_tokens"}
     counts = {
         name: int(sum(step.logged.get(metric, 0.0) for step in steps))
@@ -251,20 +253,21 @@ def _salvaged(steps: list[StepSummary]) -> dict[str, Any]:
 
 
 def _episodes(steps: list[StepSummary]) -> dict[str, Any]:
-    """Only of a run whose samples take turns with environments."""
+    """Episodes of all steps. Empty if samples take no turns with environments."""
     found = add_up_episodes(step.episodes for step in steps)
     return {"episodes": found.plain()} if found else {}
 
 
 def _pipeline(steps: list[StepSummary]) -> dict[str, Any]:
-    """Only of a trainer in stages."""
+    """The pipeline of a trainer in stages. Empty for other trainers."""
     found = summarize_pipeline(steps)
     return {} if found is None else {"pipeline": found}
 
 
 def _training_reward(steps: list[StepSummary]) -> dict[str, Any]:
-    """Of the most frequent kind of round alone: a long round's prompts are harder ones. None as
-    long as the first and the last would overlap."""
+    """Mean training reward of the first and the last steps, over the most frequent kind of round
+    alone, since a long round's prompts are harder. None as long as the first and the last would
+    overlap."""
     known = [(step.kind, step.rewards.mean) for step in steps if step.rewards.mean is not None]
     kind = Counter(kind for kind, _ in known).most_common(1)[0][0] if known else None
     rewards = [mean for of, mean in known if of == kind]

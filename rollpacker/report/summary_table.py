@@ -1,4 +1,4 @@
-"""What came of a run, as a table for a terminal."""
+"""The summary of a run as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -99,13 +99,15 @@ def _result_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _without_verdict(metrics: Mapping[str, float]) -> str:
-    """Of an evaluation. Earlier versions did not write how many responses there were."""
+    """Number of responses of an evaluation without a verdict. Earlier versions did not write how
+    many responses there were."""
     told = f"{metrics.get('eval/no_verdict', 0):.0f}"
     return f"{told} of {metrics['eval/samples']:.0f}" if "eval/samples" in metrics else told
 
 
 def _lost(samples: Mapping[str, Any]) -> str | None:
-    """One sentence, where so many responses got no verdict that a reward may never judge some."""
+    """A sentence for a run in which so many responses got no verdict that a reward may never judge
+    some. None for other runs."""
     lost = sum(samples["no_verdict"].values())
     finished = samples["launched"] - samples["aborted"] - samples["failed"]
     if lost <= MANY_LOST * finished:
@@ -391,5 +393,6 @@ def _reasons(counts: Mapping[str, int]) -> str:
 
 
 def _short(reason: str) -> str:
-    """What fits beside its label in 80 columns; summary.json has it whole."""
+    """The beginning of a reason, as long as it fits beside its label in 80 columns. `summary.json`
+    has all of it."""
     return reason if len(reason) <= _REASON_WIDTH else reason[: _REASON_WIDTH - 3] + "..."

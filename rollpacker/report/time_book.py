@@ -30,10 +30,10 @@ CAUSES: dict[str, str] = {
 POOL_CAUSES = (POOL_WAIT, POOL_SWITCH)
 
 AROUND_STEPS = ("evaluation", "callbacks", "startup", *POOL_CAUSES)
-"""What a step does not take by itself."""
+"""Causes that are not part of a step's own seconds."""
 
 RARE_CAUSES = ("imbalance", ENVIRONMENT, "recovery", "callbacks", *POOL_CAUSES)
-"""Told only where there are seconds of them."""
+"""Causes that are left out where they have no seconds."""
 
 WHILE_AWAY = ("reward_wait", "evaluation", ENVIRONMENT)
 """Phases in which nobody waits for engines to park."""
@@ -56,7 +56,8 @@ class TimeBook:
 
     def __init__(self, slots: int | None) -> None:
         self.slots = slots
-        """Of the session at hand, if its log says so; else as given."""
+        """Slots of the current session if its log has them, else as they were given. None if they
+        are not known."""
         self._given_slots = slots
         self.start_s: float | None = None
         self.now_s = 0.0

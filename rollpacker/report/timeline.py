@@ -45,6 +45,8 @@ _LINE = 1.8
 _INK, _FAINT = "#333333", "#777777"
 NUM_STEPS = 6
 """Steps in a timeline, unless told otherwise."""
+_NUM_COMPARED = 10
+"""Steps in a comparison, unless told otherwise."""
 _KIND_WORDS = {
     RoundKind.SHORT: "short",
     RoundKind.CASCADE: "cascade",
@@ -54,26 +56,11 @@ _KIND_WORDS = {
 }
 
 
-def draw_timeline(
-    events_path: str | Path, out_png: str | Path, steps: range | None = None
-) -> list[int]:
-    """Draw some steps of a run, in sequence; returns their numbers.
-
-    `steps` None: six steps, around the first long round if there is one. Evaluation, startup and
-    checkpoints are cut out of the time axis: they are not part of the rhythm. Raises `ValueError`
-    if the log has none of the steps."""
-    if steps is not None:
-        shown = _choose(events_path, steps)
-    else:
-        excerpt = Excerpt(NUM_STEPS)
-        for step in iterate_steps(EventLog(events_path)):
-            excerpt.feed(step)
-        shown = excerpt.steps
-    return draw_steps(shown, out_png)
-
-
 def draw_steps(steps: Sequence[StepHistory], out_png: str | Path) -> list[int]:
-    """`draw_timeline` for steps at hand. Raises `ValueError` if none of them launched a sample."""
+    """Draw steps in sequence, and return the numbers of those that launched samples.
+
+    Evaluation, startup and checkpoints are cut out of the time axis: they are not part of the
+    rhythm. Raises `ValueError` if no step launched a sample."""
     shown = [step for step in steps if step.samples]
     if not shown:
         raise ValueError("no finished step to draw")
@@ -103,7 +90,7 @@ def draw_comparison(
     `ValueError` if a log has none of the steps."""
     if steps is None:
         steps = _common_steps(events_with, events_without)
-    both = [_choose(path, steps) for path in (events_with, events_without)]
+    both = [choose_steps(path, steps) for path in (events_with, events_without)]
     clocks = [_Clock(shown) for shown in both]
     lanes = [max(len(step.samples) for step in shown) for shown in both]
     below = 2.6 * min(1.5, max(0.6, lanes[1] / lanes[0]))
@@ -123,7 +110,9 @@ def draw_comparison(
     _finish(figure, axes[-1], [step for shown in both for step in shown], Path(out))
 
 
-def _choose(events_path: str | Path, steps: range) -> list[StepHistory]:
+def choose_steps(events_path: str | Path, steps: range) -> list[StepHistory]:
+    """The steps of a log that are in this range and launched samples. Raises `ValueError` if there
+    are none."""
     shown = [step for step in read_steps(EventLog(events_path), steps=steps) if step.samples]
     if not shown:
         wanted = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps.start}"
@@ -131,22 +120,15 @@ def _choose(events_path: str | Path, steps: range) -> list[StepHistory]:
     return shown
 
 
-def _kinds(events_path: str | Path) -> dict[int, RoundKind | None]:
-    return {step.step: step.kind for step in iterate_steps(EventLog(events_path))}
-
-
-def _around_long(kinds: dict[int, RoundKind | None], count: int) -> range:
-    """`count` steps that end with the first long round after them, or the first ones."""
-    first, last = min(kinds, default=1), max(kinds, default=1)
-    longs = [step for step, kind in kinds.items() if kind is RoundKind.LONG]
-    end = next((step for step in longs if step >= first + count - 1), max(longs, default=0))
-    end = min(last, max(end, first + count - 1))
-    return range(max(first, end - count + 1), end + 1)
-
-
-def _common_steps(one: str | Path, other: str | Path, count: int = 10) -> range:
-    kinds, others = _kinds(one), _kinds(other)
-    return _around_long({step: kind for step, kind in kinds.items() if step in others}, count)
+def _common_steps(one: str | Path, other: str | Path) -> range:
+    """Steps of both logs that show the rhythm of the first one."""
+    others = {step.step for step in iterate_steps(EventLog(other))}
+    excerpt = Excerpt(_NUM_COMPARED)
+    for step in iterate_steps(EventLog(one)):
+        if step.step in others:
+            excerpt.feed(step)
+    numbers = [step.step for step in excerpt.steps] or [1]
+    return range(numbers[0], numbers[-1] + 1)
 
 
 @dataclass(slots=True)
@@ -233,7 +215,7 @@ def _draw_samples(axes: Axes, steps: Sequence[StepHistory], clock: _Clock, lanes
 
 
 def _draw_band(axes: Axes, steps: Sequence[StepHistory], clock: _Clock) -> None:
-    """What the run did: rollout in grey, the other phases in colour."""
+    """Draw what the run did: rollout in grey, the other phases in colour."""
     for step in steps:
         if step.rollout_start_s is not None:
             left, right = clock(step.rollout_start_s), clock(step.rollout_end_s or step.end_s)

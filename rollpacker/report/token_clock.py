@@ -110,7 +110,7 @@ def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False)
 
 
 class _Engine:
-    """First come, first served, into slots."""
+    """An engine that admits samples into its slots, first come, first served."""
 
     def __init__(
         self, samples: Iterable[SampleId], slots: int | None, taken_up: Mapping[SampleId, int]
@@ -118,7 +118,7 @@ class _Engine:
         """`taken_up`: tokens that samples have when they are admitted, of an earlier launch."""
         self.clock = 0
         self.num_admitted = 0
-        """Since the last advance."""
+        """Samples that were admitted since the last advance."""
         self._slots = slots
         self._waiting = deque(samples)
         self._taken_up = taken_up
@@ -137,7 +137,8 @@ class _Engine:
             self.num_admitted += 1
 
     def clock_of(self, end: SampleHistory) -> int:
-        """When this sample ends. What waits is admitted first, if the clock must go on for it."""
+        """The clock at which this sample ends. Waiting samples are admitted first, if the clock
+        must go on for it."""
         if self._slots is not None and self._clock_if_running(end) != self.clock:
             self._admit()
         clock = self._clock_if_running(end)
@@ -176,7 +177,8 @@ class _Engine:
 
 
 class _DraftingEngine(_Engine):
-    """Samples come forward at different speeds; their clock is that of the furthest."""
+    """An engine whose samples come forward at different speeds. Its clock is that of the furthest
+    sample."""
 
     def __init__(self, round_: RoundHistory, slots: int | None, taken_up: Mapping[SampleId, int]):
         super().__init__(round_.samples, slots, taken_up)

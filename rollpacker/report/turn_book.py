@@ -1,5 +1,5 @@
-"""Whose turn it is, where samples take turns with environments: a sample that acts is in no engine,
-and may come back."""
+"""Turns of samples and environments. A sample that acts, which is that its environment has the
+turn, is in no engine and may come back."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ Samples = dict[SampleId, SampleHistory]
 
 @dataclass(slots=True)
 class _Episode:
-    """A sample's, so far."""
+    """The episode of one sample, so far."""
 
     turns: int = 0
-    """Of the model, that it has drawn."""
+    """Turns of the model that were drawn."""
     begun_s: float | None = None
-    """When the turn that it draws was asked for. None: the first, with its launch."""
+    """When the turn that is being drawn was asked for. None for the first turn, which is asked for
+    with the launch."""
     policy_s: float = 0.0
     asked_s: float = 0.0
-    """When the environment was."""
+    """When the environment was asked."""
     environment_s: float = 0.0
 
     def drawn(self, sample: SampleHistory | None) -> None:
-        """A turn, to its end."""
+        """Note that a turn was drawn to its end."""
         self.turns += 1
         if sample is not None and sample.end_s is not None:
             begun_s = sample.start_s if self.begun_s is None else self.begun_s
@@ -38,7 +39,7 @@ class _Episode:
 
 
 class TurnBook:
-    """Which samples act, what their turns take, and how their trajectories end."""
+    """Samples that act, seconds of their turns, and how their trajectories ended."""
 
     def __init__(self) -> None:
         self.acting: set[SampleId] = set()
@@ -46,7 +47,7 @@ class TurnBook:
         self._step: StepHistory | None = None
 
     def take(self, command: Act | CancelAct | Conclude, step: StepHistory, now: float) -> None:
-        """What the core says of them."""
+        """Take a command of the core about acting samples."""
         match command:
             case Act():
                 self._act(command, step, now)
@@ -62,7 +63,7 @@ class TurnBook:
         return self._episodes.setdefault(sample, _Episode())
 
     def _act(self, command: Act, step: StepHistory, now: float) -> None:
-        """The environment has the turn; once more, if its episode was lost."""
+        """Give the turn to the environment. It gets the turn again if its episode was lost."""
         self.acting.add(command.sample)
         found = step.samples.get(command.sample)
         episode = self._of(command.sample, step)
@@ -73,7 +74,7 @@ class TurnBook:
             found.end, found.outcome = End.FINISHED, Outcome.UNUSED
 
     def acted(self, event: Acted, step: StepHistory, now: float) -> None:
-        """It has answered, or will not."""
+        """Note that the environment answered, or that its answer is lost."""
         self.acting.discard(event.sample)
         if event.cause == "cancelled":
             return
@@ -91,14 +92,15 @@ class TurnBook:
         step.episodes.answered(event.sample, event.turn, seconds, waited_s, event.calls)
 
     def _cancel(self, command: CancelAct, samples: Samples) -> None:
-        """Nobody needs these; one that an engine has says itself that it was stopped."""
+        """Cancel acting samples. A sample that is in an engine reports itself that it was
+        stopped."""
         for sample in self.acting.intersection(command.samples):
             self.acting.discard(sample)
             if sample in samples:
                 samples[sample].end, samples[sample].outcome = End.STOPPED, Outcome.SURPLUS
 
     def _conclude(self, command: Conclude, step: StepHistory) -> None:
-        """How a trajectory ended, which its last turn alone does not tell."""
+        """Note how a trajectory ended, which its last turn alone does not tell."""
         found = step.samples.get(command.sample)
         episode = self._of(command.sample, step)
         if found is not None and found.end is End.AT_LIMIT:
@@ -111,7 +113,7 @@ class TurnBook:
             found.end = End.AT_LIMIT if command.reason in LIMITS else End.FINISHED
 
     def go_on(self, command: Continue, step: StepHistory, now: float) -> None:
-        """These are generated further: what looked like their end was that of a turn."""
+        """Return samples to the engine. What looked like their end was the end of a turn."""
         samples, round_ = step.samples, step.rounds[-1]
         back = {sample for sample in command.samples if sample in samples}
         for sample in command.samples:

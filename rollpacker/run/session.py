@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rollpacker.run.folder.checkpoint import Checkpoint
     from rollpacker.run.folder.run_folder import RunFolder
     from rollpacker.run.parts.hosts import Hosts
-    from rollpacker.run.parts.policy import Policy
+    from rollpacker.run.parts.policy import LoadedPolicy
     from rollpacker.run.parts.seats import RunSeat
     from rollpacker.run.ports.audience import Audience
     from rollpacker.run.ports.engines import Engines
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
-class Session:
+class RunSession:
     """One process's share of a run, from its config to its end."""
 
     config: RunConfig
@@ -133,7 +133,11 @@ class Session:
         self._open(parts, salvage, marks, time_s=time_s, began=began)
 
     def _begin_training(
-        self, checkpoint: Checkpoint | None, policy: Policy, ranks: Ranks | None, engines: Engines
+        self,
+        checkpoint: Checkpoint | None,
+        policy: LoadedPolicy,
+        ranks: Ranks | None,
+        engines: Engines,
     ) -> Trainer:
         """The trainer with the checkpoint's state, whose weights the engines have, or will have
         when they wake up."""
@@ -195,7 +199,7 @@ class Session:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._controller.open(started_at=now, began_s=time_s, marks=marks)
 
-    def _load_policy(self, threads: int | None) -> Policy:
+    def _load_policy(self, threads: int | None) -> LoadedPolicy:
         from rollpacker.pipeline.stages.check import check_longest_sample
         from rollpacker.run.parts.policy import load_policy
 

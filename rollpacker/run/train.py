@@ -20,10 +20,10 @@ from rollpacker.run.view import Run
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.core.records import Observer
-    from rollpacker.run.parts.given import Overrides, Reward
+    from rollpacker.run.parts.given import GivenReward, Overrides
     from rollpacker.run.parts.hosts import Hosts
     from rollpacker.run.parts.seats import RunSeat
-    from rollpacker.run.session import Session
+    from rollpacker.run.session import RunSession
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def train(
     config: str | Path | Mapping[str, Any] | RunConfig,
     overrides: Overrides = (),
     *,
-    rewards: Reward | Sequence[Reward] | None = None,
+    rewards: GivenReward | Sequence[GivenReward] | None = None,
     data: Iterable[Mapping[str, Any]] | None = None,
     eval_data: Iterable[Mapping[str, Any]] | None = None,
     callbacks: Sequence[Callback] = (),
@@ -153,12 +153,12 @@ def run_to_end(
     it."""
     from rollpacker.run.folder.run_folder import RunFolder, holds_run
     from rollpacker.run.parts.resuming import let_others_end, reason_to_end
-    from rollpacker.run.session import Session
+    from rollpacker.run.session import RunSession
 
     began = time.perf_counter()
     silence_noise()
     path = Path(config.runs_dir).expanduser() / config.name
-    session: Session | None = None
+    session: RunSession | None = None
     try:
         with naming(path), ExitStack() as stack:
             if resume == "auto":
@@ -172,7 +172,7 @@ def run_to_end(
                 return Run(folder.path, reason=done, summary=summary)
             _find_model(config)
             config, hosts, seat = _on_hosts(config, stack)
-            session = Session(
+            session = RunSession(
                 config,
                 hosts,
                 folder,
@@ -224,7 +224,7 @@ def _on_hosts(config: RunConfig, stack: ExitStack) -> tuple[RunConfig, Hosts, Ru
     return config, hosts, seat
 
 
-def _end_in_error(session: Session) -> None:
+def _end_in_error(session: RunSession) -> None:
     """Tell callbacks of the end. What one of them raises must not hide the error that the run died
     of."""
     try:

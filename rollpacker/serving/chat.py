@@ -14,7 +14,7 @@ from typing import Any
 
 MAX_CHOICES = 128
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""As OpenAI's API has them. A template would render any other one as if it meant something."""
+"""Roles of OpenAI's API. A template would render any other role as if it meant something."""
 
 _KNOWN = {
     *("messages", "model", "tools", "n", "stream", "stream_options", "temperature", "top_p"),
@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = {
     *("tool_choice", "response_format", "frequency_penalty", "presence_penalty"),
     *("top_logprobs", "logit_bias"),
 }
-"""What may stand there with the value that means nothing."""
+"""Parameters that are accepted only with a value that has no effect."""
 _MEANS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
@@ -51,15 +51,15 @@ class ApiError(Exception):
         self.body = {
             "error": {"message": message, "type": kind, "param": param, "code": code},
         }
-        """What the client is sent, as JSON."""
+        """The body of the response, as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """What somebody asks for. None: they did not say."""
+    """A request for completions. A field is None if the request does not say it."""
 
     messages: tuple[dict[str, Any], ...]
-    """As chat templates take them: contents are texts, arguments of calls are objects."""
+    """Messages as chat templates take them: contents are texts, arguments of calls are objects."""
     tools: tuple[dict[str, Any], ...] = ()
     model: str = ""
     n: int = 1
@@ -74,13 +74,12 @@ class ChatRequest:
     logprobs: bool = False
     return_token_ids: bool = False
     session: str | None = None
-    """Which one it belongs to: of the header `X-Session-Id`, of `metadata.session_id`, or `user`,
-    whichever is there first."""
+    """The session of the request: the header `X-Session-Id`, `metadata.session_id` or `user`, the
+    first of these that is given."""
 
 
 def read_chat(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
-    """The request that a body is. Raises `ApiError` for what is wrong, and for what nobody here can
-    do, rather than leave it out."""
+    """Read a request from its body."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
@@ -232,9 +231,9 @@ def read_back(wire: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_said(message: Mapping[str, Any]) -> str:
-    """What makes two messages the same one: all but thinking, which clients leave out when they
-    send a message back, and names of tools. White space at the ends of contents counts as none, as
-    some clients strip it."""
+    """A text that is the same for two messages that count as the same one: all but thinking, which
+    clients leave out when they send a message back, and names of tools. White space at the ends of
+    contents is ignored, as some clients strip it."""
     calls = [
         (call.get("id"), call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls", ())
@@ -252,7 +251,7 @@ class Choice:
     """One answer of the model."""
 
     message: Mapping[str, Any]
-    """As `on_wire` makes it."""
+    """The message as `on_wire` makes it."""
     reason: str
     """"stop" or "length", as engines say."""
     logprobs: Sequence[Mapping[str, Any]] | None = None

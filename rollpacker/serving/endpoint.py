@@ -145,7 +145,8 @@ class Endpoint:
         )
 
     def _logprobs(self, response: Response) -> list[dict[str, Any]]:
-        """Of each token that was drawn, under what it was drawn from."""
+        """The log-probability of each token under the distribution that it was drawn from, as
+        OpenAI's API writes it."""
         found = []
         for token, value in zip(response.tokens, response.log_probs, strict=True):
             text = self._text_of([token])

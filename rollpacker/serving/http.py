@@ -49,8 +49,8 @@ __all__ = [
     "Starlette",
     "StreamingResponse",
 ]
-"""What applications are made of. They import it from here, so that a package that is missing is a
-sentence wherever one is made."""
+"""Names of Starlette that applications are made with. They are imported from here, so that a
+missing package is one sentence wherever an application is made."""
 
 LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 32 << 20
@@ -69,7 +69,7 @@ to be handled, and otherwise the response that refuses it."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What clients may hold. None means that there is no limit."""
+    """Limits of what clients may hold. None means that there is no limit."""
 
     connections: int | None = None
     """Connections at once. One more takes the place of the connection that has been without an
@@ -243,7 +243,8 @@ class _Connection(H11Protocol):
         self._num_bytes = 0
         """Bytes that have come since the last response was sent."""
         self._awaited: str | None = None
-        """What the client has to send next: "head", "body", or None where it is our turn."""
+        """The part of a request that the client has to send next: "head" or "body". None while it
+        is the server's turn."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:

@@ -21,7 +21,8 @@ from rollpacker.serving import chat
 from rollpacker.serving.chat import ApiError, ChatRequest
 
 MAX_TOKENS = 4 << 20
-"""Of dialogues that can be gone on with, about half a GiB; those that were longest ago go first."""
+"""The most tokens of dialogues that can be continued, about half a GiB. The dialogues that were
+used longest ago are dropped first."""
 RECORDED = "sessions.jsonl"
 
 
@@ -32,7 +33,7 @@ class Head:
     call: int
     trajectory: Trajectory
     drawn: tuple[int, ...]
-    """The tokens of that message."""
+    """The tokens of the model's last message."""
     num_turns: int
 
 
@@ -42,12 +43,12 @@ class Asked:
 
     dialogue: Dialogue
     digest: Any
-    """Of session, tools and messages (a hash that can be gone on with)."""
+    """A hash of session, tools and messages, which can be updated with further messages."""
     session: str | None
     trajectory: Trajectory
-    """Up to the generation prompt."""
+    """The trajectory up to the generation prompt."""
     head: Head | None = None
-    """What it goes on from."""
+    """The dialogue that the call continues. None if it continues none."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -55,19 +56,20 @@ class Asked:
 
     @property
     def turn(self) -> int:
-        """Of the model, in its trajectory, counted from 1."""
+        """The number of the model's turn in its trajectory, counted from 1."""
         return 1 if self.head is None else self.head.num_turns + 1
 
 
 class Sessions:
-    """What was said in all sessions."""
+    """The dialogues of all sessions."""
 
     def __init__(self, dialogue: Dialogue, *, record: Path | None = None) -> None:
         """`record`: a folder to write `RECORDED` into, a line for each answer. Raises `ValueError`
         if it is there already, and `OSError`."""
         self._dialogue = dialogue
         self._heads: OrderedDict[bytes, Head | None] = OrderedDict()
-        """None: several answers look alike, and nobody knows which one is gone on from."""
+        """Dialogues by the hash of all that was said. None where several answers read alike, so
+        that it is not known which one is continued."""
         self._num_held = 0
         """Tokens of all heads."""
         self._num_calls = 0

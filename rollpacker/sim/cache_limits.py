@@ -1,4 +1,4 @@
-"""What fits into the cache of one engine, and when the next response finishes if it overflows."""
+"""Limits of one engine's cache, and when the next response finishes if it overflows."""
 
 from __future__ import annotations
 

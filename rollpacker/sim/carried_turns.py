@@ -1,4 +1,4 @@
-"""What deferred trajectories have left, and how much of it their next launch takes up.
+"""Tokens that deferred trajectories have left, and how many of them their next launch goes on with.
 
 A message that was drawn before is not decoded again: an engine takes its tokens in, in one pass,
 and keeps those before the first that comes out differently (`carry.mismatch`, for each token drawn
@@ -26,7 +26,7 @@ class CarriedTurns:
     def __init__(self, workload: Workload, mismatch: float, responses: Responses) -> None:
         assert workload.trajectories is not None
         self.verified = Verified()
-        """Given tokens are left out."""
+        """Counts of verified tokens, without given ones."""
         self.same: dict[int, int] = {}
         """For each launched sample, by key: tokens that come out as they were left."""
         self._workload, self._mismatch, self._responses = workload, mismatch, responses
@@ -39,14 +39,14 @@ class CarriedTurns:
 
     @classmethod
     def of(cls, machine: Machine, workload: Workload, responses: Responses) -> CarriedTurns | None:
-        """None: nothing is carried, or nothing takes turns."""
+        """The carried turns of a run. None if nothing is carried, or if nothing takes turns."""
         return cls(workload, machine.mismatch, responses) if machine.carries_turns else None
 
     def routes(self) -> Routes:
         return {Defer: self._defer}
 
     def launch(self, keys: Iterable[int], version: int) -> None:
-        """Trajectories begin; what was left of them need not be decoded."""
+        """Trajectories begin. Tokens that they have left need not be decoded."""
         samples, noises, self._version = self._responses.samples, self._responses.noises, version
         for key in keys:
             self.same[key] = self.take_up(samples[key], noises[key], version)
@@ -60,7 +60,7 @@ class CarriedTurns:
                 self.keep(responses.noises[key], tokens, self._version)
 
     def keep(self, noise: SampleId, tokens: int, version: int) -> None:
-        """The prompt is deferred, and of this sample there were so many tokens."""
+        """Keep so many tokens of a sample, whose prompt is deferred."""
         self._left[noise.prompt, noise.index] = tokens, version
 
     def take_up(self, sample: SampleId, noise: SampleId, version: int) -> int:

@@ -18,7 +18,7 @@ from rollpacker.core.events import Event
 
 
 class Moving(Protocol):
-    """Something whose next event may change its time while it is awaited: an engine."""
+    """Something whose next event may change its time while it is awaited, such as an engine."""
 
     @property
     def next_finish(self) -> float:
@@ -34,7 +34,8 @@ class VirtualClock:
         self.last: Event | None = None
         """`run` returns when this event has been taken."""
         self.passes_over: Callable[[Event], bool] | None = None
-        """Asked about every event of the heap, if set: true for one that does not happen."""
+        """Called with every event of the heap; true for an event that does not happen. None: all
+        happen."""
         self._at_once: deque[Event] = deque()
         self._heap: list[tuple[float, int, Moving | None, Any]] = []
         """(time, counter, None, event), or (time, counter, the moving thing, what makes its
@@ -47,11 +48,12 @@ class VirtualClock:
         return self.time_s
 
     def stamp(self) -> float:
-        """The same: where the core learns from a time it rounds that as the event log does."""
+        """Seconds since the run began, as an event carries them. The core rounds them as the event
+        log does wherever it learns from a time."""
         return self.time_s
 
     def after(self, seconds: float, event: Event) -> None:
-        """The event happens so much later; at once if that is not above 0."""
+        """Let the event happen so many seconds later, or at once if that is not above 0."""
         if seconds <= 0.0:
             self._at_once.append(event)
             return
@@ -59,19 +61,19 @@ class VirtualClock:
         heapq.heappush(self._heap, (self.time_s + seconds, self._counter, None, event))
 
     def expect(self, moving: Moving, event: Callable[[], Event | None]) -> None:
-        """The next event of a moving thing, made by `event` at its time; None is passed over. To
-        be called again whenever that time has changed, but not after the event itself."""
+        """Await the next event of a moving thing, made by `event` at its time; None is passed over.
+        To be called again whenever that time has changed, but not after the event itself."""
         when = moving.next_finish
         if when != math.inf:
             self._counter += 1
             heapq.heappush(self._heap, (when, self._counter, moving, event))
 
     def stop(self) -> None:
-        """`run` returns as soon as the event at hand is handled."""
+        """Let `run` return as soon as the current event is handled."""
         self._stopped = True
 
     def next_s(self) -> float:
-        """When the next event happens; inf: none comes as yet."""
+        """Time of the next event, in seconds; inf if there is none yet."""
         if self._at_once:
             return self.time_s
         heap = self._heap

@@ -13,7 +13,7 @@ from rollpacker.sim.scenario_checks import at_least_one, check_known
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
-    """How many guessed tokens come true (`rollout.drafts.*`)."""
+    """Chance and depth of guessed tokens (`rollout.drafts.*`)."""
 
     acceptance: float = 0.41
     """Chance that a guessed token is the one that comes out. 0.41 makes 1.70 tokens a step of deep

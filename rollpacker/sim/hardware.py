@@ -55,9 +55,9 @@ class GpuSpec:
     """One GPU by its datasheet."""
 
     memory_gb: float
-    """Its memory, in 1e9 bytes."""
+    """Memory of the GPU, in 1e9 bytes."""
     bandwidth_tb_s: float
-    """Bandwidth of its memory, in 1e12 bytes per second."""
+    """Bandwidth of the GPU's memory, in 1e12 bytes per second."""
     tflops: float
     """bfloat16 with float32 accumulation, dense (no structured sparsity), 1e12 per second."""
     nvlink_gb_s: float

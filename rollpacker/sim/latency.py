@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from rollpacker.core.portable import power
-from rollpacker.sim.drafts import Drafts
+from rollpacker.sim.drafts import Drafts, Speculation
 from rollpacker.sim.hardware import GpuSpec, ModelShape
 
 
@@ -23,18 +23,18 @@ class StepCost:
     the KV cache before the step."""
 
     launch_s: float
-    """Floor: what the host needs to start the kernels of all layers."""
+    """Floor of a step, in seconds: the host's time to start the kernels of all layers."""
     bytes_s: float
-    """Reading the weights, and what does not depend on the batch."""
+    """Seconds to read the weights, and for all that does not depend on the batch."""
     per_cached_token_s: float
-    """Reading the keys and values of one token."""
+    """Seconds to read the keys and values of one token."""
     per_sequence_s: float
-    """Sampling and bookkeeping of one sequence."""
-    speculation_speedup: float = 1.0
-    """Steps are this much faster while at most `speculation_max_live` sequences run."""
-    speculation_max_live: int = 0
+    """Seconds of sampling and bookkeeping of one sequence."""
+    speculation: Speculation | None = None
+    """Steps are faster while few sequences run, whatever the kind of round. None: they are not."""
     drafts: Drafts | None = None
-    """Instead of the speculation: a speed-up that depends on how many sequences run."""
+    """Drafts, whose speed-up depends on how many sequences run, instead of `speculation`. None: no
+    drafts."""
     knots: tuple[tuple[float, float], ...] = ()
     """Instead of everything but `per_cached_token_s`, if not empty: (n, seconds of a step of n
     sequences with nothing cached), straight lines between them and beyond the last. For a measured
@@ -47,14 +47,6 @@ class StepCost:
                 raise ValueError(f"{name} must be 0 or more, not {value}")
         if not self.empty_step_s(1) > 0:
             raise ValueError("a decode step must take time: launch_s, bytes_s or per_sequence_s")
-        if not (math.isfinite(self.speculation_speedup) and self.speculation_speedup >= 1):
-            raise ValueError(
-                f"speculation_speedup must be 1 or more, not {self.speculation_speedup}"
-            )
-        if self.speculation_max_live < 0:
-            raise ValueError(
-                f"speculation_max_live must be 0 or more, not {self.speculation_max_live}"
-            )
 
     def step_s(self, num_running: int, cached_tokens: int) -> float:
         """Seconds of one step with `num_running` sequences and `cached_tokens` in the cache."""
@@ -80,7 +72,9 @@ class StepCost:
         """Speed-up by speculative decoding with this number of running sequences."""
         if self.drafts is not None:
             return self.drafts.speedup(num_running)
-        return self.speculation_speedup if num_running <= self.speculation_max_live else 1.0
+        if self.speculation is not None and num_running <= self.speculation.max_live:
+            return self.speculation.speedup
+        return 1.0
 
 
 class LatencyModel(Protocol):
@@ -88,19 +82,19 @@ class LatencyModel(Protocol):
 
     @property
     def train_fixed_s(self) -> float:
-        """A training step's part that does not depend on its tokens: load, offload, update."""
+        """Seconds of a training step that do not depend on its tokens: load, offload, update."""
 
     @property
     def sync_s(self) -> float:
-        """Bringing new weights into the engines."""
+        """Seconds to bring new weights into the engines."""
 
     @property
     def commit_s(self) -> float:
-        """Writing a step down (log, metrics, checkpoint) before the next one begins."""
+        """Seconds to write a step down (log, metrics, checkpoint) before the next one begins."""
 
     @property
     def stop_s(self) -> float:
-        """From telling samples to stop until an engine has let go of them."""
+        """Seconds from the order to stop samples until an engine has released them."""
 
     def step_cost(self, tensor_parallel: int) -> StepCost:
         """Cost of the decode steps of one engine on so many GPUs."""
@@ -110,13 +104,14 @@ class LatencyModel(Protocol):
         `ValueError` if the engine has no room for its weights."""
 
     def prefill_s(self, num_samples: int, tensor_parallel: int) -> float:
-        """One engine's prefill of the prompts of so many samples launched together."""
+        """Seconds of one engine's prefill of the prompts of so many samples launched together."""
 
     def recompute_token_s(self, tensor_parallel: int) -> float:
-        """Prefill per token of a sequence that comes back after it was preempted or moved."""
+        """Seconds of prefill per token of a sequence that comes back after it was preempted or
+        moved."""
 
     def train_s(self, tokens: float, gpus: int) -> float:
-        """The part of a training step that grows with its tokens (responses)."""
+        """Seconds of a training step that grow with its response tokens."""
 
 
 def _fitted(default: float, unit: str, fitted_to: str) -> Any:
@@ -155,7 +150,7 @@ class Calibration:
     train_fixed_exponent: float = _fitted(
         1.3687, "power of the parameters", "17.9, 45 and 132 s at 7B, 14B and 32B"
     )
-    """Exponent b of the same."""
+    """Exponent b of the fixed time of a training step."""
     sync_scale_s: float = _fitted(
         0.55558, "s at 1e9 parameters", f"5, 15 and 27 s at 7B, 14B and 32B ({_PAPER}, Fig. 10c)"
     )
@@ -196,8 +191,8 @@ class Calibration:
 
 
 TRAIN_FLOPS_PER_PARAM = 10.0
-"""Per token: 6 for forward and backward, 2 each for the log-probs of the policy and of the
-reference model."""
+"""FLOP of training per token and parameter: 6 for forward and backward, 2 each for the log-probs of
+the policy and of the reference model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +202,7 @@ class DatasheetModel:
     model: ModelShape
     gpu: GpuSpec
     train_gpu: GpuSpec | None = None
-    """None: the same."""
+    """GPU of the trainer. None: the trainer has the same kind."""
     calibration: Calibration = Calibration()
     prompt_tokens: int = 200
     """Mean length of a prompt."""
@@ -218,12 +213,10 @@ class DatasheetModel:
     """Share of a GPU's memory that weights and KV cache may fill together; 0.9 is vLLM's
     default."""
     train_fixed_given_s: float | None = None
-    """The fixed time of a training step where it is known; None: the power law."""
+    """Seconds of a training step that do not depend on its tokens, where they are known. None: the
+    power law."""
     sync_given_s: float | None = None
-    """Likewise for the weight sync."""
-    speculation_speedup: float = 1.0
-    """Speculative decoding: see `StepCost`."""
-    speculation_max_live: int = 0
+    """Seconds of the weight sync where they are known. None: the power law."""
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1:
@@ -273,8 +266,6 @@ class DatasheetModel:
             bytes_s=gpu_bytes / bytes_per_s + collective_s,
             per_cached_token_s=self._kv_token_bytes(tensor_parallel) / bytes_per_s,
             per_sequence_s=c.per_sequence_s,
-            speculation_speedup=self.speculation_speedup,
-            speculation_max_live=self.speculation_max_live,
         )
 
     def kv_tokens(self, tensor_parallel: int) -> int:
@@ -303,7 +294,8 @@ class DatasheetModel:
         return tokens * TRAIN_FLOPS_PER_PARAM * self.model.params / flops_per_s
 
     def _kv_token_bytes(self, tensor_parallel: int) -> float:
-        """Per GPU; with more GPUs than key-value heads, each GPU keeps a whole head."""
+        """Bytes of a token's keys and values on each GPU. With more GPUs than key-value heads, each
+        GPU keeps a whole head."""
         return self.model.kv_token_bytes / min(tensor_parallel, self.model.kv_heads)
 
 

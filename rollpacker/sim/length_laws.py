@@ -34,7 +34,7 @@ _SCORES = np.arange(-_MAX_SCORE, _MAX_SCORE + 1e-9, 1 / _STEPS_PER_UNIT)
 
 
 class Lengths(Protocol):
-    """Where the lengths of a part's responses come from."""
+    """Source of the lengths of a part's responses."""
 
     cap: int
     hard_prompts: float
@@ -43,20 +43,21 @@ class Lengths(Protocol):
     def draw(
         self, ranks: IntArray, attempt: int, chunk: int, u: FloatArray, e: FloatArray
     ) -> IntArray:
-        """Lengths (N, CHUNK) of the responses chunk * CHUNK, ... of N prompts: their place among
-        the part's prompts, their normal scores (N,), and the responses' (N, CHUNK)."""
+        """Lengths of the responses chunk * CHUNK, ... of N prompts, shape (N, CHUNK). `ranks` (N,)
+        are the prompts' places among the part's prompts, `u` (N,) their normal scores, `e` (N,
+        CHUNK) those of the responses."""
 
     def beyond(self, rank: int, u: float, tokens: int) -> tuple[float, Callable[[float], int]]:
-        """Of a response to the prompt of this place and normal score, hard prompts left out: the
-        chance that it is longer than `tokens`, and the length of one that is, by a uniform
-        number."""
+        """The chance that a response to the prompt of this place and normal score is longer than
+        `tokens`, and a function from a uniform number to the length of such a response. Hard
+        prompts are left out."""
 
     def law(self) -> tuple[IntArray, FloatArray]:
         """Possible lengths, and their probabilities; hard prompts left out."""
 
 
 class _TableLengths:
-    """Lengths by normal score."""
+    """Lengths drawn from a table over normal scores."""
 
     def __init__(self, table: IntArray, law: LengthLaw, cap: int) -> None:
         self.cap = cap

@@ -11,7 +11,7 @@ from rollpacker.sim.latency import LatencyModel
 from rollpacker.sim.recorded_checks import RecordedChecks
 
 MIGRATION_S = 3.0
-"""At most this, says the RollPacker paper, section 4.4."""
+"""Seconds of a release, which the RollPacker paper (section 4.4) gives as an upper bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Machine:
     speculation: Speculation | None = None
     drafts: Drafts | None = None
     migration_s: float = MIGRATION_S
-    """From a release to the moment when the trainer can use the devices."""
+    """Seconds from a release until the trainer can use the devices."""
     resize_s: float = 0.0
     """Seconds until engines with a new tensor-parallel degree have started."""
     check_slowdown: Mapping[str, float] = field(default_factory=dict)

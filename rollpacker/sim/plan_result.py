@@ -115,25 +115,17 @@ def _trained_length(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """A candidate on several seeds, against the current settings on the same ones."""
+class Finding(Measure):
+    """A candidate on several seeds, against the current settings on the same ones. What `Measure`
+    has is here a mean over the seeds."""
 
     candidate: Candidate
-    cost_s: float
-    """Mean of `Measure.cost_s` over the seeds."""
-    step_s: float
     saved_s: float
     """Seconds of `cost_s` that the current settings take more."""
     saved_error_s: float
     """Standard error of that over the seeds; nan with one seed."""
-    shift: float
-    """Length shift."""
     shift_error: float
-    """Standard error of its difference to that of the current settings; 0 with one seed."""
-    kinds_s: Mapping[str, float]
-    """Mean of the compared quantity for each kind of round, in seconds."""
-    tokens: float
-    """Response tokens that a step trains on."""
+    """Standard error of the difference to the current settings' shift; 0 with one seed."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -233,7 +225,7 @@ class Plan:
     ranked: tuple[Finding, ...]
     """The finalists that keep the bound, fastest first."""
     too_short: tuple[Finding, ...]
-    """Finalists that do not keep it."""
+    """Finalists that do not keep the bound."""
     reasons: tuple[Reason, ...]
     """The worth of each idea of the best setting."""
     rejected: tuple[tuple[Idea, float], ...]
@@ -256,7 +248,7 @@ class Plan:
 
     @property
     def has_tail_batching(self) -> bool:
-        """The best setting has it."""
+        """The best setting has tail batching."""
         return self.base.tail_of(self.best.candidate).enabled
 
     @property

@@ -28,9 +28,9 @@ class RewardKind:
     workers: int | None = None
     calls_per_s: float | None = None
     limit_s: float | None = None
-    """A check that takes longer fails."""
+    """Seconds after which a check fails. None: there is no limit."""
     slowest_correct_s: float | None = None
-    """No slower answer is ever correct."""
+    """Seconds of a check beyond which no answer is correct. None: time says nothing."""
 
 
 _TABLES = read_tables("presets.yaml")

@@ -1,4 +1,4 @@
-"""What is known of the responses of the step at hand, and what deferred prompts left behind.
+"""Lengths and progress of the current step's responses, and what deferred prompts left behind.
 
 A response's length belongs to its (prompt, place), not to the attempt (`tail_batching.selection=
 none`): launched again, it is the one that was cut off. Under newer weights each token that was
@@ -36,17 +36,17 @@ class Draw(msgspec.Struct, frozen=True, gc=False):
     """A response as it was when its prompt was deferred."""
 
     length: int
-    """Of the whole response, were it to go on under these weights."""
+    """Tokens of the whole response, if it went on under these weights."""
     tokens: int
-    """Generated so far."""
+    """Tokens generated so far."""
     version: int
-    """Of the weights that they are draws from."""
+    """Version of the weights that drew these tokens."""
     attempt: int
-    """Of the launch whose noise its end has."""
+    """Attempt of the launch whose noise the response's end has."""
     floor: int
-    """It was cut off at so many tokens, at the furthest; 0: it was never cut off."""
+    """Largest number of tokens at which the response was cut off; 0: it never was."""
     ceiling: int
-    """One of which tokens come out differently may grow to so many."""
+    """Tokens to which the response may grow if a token comes out differently."""
 
 
 @dataclass(slots=True)
@@ -74,22 +74,22 @@ class Responses:
     ) -> None:
         """`mismatch`: chance per token and update that a token comes out differently."""
         self.samples: list[SampleId] = []
-        """By key, as all below."""
+        """Sample of each key. The lists below are indexed by key too."""
         self.lengths: list[int] = []
-        """Of the redraw at hand."""
+        """Tokens of each response in its current redraw."""
         self.noises: list[SampleId] = []
-        """Whose noise it is, with the attempt in which its end was drawn."""
+        """Sample whose noise each response has, with the attempt in which its end was drawn."""
         self.done: list[int] = []
-        """Tokens that it begins with; not generated anew."""
+        """Tokens that each response begins with, which are not generated anew."""
         self.reached: dict[int, int] = {}
         """Tokens of responses that were stopped."""
         self.kept: dict[int, int] = {}
-        """Of those whose carried tokens were verified: how many came out the same."""
+        """Carried tokens that came out the same, of each response whose tokens were verified."""
         self.redraws: dict[int, int] = {}
-        """Of those that had any: redraws taken so far, beyond the first."""
+        """Redraws taken so far beyond the first, of each response that had any."""
         self.keys: dict[SampleId, int] = {}
         self._bounds: dict[int, tuple[int, int]] = {}
-        """Floor and ceiling of those that were deferred."""
+        """Floor and ceiling of each response that was deferred."""
         self.verified = Verified()
         self.redraws_to_come: dict[int, list[int]] = {}
         """Lengths of the redraws to come, the next one last; of those that had any."""
@@ -99,9 +99,9 @@ class Responses:
         self._tail = tail or TailBatchingConfig(enabled=False, selection="published")
         self._mismatch = mismatch
         self._left: dict[PromptId, dict[int, Draw]] = {}
-        """For every deferred prompt, by place of the sample."""
+        """Draws of every deferred prompt, by place of the sample."""
         self._version = 0
-        """Of the step at hand."""
+        """Version of the weights of the current step."""
 
     def routes(self) -> Routes:
         return {Defer: self._keep}
@@ -140,7 +140,7 @@ class Responses:
         self._keys_of.clear()
 
     def lengths_of(self, groups: Iterable[Iterable[SampleId]]) -> list[int]:
-        """Of all samples of these groups."""
+        """Lengths of all samples of these groups."""
         keys, lengths = self.keys, self.lengths
         return [lengths[keys[sample]] for group in groups for sample in group]
 

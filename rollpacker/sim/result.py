@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from rollpacker.pipeline.sim.phase import PipelineResult
-from rollpacker.report.step_history import StepHistory
 
 BUBBLE_CAUSES: dict[str, str] = {
     "tail": "engines that had nothing left while others still generated",
@@ -46,42 +45,6 @@ class StepResult:
     """Samples."""
     num_streamed: int
     """Samples whose gradients began before the round was over."""
-
-
-def step_result(step: StepHistory) -> StepResult | None:
-    """A committed step in the terms of a simulation; None if it trained on nothing.
-
-    `rollout_s` begins with the commit of the step before, so that the stages fill the run's time;
-    `sync_s` is everything after the optimizer step. A step of several rounds has the sum of their
-    rollouts and of the waits after them."""
-    turns, rounds = step.turns, step.rounds
-    trained = step.trained_samples()
-    if not trained:
-        return None
-    assert turns.train_on_s is not None and turns.trained_s is not None
-    rollout_s = reward_s = 0.0
-    begins_s = [step.start_s, *(round_.start_s for round_ in rounds[1:])]
-    leaves_s = [*(round_.start_s for round_ in rounds[1:]), turns.train_on_s]
-    for round_, begin_s, leave_s in zip(rounds, begins_s, leaves_s, strict=True):
-        assert round_.end_s is not None
-        rollout_s += round_.end_s - begin_s
-        reward_s += leave_s - round_.end_s
-    lengths = [sample.num_tokens for sample in trained]
-    return StepResult(
-        kind=str(rounds[-1].kind),
-        rollout_s=rollout_s,
-        reward_s=reward_s,
-        train_s=turns.trained_s - turns.train_on_s,
-        sync_s=step.end_s - turns.trained_s,
-        total_s=step.end_s - step.start_s,
-        tensor_parallel=rounds[-1].tensor_parallel,
-        preemptions=sum(sample.preemptions for sample in step.samples.values()),
-        max_response_tokens=max(lengths),
-        tokens_generated=sum(sample.num_tokens for sample in step.samples.values()),
-        tokens_trained=sum(lengths),
-        num_trained=len(lengths),
-        num_streamed=step.num_streamed,
-    )
 
 
 JSON_STEP_KEYS = (

@@ -128,8 +128,8 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
 
 
 def _tail(scenario: Scenario) -> TailBatchingConfig:
-    """To the core deferred trajectories begin anew: what of them is taken in by one pass is the
-    machine's to say (`Machine.carries_turns`)."""
+    """The core's tail batching. To the core deferred trajectories begin anew; the machine knows
+    which of their tokens are taken in by one pass (`Machine.carries_turns`)."""
     tail = scenario.tail_batching
     return replace(tail, carry="none") if scenario.turns is not None and tail.carries else tail
 
@@ -145,8 +145,8 @@ def _reward_kind(stage: RewardStage, adaptive: bool) -> RewardKindConfig:
 
 
 def _layouts(scenario: Scenario, machine: Machine) -> tuple[DeviceLayout, ...]:
-    """One for every degree that the planner may choose: inside a node, weights and a response of
-    full length fitting. The scenario's own first."""
+    """One layout for every degree that the planner may choose, the scenario's own first. An engine
+    stays inside a node, and its weights and a response of full length fit."""
     cluster, rollout = scenario.cluster, scenario.rollout
     longest = rollout.prompt_tokens + scenario.max_tokens
     own = rollout.tensor_parallel

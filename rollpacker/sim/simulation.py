@@ -1,6 +1,6 @@
 """A run in virtual time: the bus of a real run, with ports that know only how long things take.
 
-      ports/rollout    ports/rewards    ports/training    ports/cursor    responses
+      ports/rollout    ports/rewards    ports/training    simulation      responses
         Launch, Abort,   Score,           StartGradients,   FetchPrompts    Defer
         Place, Move,     CancelScore      TrainOn,
         Replace, Release                  SyncWeights, Commit
@@ -21,14 +21,21 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rollpacker.bus import Bus, OwnPools, Port, Recorded, Routes, Sink, Unsaid
-from rollpacker.core.commands import Act, CancelAct, Conclude, Drop, Finish, RestoreTrainer
-from rollpacker.core.events import Event, RunStarted
+from rollpacker.core.commands import (
+    Act,
+    CancelAct,
+    Conclude,
+    Drop,
+    FetchPrompts,
+    Finish,
+    RestoreTrainer,
+)
+from rollpacker.core.events import Event, PromptsFetched, RunStarted
 from rollpacker.core.job.config import JobConfig
 from rollpacker.core.job.pooled_job import make_job
 from rollpacker.sim.carried_turns import CarriedTurns
 from rollpacker.sim.clock import VirtualClock
 from rollpacker.sim.machine import Machine
-from rollpacker.sim.ports.cursor import Cursor
 from rollpacker.sim.ports.environments import Environments
 from rollpacker.sim.ports.recorded_rewards import RecordedRewards
 from rollpacker.sim.ports.rewards import Rewards
@@ -62,6 +69,7 @@ class Simulation:
         self.job = make_job(config)
         self.clock = clock = VirtualClock()
         self._tally = tally = Tally(machine.gpus, workload, machine.train_gpus or 0)
+        self._take_prompts = workload.take
         responses = Responses(workload, config.tail_batching, machine.mismatch)
         work, cap = GradientWork(), config.max_response_tokens
         num_engines = 1 if config.fleet is None else config.fleet.num_engines
@@ -92,7 +100,6 @@ class Simulation:
             (
                 *ports,
                 Training(clock, machine, responses, tally, work, self._on_step),
-                Cursor(clock, workload),
                 carried or responses,
                 Recorded(Drop, RestoreTrainer),  # a simulated trainer is never lost
                 pools or OwnPools(lambda event: self._bus.take(event)),
@@ -102,12 +109,12 @@ class Simulation:
         )
         self._pipeline, self._verified = machine.pipeline, (carried or responses).verified
         self._num_steps = 0
-        """Asked for."""
+        """Steps that were asked for."""
         self._progress: Callable[[int], None] = lambda steps: None
         self._finished: str | None = None
 
     def routes(self) -> Routes:
-        return {Finish: self._finish}
+        return {FetchPrompts: self._fetch, Finish: self._finish}
 
     def run(self, steps: int, progress: Callable[[int], None] = lambda steps: None) -> SystemResult:
         """Simulate so many steps. `progress` is called after each, with the steps done.
@@ -137,8 +144,8 @@ class Simulation:
         self.clock.run(take, until_s)
 
     def result(self) -> SystemResult:
-        """Of a run that is over; its seconds have waits for pools in them. Raises `ValueError` as
-        `run` does."""
+        """The result of a run that is over. Its seconds contain waits for pools. Raises
+        `ValueError` as `run` does."""
         done, steps = len(self._tally.steps), self._num_steps
         if done < steps:
             hint = "lower the rates of unkind" if self._unkind else "simulate fewer steps"
@@ -158,6 +165,13 @@ class Simulation:
         if done == self._num_steps:  # what the core wants next is not done any more
             self.clock.last = committed
         self._progress(done)
+
+    def _fetch(self, command: FetchPrompts) -> None:
+        prompts, epoch_ended, data_ended = self._take_prompts(command.count)
+        fetched = PromptsFetched(
+            time_s=0.0, prompts=prompts, epoch_ended=epoch_ended, data_ended=data_ended
+        )
+        self.clock.after(0.0, fetched)
 
     def _finish(self, command: Finish) -> None:
         self._finished = command.reason

@@ -3,9 +3,9 @@
     committed     launch       engines empty   (launch ...)    train on   trained   committed
         |--- sync ---|---- rollout ---|-- reward wait --|--- ... ---|-- train --|--- sync ---|
 
-The steps are those that `result.step_result` makes of the history of the event log, as a test
-holds. They are counted here all the same: a simulation that keeps the history as well takes 1.4
-times as long (`benchmarks/sim_speed.py --history`).
+A test holds that the steps are those of the history of the event log. They are counted here all the
+same: a simulation that keeps the history as well takes 1.4 times as long
+(`benchmarks/sim_speed.py --history`).
 
 A step that is filled up (dynamic sampling) has several rollouts. A step without anything to train
 on is no step here: its time belongs to the next one.
@@ -27,19 +27,20 @@ from rollpacker.sim.workload import Workload
 
 
 class Tally:
-    """Told what happens by the ports, in the order of time."""
+    """Counts what the ports report, in the order of time."""
 
     def __init__(self, gpus: int, workload: Workload, train_gpus: int = 0) -> None:
         """`train_gpus`: devices that only train; then `gpus` only generate."""
         self.steps: list[StepResult] = []
         self.bubble = dict.fromkeys(BUBBLE_CAUSES, 0.0)
-        """Device-seconds."""
+        """Idle device-seconds by cause."""
         self._gpus, self._train_gpus = gpus, train_gpus
         self._workload = workload
         self._num_tail_trained = 0
         self._tokens_redrawn = self._own_tokens = 0
         self.step = OpenStep(began_s=0.0)
-        """Whoever takes a response out of an engine adds its tokens and preemptions here."""
+        """The open step. A port that takes a response out of an engine adds its tokens and
+        preemptions here."""
 
     # -- what the ports tell -----------------------------------------------------------
 
@@ -77,8 +78,8 @@ class Tally:
         self.step.num_streamed += num_samples
 
     def training_begins(self, now_s: float, lengths: Sequence[int], own_tokens: int) -> None:
-        """On responses of these lengths, which would have `own_tokens` together if nobody selected
-        and no weights changed."""
+        """The trainer begins on responses of these lengths, which would have `own_tokens` together
+        if nobody selected and no weights changed."""
         self._waited(now_s)
         step, p95 = self.step, self._workload.policy_length_p95
         step.train_on_s = now_s
@@ -95,7 +96,8 @@ class Tally:
         self.step.trained_s = now_s
 
     def committed(self, end_s: float) -> bool:
-        """The step is durable at `end_s`. False: there was nothing to train on, and it goes on."""
+        """Close the step, which is durable at `end_s`. Returns False if there was nothing to train
+        on, so that the step continues."""
         step = self.step
         if not step.num_trained:
             return False
@@ -110,7 +112,7 @@ class Tally:
         return True
 
     def _waited(self, now_s: float) -> None:
-        """Since the engines became empty everything waited for verdicts."""
+        """Count the time since the engines became empty as a wait for verdicts."""
         step = self.step
         assert step.empty_since_s is not None
         waited_s = now_s - step.empty_since_s

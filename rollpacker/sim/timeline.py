@@ -36,7 +36,7 @@ _LONG = (RoundKind.LONG, RoundKind.FLUSH)
 _LONG_COLOUR = "#e76f51"
 _INK, _FAINT = "#333333", "#777777"
 _MIN_STEPS, _MAX_STEPS = 5, 12
-"""Steps in the picture."""
+"""Fewest and most steps in the picture."""
 
 
 def draw(
@@ -95,7 +95,7 @@ def _cycle(steps: Sequence[StepResult]) -> range:
 
 
 def _figure(num_systems: int, lanes: Sequence[int]) -> tuple[Figure, list[Axes]]:
-    """`lanes`: of each panel for a sweep."""
+    """The figure and its panels. `lanes`: number of lanes of each panel for a sweep."""
     # The object interface: no display, no global state of pyplot.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

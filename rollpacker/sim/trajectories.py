@@ -1,4 +1,4 @@
-"""What each trajectory of a scenario with turns is like, whatever is decided about it.
+"""The trajectories of a scenario with turns, as they are whatever is decided about them.
 
 As with lengths, all is keyed by (seed, prompt, attempt, index) and by the turn. Messages are drawn
 as responses are: the message of turn t has the length of a further response to the same prompt.
@@ -17,9 +17,9 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.sim.turns_spec import TurnsSpec
 
 MAX_KEPT = 50_000
-"""Trajectories that are kept, so that none is drawn at every turn."""
+"""Trajectories that are cached, so that none is drawn again at every turn."""
 NUM_SEEN = 512
-"""Prompts of which a trajectory each says how long the policy's are."""
+"""Prompts whose first trajectories give the policy's own lengths."""
 
 
 class Turn(NamedTuple):
@@ -36,9 +36,9 @@ class Turn(NamedTuple):
 
 
 AtRank = Callable[[Mapping[float, float], SampleId, int, int], NDArray[np.floating[Any]]]
-"""`Workload.at_rank`."""
+"""Type of `Workload.at_rank`."""
 Message = Callable[[SampleId, int], int]
-"""`Workload.message`."""
+"""Type of `Workload.message`."""
 
 
 class Trajectories:
@@ -61,7 +61,8 @@ class Trajectories:
         return sum(turn.tokens + turn.given for turn in turns) - turns[-1].given
 
     def own_tokens(self, groups: Sequence[Sequence[SampleId]]) -> int:
-        """See `Responses.own_tokens`."""
+        """Tokens of as many first trajectories of these groups' prompts (see
+        `Responses.own_tokens`)."""
         return sum(
             self.total(SampleId(group[0].prompt, index, 0))
             for group in groups

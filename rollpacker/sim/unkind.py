@@ -1,5 +1,5 @@
-"""What goes wrong in a run that is made up: failures, late finishes, lost verdicts, slow checks,
-environments that hang.
+"""Faults of a simulated run: failures, late finishes, lost verdicts, slow checks, environments that
+hang.
 
     bus --command--> Unkind --> the port that obeys it
     bus <--event---- Unkind.answer <-- what that port says
@@ -33,18 +33,18 @@ from rollpacker.core.portable import log
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnkindConfig:
-    """How often what goes wrong. All shares lie in [0, 1]; 0 is never."""
+    """Rates and delays of each kind of fault. All shares lie in [0, 1]; 0 is never."""
 
     failure_rate: float = 0.0
     """Share of the responses that the engine fails on, at the moment when they would be done."""
     late_finish_rate: float = 0.0
-    """Share of the aborts that cross a finish on its way."""
+    """Share of the aborts that reach the engine when the response has just finished."""
     no_verdict_rate: float = 0.0
     """Share of the samples that cannot be judged, however often one asks."""
     infrastructure_rate: float = 0.0
     """Share of the checks whose machinery fails; worth asking again."""
     verdict_delay_s: float = 0.0
-    """Checks take up to so many seconds longer, all lengths of time alike."""
+    """Seconds by which a check takes longer at most; every delay up to that is as likely."""
     act_failure_rate: float = 0.0
     """Share of the turns in which the environment raises."""
     act_hang_rate: float = 0.0
@@ -54,7 +54,7 @@ class UnkindConfig:
     engine_life_s: float = 0.0
     """Mean time until an engine is lost, at the same rate throughout; 0: it never is."""
     engine_start_s: float = 60.0
-    """So long it takes until a lost engine's replacement is ready."""
+    """Seconds until a lost engine's replacement is ready."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -73,7 +73,7 @@ class Unkind:
         self._ports = ports
         self._seed = seed
         self._version = 0
-        """The version of the weights that the samples at work come from."""
+        """Version of the weights of the latest launch."""
         self._retries: dict[SampleId, int] = {}
         """Checks that were asked for again, and how often."""
         self._replays: dict[SampleId, int] = {}

@@ -1,4 +1,4 @@
-"""What if: a real run's lengths and timings, replayed under other settings.
+"""A real run's lengths and timings, replayed under other settings: what if?
 
 The event log of a run says how long every response was and what the machine took for it
 (`report.fit`). That is all a simulation needs: no datasheet, no assumed lengths. The run's own

@@ -38,7 +38,7 @@ BLOCK_ROWS = 512
 MAX_BLOCKS = 64
 """Drawn blocks kept, of lengths and of verdicts each."""
 CORRECT_SHARE = 0.5
-"""Of the answers that are in time."""
+"""Share of the answers that are correct, among those in time."""
 
 _PROMPT_STREAM, _RESPONSE_STREAM, _HARD_STREAM, _VERDICT_STREAM = range(4)
 _MISMATCH_STREAM, _REDRAW_STREAM, _TURN_STREAM = 4, 5, 6
@@ -51,7 +51,8 @@ class Workload:
     """An endless dataset with a mix of reward stages, or the prompts of a real run."""
 
     trajectories: Trajectories | None = None
-    """Of a scenario with turns; lengths are then those of messages."""
+    """Trajectories of a scenario with turns, whose lengths are then those of messages. None:
+    samples are single responses."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Raises `ConfigError` if a trace cannot be read."""
@@ -70,8 +71,9 @@ class Workload:
 
     @classmethod
     def of(cls, scenario: Scenario) -> Workload:
-        """As `Workload(scenario)`, in less time: settings are compared on the same prompts, and
-        what the latest one has drawn is not drawn again where it would be the same."""
+        """The workload of a scenario, in less time than `Workload(scenario)`: settings are compared
+        on the same prompts, and what the latest one has drawn is not drawn again where it would be
+        the same."""
         laws = [scenario.law_of(stage) for stage in scenario.stages]
         cap, turns = scenario.rollout.max_response_tokens, scenario.turns
         facts = (scenario.seed, cap, scenario.stages, laws, turns)
@@ -211,7 +213,7 @@ class Workload:
         return seconds[at], correct[at]
 
     def capped_share(self) -> float:
-        """Of the responses that the policy writes by itself, so many run to the cap."""
+        """Share of the policy's own responses that run to the cap."""
         cap = max(part.lengths.cap for part in self._parts)
         prompts = range(BLOCK_ROWS)
         own = [self._lengths(0, 0, 0)[row * CHUNK : (row + 1) * CHUNK] for row in prompts]
@@ -237,9 +239,9 @@ class Workload:
     # -- under other weights -----------------------------------------------------------
 
     def first_mismatch(self, sample: SampleId, num_tokens: int, rate: float) -> int:
-        """Of `num_tokens` tokens drawn before, each comes out differently with a chance of `rate`:
-        the position of the first that does, or `num_tokens`. The attempt is that of the launch that
-        draws them again."""
+        """Position of the first of `num_tokens` earlier tokens that comes out differently, or
+        `num_tokens` if none does. Each does with a chance of `rate`. The attempt is that of the
+        launch that draws them again."""
         if rate <= 0 or not num_tokens:
             return num_tokens
         luck = _uniforms(1, *self._key(_MISMATCH_STREAM, sample))[0]
@@ -275,7 +277,7 @@ class Workload:
         return self.seed, stream, place, sample.attempt, sample.index
 
     def _place(self, prompt: PromptId) -> int:
-        """Of a recorded prompt, in the order of all passes."""
+        """Place of a recorded prompt in the order of all passes."""
         assert self._rows is not None
         return prompt.epoch * len(self._rows) + self._place_of_row[prompt.row]
 

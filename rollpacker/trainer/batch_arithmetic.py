@@ -22,9 +22,9 @@ class BatchArithmetic:
     cascade_rounds: tuple[tuple[int, int], ...]
     """Prompts, and samples of each, that every further race of deferred prompts launches."""
     long_samples: int
-    """Samples that a long round launches, and a plain one."""
+    """Samples that a long round launches; a plain round launches as many."""
     pooled: bool
-    """Deferred prompts race on in the next round."""
+    """Whether deferred prompts race on in the next round."""
     trained_prompts: int
     trained_samples: int
     max_trained_tokens: int
@@ -33,13 +33,13 @@ class BatchArithmetic:
     updates_per_round: int
     """Optimizer steps of a step, on equal shares of its prompts."""
     steps: int | None
-    """None: until the data's epochs are done."""
+    """Steps of the run. None: until the data's epochs are done."""
     most_carried: int
     """Prompts that wait with the tokens that they have, at most; see docs/tail-batching.md."""
 
     @property
     def most_samples(self) -> int:
-        """Launched in the largest round."""
+        """Samples that the largest round launches."""
         cascades = (prompts * samples for prompts, samples in self.cascade_rounds)
         return max(self.short_samples, self.long_samples, *cascades)
 

@@ -101,7 +101,8 @@ class Batcher:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Put around a trainer call's forward and backward passes."""
+        """A context for a trainer call's forward and backward passes, in which packed attention
+        is on."""
         with ExitStack() as stack:
             for model, kind in self._packed:
                 stack.enter_context(packed_attention(model, kind))

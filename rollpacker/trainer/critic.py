@@ -138,7 +138,7 @@ def _read(folder: Path, critic: Critic) -> dict[str, Tensor]:
 
 
 def _plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Without what sharding puts in front of it."""
+    """The model's class without the one that sharding puts in front of it."""
     plain = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
     assert issubclass(plain, PreTrainedModel)
     return plain

@@ -64,7 +64,7 @@ class Estimate:
 
     @property
     def whole(self) -> bool:
-        """No part of the memory is missing, as the model's shape is known."""
+        """Whether no part of the memory is missing, which takes the model's shape."""
         return any(memory.has_activations for memory in (self.memory, *self.ranks))
 
     @property
@@ -278,7 +278,7 @@ def _carried_memory(config: RunConfig, on_cuda: bool, notes: list[str]) -> list[
 
 
 def _cache_memory(models: TrainingMemory, notes: list[str]) -> list[MemoryPart]:
-    """Keys and values of the rows that an engine generates at once."""
+    """Memory of keys and values of the rows that an engine generates at once."""
     rows, one_sample, limit = cache_rows(models)
     longest = longest_sample(models.config)
     if limit is None:

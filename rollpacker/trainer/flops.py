@@ -73,7 +73,7 @@ class FlopModel:
     attention: float
     """FLOPs per token, token attended to, and layer."""
     windows: tuple[int | None, ...]
-    """How far back each layer with attention looks. None: to the beginning."""
+    """Tokens that each layer with attention looks back. None: to the beginning."""
 
     @classmethod
     def of(cls, model: nn.Module) -> FlopModel:
@@ -144,7 +144,7 @@ def _per_parameter(parameter: nn.Parameter) -> int:
 
 
 def _active_experts(config: Any) -> float:
-    """The share of the experts that a token goes through."""
+    """Share of the experts that a token goes through."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     total = next((n for n in (getattr(config, name, None) for name in names) if n), None)
     chosen = getattr(config, "num_experts_per_tok", None)
@@ -159,7 +159,7 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _attended(length: int, window: int | None) -> float:
-    """How many tokens a row's tokens look at, all together."""
+    """Tokens that a row's tokens look at, all together."""
     if window is None or window >= length:
         return length * length / 2
     return window * length - window * window / 2

@@ -40,13 +40,13 @@ class RecordedCall:
 
 
 class Segment:
-    """Calls since the trainer had some version."""
+    """The calls since the trainer had some version."""
 
     def __init__(self, version: int, folder: Path | None) -> None:
         self.version = version
         self.file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # stays open
         self.end = 0
-        """Bytes of those that a finished step has."""
+        """Bytes of the calls that belong to finished steps."""
 
     def calls(self) -> Iterator[RecordedCall]:
         """Read the calls of finished steps."""
@@ -64,7 +64,7 @@ class Journal:
         self._segments = [Segment(0, folder)]
 
     def add(self, method: str, calls: Sequence[bytes], numbers: Sequence[int]) -> None:
-        """All of these ranks have done it. Raises `OSError`."""
+        """Record a call that all of these ranks have done. Raises `OSError`."""
         file = self._segments[-1].file
         head = json.dumps([method, list(numbers), [len(call) for call in calls]])
         file.write(f"{head}\n".encode())
@@ -72,18 +72,18 @@ class Journal:
             file.write(call)
 
     def finish_step(self) -> None:
-        """The calls so far have made a new version."""
+        """Note that the calls so far have made a new version."""
         last = self._segments[-1]
         last.end = last.file.tell()
 
     def forget_step(self) -> None:
-        """The calls since then have come to nothing."""
+        """Drop the calls since the last finished step, which have come to nothing."""
         last = self._segments[-1]
         last.file.seek(last.end)
         last.file.truncate()
 
     def loaded(self, version: int) -> None:
-        """The trainer is what a checkpoint says, whatever it was before."""
+        """Begin anew: the trainer is what a checkpoint says, whatever it was before."""
         first = Segment(version, self._folder)
         self._keep(0)
         self._segments = [first]
@@ -115,7 +115,7 @@ class Journal:
             yield from segment.calls()
 
     def close(self) -> None:
-        """Let go of the files. Idempotent."""
+        """Close the files. Idempotent."""
         self._keep(0)
 
     def _keep(self, count: int) -> None:
@@ -145,12 +145,12 @@ class KeptState:
         self.drop()  # what a run that was killed has left
 
     def folder(self, version: int) -> Path:
-        """Where the state of this version lies."""
+        """The folder in which the state of this version lies."""
         assert self._root is not None
         return self._root / f"version-{version}"
 
     def new_folder(self, version: int) -> Path:
-        """Where it is to be written."""
+        """An empty place for the state of this version, to which ranks write it."""
         if self._root is None:
             self._root = Path(tempfile.mkdtemp(prefix=f"rollpacker-{RELAYOUT}-"))
         folder = self.folder(version)
@@ -169,7 +169,7 @@ class KeptState:
             shutil.rmtree(self.folder(version), ignore_errors=True)
 
     def drop(self) -> None:
-        """Nobody needs it any more. Idempotent."""
+        """Remove all state, which nobody needs any more. Idempotent."""
         self.version = None
         if self._root is not None:
             shutil.rmtree(self._root, ignore_errors=True)

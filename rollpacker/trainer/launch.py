@@ -46,16 +46,17 @@ class Torchrun:
     rank: int
     world_size: int
     local_world_size: int
-    """How many of the processes are on this machine."""
+    """Processes of the job that are on this machine."""
     master: tuple[str, int]
     has_store: bool
-    """torchrun's agent keeps the store; else rank 0 does."""
+    """Whether torchrun's agent keeps the store. Otherwise rank 0 does."""
     restart: str = "0"
     """How often torchrun has started its processes anew; the store outlives them."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Torchrun | None:
-        """None if torchrun did not start this process."""
+        """Read this process's place from torchrun's variables. None if torchrun did not start
+        it."""
         names = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if not all(name in environment for name in names) or LINE_FD in environment:
             return None
@@ -110,7 +111,7 @@ def _own_address() -> list[str]:
 
 
 class RankPlace(NamedTuple):
-    """Where a rank is started."""
+    """The place at which a rank is started."""
 
     local_rank: int
     """The rank's number on its host, which is also the number of its device there."""
@@ -120,7 +121,7 @@ class RankPlace(NamedTuple):
 
 
 class Ranks:
-    """All workers of a trainer."""
+    """All ranks of a trainer, as the run's own process starts and calls them."""
 
     def __init__(
         self, num_processes: int, places: Sequence[RankPlace] = (), address: str = LOOPBACK
@@ -183,7 +184,7 @@ class Ranks:
 
     @property
     def can_start_anew(self) -> bool:
-        """Not what torchrun has started."""
+        """Whether the ranks can be replaced: torchrun's cannot."""
         return self._listener is None
 
     @property
@@ -322,7 +323,7 @@ class Ranks:
         return group.replies(called, method)
 
     def lose(self, reason: str) -> TrainerProcessError:
-        """End all. What to raise then; `reason`: see `RanksLost`."""
+        """End all ranks, and return the error to raise. `reason` is that of `RanksLost`."""
         self._why_lost = reason
         self._kill()
         lost = RanksLost(reason)
@@ -333,7 +334,7 @@ class Ranks:
             rank.end()
 
     def close(self) -> None:
-        """End all of them. Idempotent."""
+        """End all ranks. Idempotent."""
         with self._starting:
             self._is_closed = True
         if not self.all:  # they may still load their libraries
@@ -355,7 +356,7 @@ def _member(number: int, pid: int, line: Line, child: Process | None) -> Member:
 
 
 def store_of(host: str, port: int, *, is_master: bool, listen_fd: int | None = None) -> TCPStore:
-    """Served here, or reached there. Torch comes with the call."""
+    """A store that is served here, or reached at this address. Torch comes with the call."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it
 
     return TCPStore(

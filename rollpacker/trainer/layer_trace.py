@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTrace:
-    """Means over a model's layers, of one micro-batch."""
+    """Memory of one micro-batch in a model's layers, as means over the layers."""
 
     saved: float
     """Bytes per token that a layer keeps from its forward to its backward pass."""
@@ -108,7 +108,7 @@ def _traced(config: str, settings: TraceSettings) -> LayerTrace:
 
 
 def _period(kinds: Sequence[str]) -> int:
-    """After how many layers their kinds come again in the same order."""
+    """Number of layers after which their kinds come again in the same order."""
     count = len(kinds)
     return next(size for size in range(1, count + 1) if kinds[size:] == kinds[: count - size])
 
@@ -185,7 +185,7 @@ def _live_bytes() -> Any:
             return given
 
         def leave_out(self, tensor: Tensor) -> None:
-            """Count nothing for a tensor that is there before."""
+            """Leave out a tensor that was there before."""
             storage = tensor.untyped_storage()
             self._known[storage._cdata] = weakref.ref(storage)
 

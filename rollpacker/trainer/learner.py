@@ -250,7 +250,7 @@ class Learner:
         self._step = OpenStep()
 
     def arrange(self, arrangement: Arrangement) -> None:
-        """Between two steps, of a model in stages: see `Stage`."""
+        """Take an arrangement between two steps, of a model in stages: see `Stage`."""
         assert self._stage is not None and not self._step.has_samples
         self._stage.arrange(arrangement)
 
@@ -328,7 +328,7 @@ class Learner:
         )
 
     def _finish_passes(self) -> None:
-        """Nothing is under way after this."""
+        """Finish all passes, so that nothing is under way."""
         finite = self._passes.finish()
         self._step.finite = self._step.finite and finite
 
@@ -386,12 +386,12 @@ class Learner:
             self._stage.share_tied(actor)
 
     def _any_of_replica(self, flag: bool) -> bool:
-        """Whether it is true on any rank that this one computes with."""
+        """Whether the flag is true on any rank that this one computes with."""
         flag = any_of_replica(flag, self._shards)
         return flag if self._stage is None else self._stage.any(flag)
 
     def _any(self, flag: bool) -> bool:
-        """Whether it is true on any rank at all."""
+        """Whether the flag is true on any rank at all."""
         flag = any_rank(flag, self._shards)
         return flag if self._stage is None else self._stage.any(flag)
 
@@ -406,7 +406,7 @@ class Learner:
     # -- what is not finite ----------------------------------------------------------------
 
     def _refuse_non_finite(self, losses: Losses, samples: Sequence[TrainSample]) -> None:
-        """A `Look`."""
+        """A `Look` that raises `NonFiniteError` if a loss or a gradient is not finite."""
         bad_losses = not losses.finite
         if self._any_of_replica(bad_losses):
             self._refuse(
@@ -464,7 +464,7 @@ def _passes(
 def _trained(
     models: ModelSet, config: TrainConfig, shards: Shards | None, run_dtype: torch.dtype
 ) -> dict[str, Trained]:
-    """Shards what is frozen, too."""
+    """The modules that are trained, by name. Frozen ones are sharded here, too."""
     if shards is not None:
         for one in models.frozen:
             shard(one, shards, param_dtype=None, gradient_sync="step")

@@ -56,11 +56,11 @@ class LearnerFiles:
 
     @property
     def _mirror(self) -> Tied | None:
-        """A weight here that another stage owns."""
+        """The weight of this stage that another stage owns. None: there is none."""
         return None if self.stage is None else self.stage.mirror_of(self.trained["actor"])
 
     def _stage_tensors(self) -> dict[str, Tensor] | None:
-        """The model's, by the whole model's names. None: it is whole."""
+        """Tensors of this stage by the whole model's names. None: the model is whole."""
         if self.stage is None:
             return None
         tensors = checkpoint.state_tensors(self.model)
@@ -75,7 +75,7 @@ class LearnerFiles:
         return self._union(full_tensors(named, self.shards, dtype))
 
     def _union(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """With those of the other stages, on the first."""
+        """The tensors together with those of the other stages, on the first stage."""
         if self.stage is None:
             return iter(named)
         mirror = None if self._mirror is None else self._mirror.mirror

@@ -30,7 +30,7 @@ class LogitTransform:
     softcap: float | None = None
 
     def apply_(self, logits: Tensor, temperature: float = 1.0) -> Tensor:
-        """Transformed and over the temperature, in place."""
+        """Transform logits and divide them by the temperature, in place."""
         if self.softcap is None:
             return logits.mul_(self.scale / temperature)
         return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / temperature)
@@ -145,7 +145,7 @@ class _OutputLayer:
         return self.transform.apply_(logits, self.temperature)
 
     def backward(self, gradient: Tensor, log_probs: Tensor, norms: Tensor) -> Tensor:
-        """The product's gradient, from that of the logits; in place."""
+        """The gradient of the product, from that of the logits; in place."""
         capped = self.transform.softcap is not None
         logits = log_probs + norms[:, None] if capped else log_probs
         return self.transform.backward_(gradient, logits, self.temperature)
@@ -178,11 +178,12 @@ class _RunningSoftmax:
         self._top = torch.full_like(targets, torch.finfo(dtype).min, dtype=dtype)
         self._sum = torch.zeros_like(self._top)
         self._weighted = torch.zeros_like(self._top)
-        """Sum of exp(logit - top) x (logit - top)."""
+        """Sum of exp(logit - top) x (logit - top), by row."""
         self._chosen = torch.zeros_like(self._top)
 
     def add(self, logits: Tensor, first: int) -> None:
-        """[rows, columns], which are those from `first` on. Overwrites them."""
+        """Add a block of logits [rows, columns], whose columns begin at `first`. It is
+        overwritten."""
         index = self._targets - first
         inside = (index >= 0) & (index < logits.shape[1])
         found = logits.gather(-1, index.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
@@ -289,5 +290,5 @@ def _cuts(length: int, size: int) -> list[slice]:
 
 
 def full_precision(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32."""
+    """The dtype for sums: float64 for float64, else float32."""
     return dtype if dtype == torch.float64 else torch.float32

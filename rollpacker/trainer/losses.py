@@ -27,12 +27,12 @@ class Outputs:
     """
 
     log_probs: Tensor
-    """The policy's, at the sampling temperature."""
+    """The policy's log-probs, at the sampling temperature."""
     entropy: Tensor
     ref_log_probs: Tensor | None = None
-    """The reference model's, where the loss has a penalty on them."""
+    """The reference model's log-probs. None: the loss has no penalty on them."""
     values: Tensor | None = None
-    """The critic's, if there is one."""
+    """The critic's values. None: there is no critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +46,12 @@ class Losses:
     log_ratio: Tensor
     """The trainer's log-probs minus the engine's."""
     update_log_ratio: Tensor | None
-    """Log-probs minus old ones. None: they cannot differ."""
+    """The trainer's log-probs minus the old ones. None: they cannot differ."""
     sums: Mapping[str, Tensor]
     value_sums: Mapping[str, Tensor]
 
     def detached(self) -> Losses:
-        """Without the graph that they were made by."""
+        """The losses without the graph that they were made by."""
         return replace(self, losses=[loss.detach() for loss in self.losses])
 
     @property
@@ -64,7 +64,7 @@ class Losses:
 def losses_of(
     outputs: Outputs, samples: Sequence[TrainSample], *, config: AlgorithmConfig
 ) -> Losses:
-    """The samples' share of the step's losses."""
+    """Compute the samples' share of the step's losses."""
     log_probs, num_targets = outputs.log_probs, [s.num_targets for s in samples]
     rollout = _flat([s.rollout_log_probs for s in samples], log_probs)
     places = torch.arange(len(samples)).repeat_interleave(torch.tensor(num_targets))

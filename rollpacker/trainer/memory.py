@@ -1,4 +1,4 @@
-"""The most memory that this process held since a mark."""
+"""Measurement of the most memory that this process held since a mark."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 """Written to `clear_refs`, this sets the peak of the resident set to the current resident set."""
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
-"""The unit of `ru_maxrss`."""
+"""Bytes in the unit of `ru_maxrss`."""
 
 
 class PeakMemory:
@@ -50,7 +50,7 @@ class PeakMemory:
         return _peak_resident_set() if self.resets else _lifetime_peak()
 
     def above_mark(self) -> int:
-        """Bytes: how far the peak lies above what was held at the last `reset`."""
+        """Bytes by which the peak lies above what was held at the last `reset`."""
         return self.read() - self.mark_bytes
 
 

@@ -26,9 +26,9 @@ class Row(NamedTuple):
     """A sample's tokens. Those of the response that were drawn are targets."""
 
     context: Sequence[int]
-    """The prompt's; at least one."""
+    """Tokens of the prompt; at least one."""
     response: Sequence[int]
-    """At least one of them was drawn."""
+    """Tokens of the response, of which at least one was drawn."""
     given: Spans = ()
     """Spans of the response's tokens that the model was given: they are context for what
     follows, and no targets."""
@@ -91,7 +91,7 @@ class MicroBatch:
     positions: Tensor
     """[N] int64: where in the flattened [B * W] the prediction of each target is made."""
     targets: Tensor
-    """[N] int64, row after row."""
+    """Tokens to predict, row after row; [N] int64."""
     num_targets: tuple[int, ...]
     """Targets of each row."""
     lengths: tuple[int, ...]
@@ -101,12 +101,12 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens among B * W."""
+        """Number of real tokens among B * W."""
         return sum(self.lengths)
 
 
 def collate(rows: Sequence[Row], pad_token_id: int, device: torch.device) -> MicroBatch:
-    """Rows padded on the right to the longest."""
+    """Make a micro-batch of rows that are padded on the right to the longest."""
     lengths = [row_length(row) for row in rows]
     width = max(lengths)
     input_ids = np.full((len(rows), width), pad_token_id, dtype=np.int64)

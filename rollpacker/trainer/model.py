@@ -73,7 +73,7 @@ class LoadedModel:
     model: PreTrainedModel
     """On `device`, in `dtype`, in eval mode, every parameter trainable."""
     tokenizer: PreTrainedTokenizerBase
-    """Has a padding token (the end token where the folder names none)."""
+    """The tokenizer. It has a padding token (the end token where the folder names none)."""
     device: torch.device
     dtype: torch.dtype
 
@@ -225,7 +225,7 @@ def check_weights(path: str) -> None:
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Rows of its input embeddings: tokens that it knows, and padding."""
+    """Rows of the model's input embeddings: tokens that it knows, and padding."""
     rows = model.get_input_embeddings().num_embeddings
     assert isinstance(rows, int)
     return rows
@@ -325,7 +325,7 @@ def character_tokenizer(
 
 
 def write_character_tokenizer(alphabet: str, folder: str | Path) -> PreTrainedTokenizerFast:
-    """`character_tokenizer`, saved where `AutoTokenizer` finds it."""
+    """Save a `character_tokenizer` where `AutoTokenizer` finds it."""
     tokenizer = character_tokenizer(alphabet)
     tokenizer.save_pretrained(str(folder))
     return tokenizer
@@ -364,7 +364,7 @@ def new_model(
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """transformers draws none inside; the run has a display of its own."""
+    """A context in which transformers draws no progress bars; the run has a display of its own."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # theirs
     try:

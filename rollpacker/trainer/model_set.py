@@ -103,7 +103,7 @@ class ModelSet:
             yield self.critic.model
 
     def for_backward(self) -> AbstractContextManager[None]:
-        """Inside it, layers are checkpointed."""
+        """A context in which layers are checkpointed."""
         return layers_in_training(self.checkpointed)
 
     def outputs(self, batch: MicroBatch) -> Outputs:

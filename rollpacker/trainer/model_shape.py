@@ -24,7 +24,7 @@ _SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bBmM])(?![a-zA-Z0-9])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """Widths of a decoder, as a model's config tells them."""
+    """Widths of a decoder, from a model's config."""
 
     layers: int
     attention_layers: int
@@ -36,7 +36,7 @@ class DecoderShape:
     key_value: int
     vocabulary: int
     tied: bool
-    """The output layer is the embeddings."""
+    """Whether the output layer is the embeddings."""
     max_positions: int | None
 
     @property
@@ -45,7 +45,7 @@ class DecoderShape:
 
     @property
     def layer_matrices(self) -> int:
-        """Elements of one layer's matrices."""
+        """Elements of the matrices of one layer."""
         attention = 2 * self.query + 2 * self.key_value
         return self.hidden * (attention + 3 * self.feed_forward)
 
@@ -68,7 +68,7 @@ def model_folder(path: str) -> Path | None:
 
 
 def read_shape(folder: Path, notes: list[str]) -> DecoderShape | None:
-    """From `config.json`. None if it does not tell; `notes` then say why."""
+    """Read a decoder's shape from `config.json`. None if it does not tell; `notes` then say why."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}

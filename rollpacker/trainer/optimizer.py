@@ -311,7 +311,7 @@ class MirrorGradient:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The sum so far; not a copy. None: there was no backward pass."""
+        """The sum of gradients so far; not a copy. None: there was no backward pass."""
         return self._weight.grad if self._sum is None else self._sum
 
     def forget(self) -> None:
@@ -370,7 +370,7 @@ def _adamw_8bit(
 
 
 def _decayed(masters: list[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Groups of matrices and of all else, of which the first alone decay."""
+    """Groups of matrices and of all other parameters. The matrices alone decay."""
     groups = [
         {"params": [m for m in masters if m.ndim >= 2], "weight_decay": weight_decay},
         {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},

@@ -21,7 +21,7 @@ class StepOutcome:
     learning_rate: float
     critic_grad_norm: float | None
     peak_memory_bytes: int
-    """The most that this rank's process or device held since the step before."""
+    """The most bytes that this rank's process or device held since the step before."""
     lora_merge_loss: float | None = None
     """`lora.merge_squares` as a ratio of norms, after the update, where a merge rounds."""
     stage_times: StageTimes | None = None
@@ -29,7 +29,7 @@ class StepOutcome:
 
 
 def step_metrics(outcomes: Sequence[StepOutcome], peak_flops: float | None) -> dict[str, float]:
-    """All ranks' outcomes as one step's metrics; `peak_flops` is one device's."""
+    """Make one step's metrics of all ranks' outcomes. `peak_flops` are those of one device."""
     first = outcomes[0]
     sums = StepSums.merge(outcome.sums for outcome in outcomes)
     metrics = sums.metrics(

@@ -28,7 +28,7 @@ from rollpacker.trainer.varlen import (
 
 PackedKind = Literal["varlen", "flex", "grouped"]
 KINDS: tuple[PackedKind, ...] = ("varlen", "flex", "grouped")
-"""Fastest first."""
+"""Kinds of packed attention, the fastest first."""
 
 _names: dict[tuple[PackedKind, str | None], str] = {}
 """Names that transformers knows our functions by: one per kind and implementation replaced."""

@@ -82,7 +82,7 @@ class Policy(nn.Module):
         )
 
     def _hidden_states(self, input_ids: Tensor, model_inputs: Mapping[str, Any]) -> Tensor:
-        """[B, W, D], after the last norm."""
+        """Hidden states [B, W, D] after the last norm."""
         decoder = _base_model(self.model).get_decoder()
         hidden: Tensor = decoder(input_ids=input_ids, use_cache=False, **model_inputs)[0]
         return hidden
@@ -132,7 +132,7 @@ class Policy(nn.Module):
 
 
 def _base_model(model: Any) -> Any:
-    """Without peft's wrapper; its adapters are inside the layers."""
+    """The model without peft's wrapper; its adapters are inside the layers."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -153,7 +153,7 @@ def _log_probs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Ten
 
 @contextmanager
 def _evaluation(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, and afterwards in the mode it was in."""
+    """A context with every module in evaluation mode. Afterwards each has the mode that it had."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -259,7 +259,8 @@ class ProcessTrainer:
         return self._switch_s
 
     def _go_back(self, setup: LearnerSetup, order: Sequence[int]) -> None:
-        """Raises `RanksLost` if that fails, and `restore` begins with this layout."""
+        """Take the layout before. Raises `RanksLost` if that fails, and `restore` begins with
+        it."""
         try:
             self._load_anew(setup, order)
         except Exception as error:
@@ -270,7 +271,7 @@ class ProcessTrainer:
             self._kept.give_up(self.version)
 
     def _relaid(self, outcomes: Sequence[StepOutcome]) -> dict[str, float]:
-        """After a step: a switch, if it is time for one. Returns its metrics.
+        """Switch the layout after a step, if it is time for a switch. Returns its metrics.
 
         The step is done whatever happens: that ranks were lost is left to be found by `how_lost`.
         """
@@ -300,7 +301,7 @@ class ProcessTrainer:
         return {f"{PREFIX}/relayout_s": seconds}
 
     def _load_anew(self, setup: LearnerSetup, order: Sequence[int] | None) -> None:
-        """Other ranks, with what those before have written."""
+        """Start other ranks, which load the state that those before have written."""
         self._setup = setup
         self._ranks.start_anew(order)
         self._begin(lambda: None)
@@ -385,7 +386,7 @@ class ProcessTrainer:
     def _change(
         self, method: str, arguments: Sequence[tuple[Any, ...]], numbers: Sequence[int] = ()
     ) -> list[Any]:
-        """A call that ranks in the place of these must be told, too."""
+        """Make a call that is recorded, since ranks in the place of these must be told, too."""
         calls = [codec().encode((method, one)) for one in arguments]
         try:
             results = self._ranks.send(method, calls, numbers)
@@ -403,7 +404,7 @@ class ProcessTrainer:
 
 
 def _overseer(setup: LearnerSetup) -> Overseer | None:
-    """One that has measured nothing yet."""
+    """An overseer that has measured nothing yet. None: the trainer has no stages."""
     pipeline = setup.train.pipeline
     if pipeline.stages == 1:
         return None
@@ -411,5 +412,5 @@ def _overseer(setup: LearnerSetup) -> Overseer | None:
 
 
 def _is_over(error: Exception) -> bool:
-    """The run was closed meanwhile."""
+    """Whether the error means that the run was closed meanwhile."""
     return isinstance(error, TrainerProcessError) and not isinstance(error, RanksLost)

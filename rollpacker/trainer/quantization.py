@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rollpacker.imports import require
 
 MIN_8BIT_ELEMENTS = 4096
-"""Smaller parameters keep float32 moments."""
+"""Elements below which a parameter keeps float32 moments."""
 BLOCK_8BIT, BLOCK_4BIT, BLOCK_OF_SCALES = 256, 64, 256
 """Elements that share a scale; of the 4-bit matrices, 256 scales share one of their own."""
 IN_A_LAYER = re.compile(r"\.\d+\.")

@@ -22,7 +22,7 @@ OF_TOKENS = (
 
 
 def rows_of(sample: Sample) -> list[Sample]:
-    """The sample, or a sample for each of its rows, in their order."""
+    """The sample's rows, in their order: the sample itself, or one sample for each row."""
     if not sample.rewritten:
         return [sample]
     tokens, rows, drawn = sample.response_tokens, [], 0
@@ -61,7 +61,7 @@ def joined(scores: Sequence[TokenScores], counts: Iterable[int]) -> list[TokenSc
 
 
 def length_of(sample: ScoreRequest) -> int:
-    """Tokens of all its rows, with what stands before each."""
+    """Tokens of all rows of a sample, with the context of each."""
     count = len(sample.response_tokens)
     return num_in_rows(sample.prompt_tokens, count, sample.given, sample.rewritten)
 

@@ -27,14 +27,14 @@ class LearnerSetup:
     temperature: float
     """The sampling temperature, at which log-probs are taken."""
     total_steps: int | None
-    """Where schedules end."""
+    """Step at which schedules end. None: they have no end."""
     threads: int | None = None
-    """Torch's threads on a CPU."""
+    """Torch's threads on a CPU. None: torch's own number."""
     order_csv: str | None = None
     """Text of the file that `train.pipeline.order` names. None: it names none."""
 
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device on which this process computes."""
         from rollpacker.trainer.model import model_device
 
         return model_device(self.model.device)

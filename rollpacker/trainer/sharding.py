@@ -73,7 +73,7 @@ class Shards:
     mesh: DeviceMesh
     """One dimension of `size`; with several replicas two: [replicas, processes of each]."""
     device: torch.device
-    """This process's own."""
+    """The device of this process."""
     pipelines: DeviceMesh | None = None
     """Mesh [stages, processes of each] of a model in pipeline stages; `mesh` is then the own
     stage's. None: the model is not in stages."""
@@ -140,7 +140,7 @@ def leave() -> None:
 
 
 class ShardedGradients:
-    """When a sharded model's gradients are summed over the processes."""
+    """Decides when a sharded model's gradients are summed over the processes."""
 
     def __init__(
         self, root: nn.Module, gradient_sync: Literal["step", "micro-batch"], replicas: int = 1
@@ -150,7 +150,7 @@ class ShardedGradients:
         self._fsdp: FSDPModule = root
         self._at_every_backward = gradient_sync == "micro-batch"
         self._is_complete = self._at_every_backward and replicas == 1
-        """Every backward sums over all processes."""
+        """Whether every backward pass sums over all processes."""
         self._sum_at_backward()
 
     def _sum_at_backward(self) -> None:
@@ -160,7 +160,7 @@ class ShardedGradients:
         self._fsdp.set_requires_all_reduce(self._is_complete)
 
     def finish(self, run_filler: Callable[[], object]) -> None:
-        """After this every parameter's `grad` holds its shard of the sum.
+        """Sum the gradients, so that every parameter's `grad` holds its shard of the sum.
 
         `run_filler` runs forward and backward of the whole model once, with a loss of weight zero;
         it is not called where every backward has summed already.
@@ -328,12 +328,12 @@ def same_number(count: int, shards: Shards | None) -> int:
 
 
 def any_of_replica(flag: bool, shards: Shards | None) -> bool:
-    """Whether it is true in any process of this one's replica."""
+    """Whether the flag is true in any process of this one's replica."""
     return same_number(int(flag), shards) == 1
 
 
 def any_rank(flag: bool, shards: Shards | None) -> bool:
-    """Whether it is true in any process of all replicas."""
+    """Whether the flag is true in any process of all replicas."""
     return max_over_ranks([int(flag)], shards) == [1.0]
 
 
@@ -343,7 +343,7 @@ def max_over_ranks(values: Sequence[float], shards: Shards | None) -> list[float
 
 
 def _largest(values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
-    """None: of this process alone."""
+    """The largest of each value over the processes of a group. None: of this process alone."""
     numbers = torch.tensor(values, dtype=torch.float64)
     if group is not None:
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
@@ -380,7 +380,7 @@ def _sharded_modules(root: nn.Module) -> list[FSDPModule]:
 
 
 def _parameter_groups(root: nn.Module) -> Iterator[Any]:
-    """FSDP2's own records, one for each module that was sharded."""
+    """FSDP2's own records, one for each sharded module."""
     for module in _sharded_modules(root):
         if (group := module._get_fsdp_state()._fsdp_param_group) is not None:
             yield group

@@ -105,7 +105,7 @@ class StepSums:
 
     @staticmethod
     def merge(parts: Iterable[StepSums]) -> StepSums:
-        """The sums of several ranks as those of one step. At least one part."""
+        """Merge the sums of several ranks into those of one step. At least one part."""
         first, *others = parts
         merged = copy.deepcopy(first)
         for part in others:
@@ -218,7 +218,7 @@ def _ratio(log_ratio: float) -> float:
 
 
 def _effective_size(total: float, squares: float, count: int) -> float:
-    """(sum w)^2 / (n sum w^2): 1 if all weights are equal."""
+    """Effective sample size of weights w, (sum w)^2 / (n sum w^2): 1 if all weights are equal."""
     return total * total / (count * squares)
 
 

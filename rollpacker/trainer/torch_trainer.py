@@ -97,7 +97,7 @@ class TorchTrainer:
             if self._buffer is not None:
                 with self._buffer.writing(self.version) as tensors:
                     probe = self.learner.write_weights(tensors)
-                return HandOver(weights=self._buffer.source(self.version), probe=probe)
+                return HandOver(weights=self._buffer.layout.source(self.version), probe=probe)
             named = dict(self.learner.weights())
             return HandOver(weights=named, probe=weight_probe(named.items()))
 

@@ -1,4 +1,4 @@
-"""A module with an optimizer: what of a model set is trained."""
+"""Modules with an optimizer: the part of a model set that is trained."""
 
 from __future__ import annotations
 

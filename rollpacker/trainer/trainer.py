@@ -34,7 +34,7 @@ class RanksLost(TrainerProcessError):
     `Trainer.restore` brings others in their place."""
 
     def __init__(self, reason: str) -> None:
-        """`reason`: which process, and how, in words."""
+        """`reason` says in words which process was lost, and how."""
         super().__init__(
             f"{reason}. No update of this step was kept; --resume goes on from the last checkpoint"
         )
@@ -308,7 +308,7 @@ class ScoreRequest:
 
     @property
     def num_targets(self) -> int:
-        """Drawn tokens."""
+        """Number of drawn tokens."""
         return num_outside(len(self.response_tokens), self.given)
 
 
@@ -319,20 +319,20 @@ class TokenScores:
     sampling temperature."""
 
     log_probs: tuple[float, ...] | None = None
-    """The policy's own, as the trainer computes them."""
+    """The policy's own log-probs, as the trainer computes them."""
     ref_log_probs: tuple[float, ...] | None = None
-    """The reference model's."""
+    """The reference model's log-probs."""
     teacher_log_probs: tuple[float, ...] | None = None
     values: tuple[float, ...] | None = None
-    """The critic's, of the state before each token."""
+    """The critic's values of the state before each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample(ScoreRequest):
-    """One sample as the trainer takes it, to whom all algorithms are alike."""
+    """One sample as the trainer takes it, the same for all algorithms."""
 
     rollout_log_probs: tuple[float, ...]
-    """One per drawn token, as all that follows."""
+    """The engine's log-probs, one per drawn token, as in all fields that follow."""
     advantage: float | tuple[float, ...]
     """One number for all drawn tokens, or one each."""
     token_weight: float
@@ -341,7 +341,7 @@ class TrainSample(ScoreRequest):
     up to the same gradient. A sample that is accumulated before the denominator is known has
     another one in it, and `Trainer.rescale` makes up for it."""
     ref_log_probs: tuple[float, ...] | None = None
-    """The reference model's, if they were asked for before."""
+    """The reference model's log-probs, if they were asked for before."""
     loss_weight: float = 1.0
     """Factor in `token_weight` that undoes the selection by length; the rest of it is the
     denominator."""

@@ -136,9 +136,9 @@ class Decoder:
     name: Literal["policy", "reference", "teacher", "critic"]
     path: str
     parameters: int
-    """All of them; a critic's without an output layer."""
+    """All parameters of the model; a critic has no output layer."""
     shape: DecoderShape | None
-    """None if there is no `config.json` on this machine that tells it."""
+    """The model's shape. None if there is no `config.json` on this machine that tells it."""
     is_trained: bool
     layers: tuple[int, ...] = ()
     """Layers of each stage. Empty: the model is whole."""
@@ -192,7 +192,7 @@ class TrainingMemory:
     """The dtype that is computed in."""
     on_cuda: bool
     decoders: tuple[Decoder, ...]
-    """The policy first. Empty if the policy's size is not known."""
+    """The models, the policy first. Empty if the policy's size is not known."""
 
     @classmethod
     def of(cls, config: RunConfig, *, on_cuda: bool, notes: list[str]) -> TrainingMemory:
@@ -548,7 +548,7 @@ class _Working:
         return parts
 
     def _backward(self) -> MemoryPart:
-        """The most that the backward pass takes besides while it runs."""
+        """The most memory that the backward pass takes besides while it runs."""
         models, policy, shape = self.models, self.decoders[0], self._shape
         element, tokens = models.element, self.sweep.micro_batch_tokens
         choices = {
@@ -588,7 +588,7 @@ class _Working:
         return block + hidden + (shape.embedding * models.element if is_trained else 0)
 
     def _messages(self) -> MemoryPart:
-        """Hidden states or gradients to and from the stage's neighbours."""
+        """Memory of hidden states or gradients to and from the stage's neighbours."""
         hidden = sum(one.shape.hidden for one in self.decoders if one.shape is not None)
         neighbours = (self.stage > 0) + (not self._is_last)
         size = neighbours * self.sweep.micro_batch_tokens * hidden * self.models.element
@@ -692,7 +692,7 @@ def run_memory(config: RunConfig) -> int:
 def _decoder(
     name: Literal["policy", "teacher", "critic"], path: str, notes: list[str], *, is_trained: bool
 ) -> Decoder | None:
-    """A model by its path. None, and a note, if its size is not known."""
+    """Read a model by its path. None, and a note, if its size is not known."""
     folder = model_folder(path)
     shape = read_shape(folder, notes) if folder else None
     count = num_parameters(folder, path, notes)

@@ -42,7 +42,7 @@ class RowGroup:
 
 
 class PackedAttention(Protocol):
-    """One of the implementations."""
+    """The signature of an implementation of packed attention."""
 
     def __call__(
         self,
@@ -77,13 +77,13 @@ class PackedRows:
         self._window_masks: dict[tuple[int, int], Tensor] = {}
 
     def position_ids(self) -> Tensor:
-        """[1, N]: each row counts from 0."""
+        """Position of each token in its row, [1, N]: each row counts from 0."""
         ids = np.concatenate([np.arange(length) for length in self.lengths])
         return torch.from_numpy(ids)[None].to(self._device)
 
     @cached_property
     def cumulative_lengths(self) -> Tensor:
-        """[rows + 1] int32: where each row starts, and the end of the last."""
+        """Where each row starts, and the end of the last; [rows + 1] int32."""
         return torch.from_numpy(self._starts.astype(np.int32)).to(self._device)
 
     @cached_property

@@ -35,7 +35,7 @@ BETAS = (0.9, 0.95)
 EPS = 1e-8
 MICRO_BATCH_TOKENS = 4096
 SMALL_MODEL_PARAMETERS = 20_000_000
-"""Below this, one thread is as fast as several or faster."""
+"""Parameters below which one thread is as fast as several or faster."""
 
 LOSS_WINDOW = 20
 """`max_loss` is compared with the mean over this many last steps."""
@@ -43,10 +43,10 @@ LOSS_WINDOW = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupProgress:
-    """Given to `on_progress` after every step."""
+    """Progress of a warm-up, given to `on_progress` after every step."""
 
     stage: int
-    """From 0."""
+    """Number of the stage, from 0."""
     num_stages: int
     step: int
     """Steps done in this stage."""
@@ -63,7 +63,7 @@ class WarmupResult:
     losses: tuple[float, ...]
     """Mean loss of the last steps of each stage."""
     trained_tokens: int
-    """Completion tokens, each as often as it was trained on."""
+    """Completion tokens that were trained on, each as often as it was."""
     elapsed_s: float
 
 

@@ -36,7 +36,7 @@ end all ranks."""
 
 
 class Worker:
-    """`calls.METHODS` of it are what `Ranks.call` may ask for."""
+    """A rank's methods. `calls.METHODS` of them are those that `Ranks.call` may ask for."""
 
     def __init__(self) -> None:
         self._buffer: WeightBuffer | None = None
@@ -71,11 +71,11 @@ class Worker:
         self._learner.rescale(factor)
 
     def update(self) -> Any:
-        """Return what `apply` does."""
+        """Run one update. Returns what `apply` does."""
         return self._learner.update(), peak_flops(self._learner.device)
 
     def apply(self) -> Any:
-        """Return the outcome, and the FLOP/s that this rank's device could do."""
+        """Finish the step. Returns the outcome, and the FLOP/s that this rank's device could do."""
         return self._learner.apply(), peak_flops(self._learner.device)
 
     def arrange(self, arrangement: Arrangement) -> None:

@@ -40,10 +40,10 @@ class StaleWeightsError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one tensor lies."""
+    """The place of one tensor in a buffer."""
 
     start: int
-    """Bytes from the beginning."""
+    """Number of bytes before it in the buffer."""
     shape: tuple[int, ...]
     dtype: str
     """The name that torch has for it, such as float32 or bfloat16."""
@@ -59,7 +59,7 @@ class BufferLayout:
     size_bytes: int
     places: Mapping[str, Place]
     host: str = ""
-    """Where the path leads to it; "" is the run's own."""
+    """Name of the host on which the path leads to the buffer. Empty for the run's own host."""
 
     @classmethod
     def of(cls, like: Iterable[tuple[str, Tensor]]) -> BufferLayout:
@@ -80,6 +80,10 @@ class BufferLayout:
     def at(self, memory: Memory) -> BufferLayout:
         """Return the layout of the same buffer in this memory."""
         return replace(self, path=memory.path, inode=memory.inode)
+
+    def source(self, version: int) -> WeightSource:
+        """Return the source from which an engine reads this version."""
+        return WeightSource(version=version, layout=self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +119,7 @@ class WeightBuffer:
             end = place.start + torch.Size(place.shape).numel() * dtype.itemsize
             self.tensors[name] = memory[place.start : end].view(dtype).view(place.shape)
         self._before = memory[:16].view(torch.int64)
-        """How often weights were written here, or began to be, and the newest version."""
+        """Number of times that weights were written here or began to be, and the newest version."""
         self._behind = memory[-ALIGNMENT:][:16].view(torch.int64)
 
     @classmethod
@@ -127,10 +131,6 @@ class WeightBuffer:
         buffer = cls(layout.at(memory))
         buffer._memory = memory
         return buffer
-
-    def source(self, version: int) -> WeightSource:
-        """Return the source from which an engine reads this version."""
-        return WeightSource(version=version, layout=self.layout)
 
     @contextmanager
     def writing(self, version: int) -> Iterator[Mapping[str, Tensor]]:

@@ -22,9 +22,10 @@ from rollpacker.workers.kinds import CALL, ERROR
 from rollpacker.workers.line import Line, LineEnded, ready
 
 END_S = 5.0
-"""How long a member may take to end by itself."""
+"""Seconds that a member may take to end by itself."""
 GRACE_S = 30.0
-"""How long the others may take once a member has failed: they may wait for it in a joint call."""
+"""Seconds that the others may take once a member has failed: they may wait for it in a joint
+call."""
 LOOK_S = 5.0
 """Members that take longer to answer are looked at so often: a signal may have stopped them."""
 STOPPED_S = 60.0
@@ -47,7 +48,7 @@ class Member:
     pid: int
     line: Line
     child: Process | None
-    """None if somebody else started it."""
+    """The process. None if somebody else started it."""
 
     def how_it_ended(self) -> str:
         """Say it in words, once its line has ended."""

@@ -24,7 +24,7 @@ _EXPENDABLE = "500"
 who can replace it."""
 _LOOK_MS = 1000 if hasattr(os, "pidfd_open") else 50
 _END_S = 2.0
-"""So long it waits for the family to be gone after killing it."""
+"""Seconds that it waits for the family to be gone after killing it."""
 
 
 def main(lifeline: int, command: list[str]) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Where a run's processes are started: on this machine, or on others (`workers/hosts/`)."""
+"""The hosts on which a run's processes are started: this machine, or others (`workers/hosts/`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Process(Protocol):
     """A process as its owner sees it, on this host or on another. `Child` has the docstrings."""
 
     pid: int
-    """On its own host. The owner sets it once it knows of a descendant that does the work; before,
-    it may be 0."""
+    """Process id on its own host. The owner sets it once it knows of a descendant that does the
+    work; before, it may be 0."""
 
     def is_stopped(self) -> bool: ...
 
@@ -62,8 +62,9 @@ class Host(Protocol):
         ...
 
     def weights(self, source: WeightSource) -> WeightSource:
-        """Where processes of this host read these weights; waits until they are there. Raises
-        `OSError` if they cannot be brought, `StaleWeightsError` if they changed meanwhile."""
+        """Return where processes of this host read these weights; waits until they are there.
+        Raises `OSError` if they cannot be brought, `StaleWeightsError` if they changed
+        meanwhile."""
         ...
 
 

@@ -18,10 +18,10 @@ from rollpacker.workers.kinds import HELLO
 from rollpacker.workers.line import HasFileno, Line, LineEnded, ready
 
 KNOCK_S = 10.0
-"""How long a connection may take to say hello."""
+"""Seconds that a connection may take to say hello."""
 MAX_HELLO_BYTES = 4096
 MAX_KNOCKING = 64
-"""So many connections may be open that have not said hello. One more ends the oldest."""
+"""Number of connections that may be open without having said hello. One more ends the oldest."""
 _TOKEN_BYTES = 32
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 MAX_OUTPUT_BYTES = 64 << 10
-"""So many bytes of output are kept per minute."""
+"""Number of bytes of output that are kept per minute."""
 _MAX_LINE = 2000
 _CHUNK = 1 << 16
 

@@ -101,7 +101,7 @@ class PoolWorker:
     num_hung: int = 0
     """Calls that were given up and went on all the same."""
     gone: str = ""
-    """How it ended, once it has."""
+    """Words for how it ended. Empty while it lives."""
 
     @property
     def is_idle(self) -> bool:
@@ -125,22 +125,22 @@ class PoolWorker:
 logger = logging.getLogger(__name__)
 
 MAX_ASYNC_CALLS = 1000
-"""So many calls of an async function may run in one worker."""
+"""Number of calls of an async function that may run in one worker."""
 IDLE_S = 60.0
-"""A worker that has been idle for so long ends, down to one."""
+"""Seconds of idleness after which a worker ends, down to one."""
 GROW_AFTER_S = 0.02
-"""Calls that wait for so long start another worker."""
+"""Seconds of waiting after which calls start another worker."""
 WATCH_EVERY_S = 0.25
-"""A worker that is found stopped twice in a row is lost."""
+"""Seconds between two looks at busy workers. One that is found stopped twice in a row is lost."""
 ANSWER_WITHIN_S = 0.25
-"""An event loop that does not react for so long is blocked."""
+"""Seconds without a reaction after which an event loop counts as blocked."""
 GIVE_IN_WITHIN_S = {False: 0.1, True: 1.0}
 """A call that was given up may go on for so long before its worker is ended. The key says whether
 the function is async."""
 HELD_S = 0.25
 """A deadline that is looked at so late finds that this loop itself was held up."""
 MAX_FAILED_STARTS = 3
-"""After so many in a row, calls that wait are given up."""
+"""Number of failed starts in a row after which calls that wait are given up."""
 
 _Then = Callable[[PoolCall, PoolWorker], None]
 

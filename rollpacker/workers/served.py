@@ -26,11 +26,11 @@ from rollpacker.workers.loop import LoopUse
 logger = logging.getLogger(__name__)
 
 START_S = 600.0
-"""How long a process may take until it is ready."""
+"""Seconds that a process may take until it is ready."""
 HEARTBEAT_S = 5.0
-"""A process that says nothing for so long is lost, unless its owner says otherwise."""
+"""Seconds of silence after which a process is lost, unless its owner says otherwise."""
 ENDED_S = 0.4
-"""How long it may take to learn how a process ended that has hung up."""
+"""Seconds that it may take to learn how a process ended that has hung up."""
 _HELD_S = 1.0
 """If this process looks so much later than it meant to, it was held itself: it cannot have received
 what the others said meanwhile, and counts no silence."""
@@ -114,12 +114,12 @@ class Served:
         self.name = name
         self.is_ready = False
         self.heard_s = time.monotonic()
-        """When it was heard of, on the monotonic clock; its silence counts from there."""
+        """Time on the monotonic clock when it was last heard; its silence counts from there."""
         self._use, self._codec, self._owner = use, codec, owner
         self._heartbeat_s, self._start_s = heartbeat_s, start_s
         self._is_over = False
         self._timer: asyncio.TimerHandle | None = None
-        """For the end of `start_s`, while it is not ready."""
+        """The timer for the end of `start_s`. None before `begin`."""
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self.child, self._line = place.start(

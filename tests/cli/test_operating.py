@@ -282,12 +282,12 @@ def test_an_interrupt_while_the_parts_are_opened_leaves_no_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import rollpacker
-    from rollpacker.run.session import Session
+    from rollpacker.run.session import RunSession
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Session, "_open", interrupted)
+    monkeypatch.setattr(RunSession, "_open", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rollpacker.train(folder / "run.yaml", ["name=opened"])
     assert not (folder / "runs" / "opened").exists()

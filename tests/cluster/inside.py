@@ -135,12 +135,12 @@ def test_weights_take_as_long_as_the_slowest_link_does(hosts):
     asked, limit_s = written(1), 1.3 * MODEL_BYTES * 8 / (MBIT * 1e6)
     began = time.monotonic()
     slow, fast = hosts
-    there = slow.weights(asked.source(1))
+    there = slow.weights(asked.layout.source(1))
     took = time.monotonic() - began
     print(f"50 MB over {MBIT} Mbit/s: {took:.2f} s, at most {limit_s:.2f} s asked")
     with WeightReader().reading(there) as tensors:
         assert torch.equal(tensors["weights"], asked.tensors["weights"])
-    with WeightReader().reading(fast.weights(asked.source(1))) as tensors:
+    with WeightReader().reading(fast.weights(asked.layout.source(1))) as tensors:
         assert torch.equal(tensors["weights"], asked.tensors["weights"])
     assert took <= limit_s
 
@@ -151,11 +151,11 @@ def test_published_weights_leave_this_host_once(cluster, hosts):
     own, asked = OwnHost(spread, address=cluster.own_address), written(1)
     counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
     before = int(counter.read_text())
-    assert spread.publish([asked.source(1)], hosts) == {}
+    assert spread.publish([asked.layout.source(1)], hosts) == {}
     across = int(counter.read_text()) - before
     print(f"{across / MODEL_BYTES:.4f} models have left for {len(hosts)} hosts")
     for host in hosts:
-        with WeightReader().reading(host.weights(asked.source(1))) as tensors:
+        with WeightReader().reading(host.weights(asked.layout.source(1))) as tensors:
             assert torch.equal(tensors["weights"], asked.tensors["weights"])
     own.close()
     assert MODEL_BYTES <= across <= 1.01 * MODEL_BYTES
@@ -165,12 +165,12 @@ def test_a_host_that_is_cut_off_in_the_middle_of_an_update_has_no_weights(hosts)
     if "ROLLPACKER_CUT" not in os.environ:
         pytest.skip("no link can be cut")
     host, first = hosts[0], written(1)
-    there = host.weights(first.source(1))
+    there = host.weights(first.layout.source(1))
     with first.writing(2) as tensors:
         tensors["weights"].fill_(2.0)
     subprocess.Popen(["sh", "-c", f"sleep 1; {os.environ['ROLLPACKER_CUT']}"])
     with pytest.raises(OSError, match="is lost"):
-        host.weights(first.source(2))
+        host.weights(first.layout.source(2))
     for version in (1, 2):  # on this machine, where all hosts are
         with pytest.raises(StaleWeightsError), WeightBuffer(there.layout).reading(version):
             pass

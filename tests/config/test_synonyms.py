@@ -14,7 +14,7 @@ from rollpacker.config.load import ConfigError, load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.config.synonyms import TABLE, TRL_DIFFERS, all_keys, hint, synonyms
 from rollpacker.config.warmup import WarmupConfig
-from rollpacker.report.other_names import NAMES
+from rollpacker.report.metrics import OTHER_NAMES
 from tests.algo.trl_settings import EQUAL_SETTINGS
 
 KNOWN = {*all_keys(RunConfig)}
@@ -262,13 +262,13 @@ PAGE = (ROOT / "docs" / "migration.md").read_text()
 def test_the_page_is_the_table() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "make_migration.py"))["with_tables"]
     assert made(PAGE) == PAGE, "run: python docs/make_migration.py"
-    shown = {one.framework for one in synonyms()} | {f"{one}-metrics" for one in NAMES}
+    shown = {one.framework for one in synonyms()} | {f"{one}-metrics" for one in OTHER_NAMES}
     assert shown == set(re.findall(r"table: ([\w-]+)", PAGE))
 
 
 def test_metrics_are_metrics() -> None:
     listed = (ROOT / "docs" / "metrics.md").read_text()
-    for theirs, ours in (pair for names in NAMES.values() for pair in names.items()):
+    for theirs, ours in (pair for names in OTHER_NAMES.values() for pair in names.items()):
         section, _, last = ours.rpartition("/")
         assert f"`{ours}`" in listed or (f"`{section}/" in listed and f"`/{last}`" in listed), ours
         assert f"`{theirs}`" not in listed

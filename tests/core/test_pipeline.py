@@ -13,10 +13,8 @@ from rollpacker.pipeline.plan.choosers import (
     Op,
     ReadyFirst,
     StageState,
-    adapted_quotas,
     check_caps,
     even_quotas,
-    slack_needed,
 )
 from rollpacker.pipeline.plan.order import check_orders
 from rollpacker.pipeline.plan.plan import (
@@ -208,17 +206,11 @@ def test_a_link_is_serial_in_each_direction() -> None:
     assert [(m.sent_s, m.arrived_s) for m in down] == [(1, 5), (3, 7), (5, 9)]
 
 
-def test_initial_quotas_fall_evenly_and_adapted_ones_by_the_criterion() -> None:
+def test_initial_quotas_fall_evenly() -> None:
     assert even_quotas(4, 7) == [7, 5, 3, 1]
     assert even_quotas(8, 15) == [15, 13, 11, 9, 7, 5, 3, 1]
     assert even_quotas(4, 6) == [6, 4, 2, 1]
     assert even_quotas(1, 5) == [5]
-    # 2 + 2 c = slack * 2 in units of t: a whole number needs no more.
-    assert slack_needed([10.0] * 2, [10.0] * 2, [20.0]) == [3]
-    assert slack_needed([10.0] * 2, [10.0] * 2, [20.5]) == [4]
-    assert adapted_quotas([10.0] * 4, [10.0] * 4, [20.0, 0.0, 0.0], 12) == [8, 5, 3, 1]
-    assert adapted_quotas([10.0] * 4, [10.0] * 4, [500.0, 0.0, 0.0], 12) == [9, 5, 3, 1]
-    assert adapted_quotas([10.0] * 4, [10.0] * 4, [500.0, 0.0, 0.0], 2) == [2, 2, 2, 1]
 
 
 def test_a_stage_waits_for_its_warm_up_and_no_longer_than_there_are_micro_batches() -> None:

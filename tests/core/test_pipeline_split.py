@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollpacker.core.packs import plan_packs
 from rollpacker.pipeline.plan.plan import ready_choosers
-from rollpacker.pipeline.plan.split import check_layers, plan_budget, split_layers
+from rollpacker.pipeline.plan.split import BUDGET_FACTOR, check_layers, plan_budget, split_layers
 from rollpacker.pipeline.plan.virtual_time import run
 from rollpacker.pipeline.plan.work import (
     KINDS,
@@ -26,10 +26,9 @@ from rollpacker.pipeline.plan.work import (
 )
 
 
-def slowest(layers, layer_s, first_s, last_s, slowness) -> float:
+def slowest(layers, layer_s, last_s, slowness) -> float:
     ends = list(itertools.accumulate(layers))
     sums = [sum(layer_s[end - n : end]) for n, end in zip(layers, ends, strict=True)]
-    sums[0] += first_s
     sums[-1] += last_s
     return max(s * f for s, f in zip(sums, slowness, strict=True))
 
@@ -39,23 +38,22 @@ def slowest(layers, layer_s, first_s, last_s, slowness) -> float:
     st.lists(st.floats(0.1, 9.0), min_size=1, max_size=9),
     st.integers(1, 4),
     st.floats(0, 9),
-    st.floats(0, 9),
     st.data(),
 )
-def test_no_split_has_a_faster_slowest_stage(layer_s, num_stages, first_s, last_s, data) -> None:
+def test_no_split_has_a_faster_slowest_stage(layer_s, num_stages, last_s, data) -> None:
     num_stages = min(num_stages, len(layer_s))
     slowness = data.draw(st.tuples(*[st.floats(0.5, 4.0)] * num_stages))
-    layers = split_layers(layer_s, num_stages, first_s=first_s, last_s=last_s, slowness=slowness)
+    layers = split_layers(layer_s, num_stages, last_s=last_s, slowness=slowness)
     check_layers(layers, num_layers=len(layer_s), num_stages=num_stages)
     cuts = itertools.combinations(range(1, len(layer_s)), num_stages - 1)
     best = min(
         slowest(
             [b - a for a, b in itertools.pairwise((0, *cut, len(layer_s)))],
-            layer_s, first_s, last_s, slowness,
+            layer_s, last_s, slowness,
         )
         for cut in cuts
     )  # fmt: skip
-    assert slowest(layers, layer_s, first_s, last_s, slowness) == pytest.approx(best)
+    assert slowest(layers, layer_s, last_s, slowness) == pytest.approx(best)
 
 
 def test_layers_are_spread_evenly_and_round_what_is_heavy() -> None:
@@ -121,36 +119,32 @@ def test_a_budget_is_smaller_where_a_pipeline_is_deep_and_larger_where_ops_cost_
 
     def chosen(num_stages: int, fixed_s: float) -> int:
         links = [Link()] * (num_stages - 1)
-        return plan_budget(
-            lengths, stage_costs(num_stages, fixed_s), links, most_tokens=32768
-        ).micro_batch_tokens
+        return plan_budget(lengths, stage_costs(num_stages, fixed_s), links, most_tokens=32768)
 
     assert chosen(8, 1e-3) < chosen(2, 1e-3) < chosen(2, 30e-3)
     assert chosen(1, 1e-3) >= sum(lengths) / 2, "one stage has no bubble to shrink"
 
 
-def test_a_budget_says_what_its_sweep_takes_and_heeds_caps() -> None:
+def test_no_budget_that_is_tried_has_a_quicker_sweep() -> None:
     lengths = [400, 300, 200, 100] * 8
     costs, links = stage_costs(2, 1e-3), [Link(0.01, 1e9)]
-    plan = plan_budget(
-        lengths, costs, links, most_tokens=8192, bytes_per_token=1000.0, caps=[1200, 900]
-    )
-    assert plan.micro_batch_tokens <= 900
-    packs = [[lengths[i] for i in pack] for pack in plan_packs(lengths, plan.micro_batch_tokens)]
-    work = Work.of(costs, [Load.of(pack) for pack in packs], bytes_per_token=1000.0)
-    timeline = run(ready_choosers(2, caps=[1200, 900]), work, constant(links))
-    assert plan.num_micro_batches == len(packs)
-    assert plan.makespan_s == timeline.makespan_s
-    assert plan.bubble_share == timeline.bubble_share
-    with pytest.raises(ValueError, match="cap of 399 live tokens is below a sample of 400"):
-        plan_budget(lengths, costs, links, most_tokens=8192, caps=[399, None])
-    with pytest.raises(ValueError, match="at least"):
-        plan_budget([], costs, links, most_tokens=8192)
+
+    def makespan_s(budget: int) -> float:
+        packs = [[lengths[i] for i in pack] for pack in plan_packs(lengths, budget)]
+        work = Work.of(costs, [Load.of(pack) for pack in packs])
+        return run(ready_choosers(2), work, constant(links)).makespan_s
+
+    chosen = plan_budget(lengths, costs, links, most_tokens=8192)
+    assert chosen <= 8192
+    tried = [round(8192 / BUDGET_FACTOR**step) for step in range(12)]
+    assert makespan_s(chosen) == min(map(makespan_s, tried))
+    assert plan_budget([], costs, links, most_tokens=8192) == 8192
 
 
 def test_a_sample_longer_than_the_budget_has_a_micro_batch_of_its_own() -> None:
-    plan = plan_budget([9000, 10, 10], stage_costs(2, 1e-3), [Link()], most_tokens=4096)
-    assert plan.num_micro_batches == 2
+    lengths = [9000, 10, 10]
+    chosen = plan_budget(lengths, stage_costs(2, 1e-3), [Link()], most_tokens=4096)
+    assert chosen <= 4096 and len(plan_packs(lengths, chosen)) == 2
 
 
 def test_the_work_of_a_stage_adds_up() -> None:

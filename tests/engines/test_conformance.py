@@ -354,7 +354,7 @@ def check_weights(engine: Engine, model: torch.nn.Module, version: int) -> None:
 
 
 def update(engine: Engine, buffer: WeightBuffer, version: int) -> None:
-    asyncio.run(engine.update_weights(version, buffer.source(version)))
+    asyncio.run(engine.update_weights(version, buffer.layout.source(version)))
 
 
 def test_weights_come_by_a_source(engine: Engine, folder: Path, tmp_path: Path) -> None:

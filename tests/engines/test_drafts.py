@@ -45,7 +45,7 @@ class Insider(Drafter):
     """
 
     def __init__(self, outputs: Sequence[EngineOutput]) -> None:
-        super().__init__(7, "cpu")
+        super().__init__(7)
         self._known = {
             output.event.sample: output.response.tokens for output in outputs if output.response
         }
@@ -282,7 +282,7 @@ def _proposed(drafter: Drafter, rows: Rows) -> list[str] | None:
 
 
 def _drafter(max_tokens: int = 7) -> Drafter:
-    return Drafter(max_tokens, "cpu")
+    return Drafter(max_tokens)
 
 
 def test_a_row_goes_on_as_its_own_text_did_and_round_again() -> None:

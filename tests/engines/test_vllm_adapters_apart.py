@@ -43,7 +43,7 @@ def test_in_a_process_of_its_own_adapters_come_through_shared_memory(
                 for name, value in adapter_parameters(model).items():
                     tensors[name].copy_(weights[name])
                     value.copy_(weights[name])
-            asyncio.run(engine.update_weights(version, buffer.source(version)))
+            asyncio.run(engine.update_weights(version, buffer.layout.source(version)))
             outputs = serve(engine, REQUESTS)
             check(model, [outputs[one.sample].response for one in REQUESTS])
     finally:

@@ -88,7 +88,7 @@ def test_a_sample_whose_logits_are_no_numbers_fails_alone(
         for name, value in model.named_parameters():
             tensors[name].copy_(value)
         tensors["model.embed_tokens.weight"][POISON] = float("nan")
-    asyncio.run(engine.update_weights(1, buffer.source(1)))
+    asyncio.run(engine.update_weights(1, buffer.layout.source(1)))
     good, bad = asked(0, 5, 6, length=5), asked(1, 5, POISON, 6)
     found = serve(engine, [good, bad])
     assert isinstance(found[good.sample].event, SampleGenerated)

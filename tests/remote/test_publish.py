@@ -291,7 +291,7 @@ def test_hosts_behind_agents_have_it_before_their_engines_ask():
         host.facts()
     for version in (1, 2):
         write(buffer, version)
-        source = buffer.source(version)
+        source = buffer.layout.source(version)
         assert spread.publish([source], [own, *hosts]) == {}
         net.calls.clear()
         for host in hosts:
@@ -311,11 +311,11 @@ def test_a_host_that_is_lost_amid_it_gets_them_later(monkeypatch):
     )
     a.facts(), b.facts()
     nets[1].is_cut.set()
-    assert list(spread.publish([buffer.source(1)], [a, b])) == ["b"]
-    assert is_whole(a.weights(buffer.source(1)))
+    assert list(spread.publish([buffer.layout.source(1)], [a, b])) == ["b"]
+    assert is_whole(a.weights(buffer.layout.source(1)))
     nets[1].is_cut.clear()
     b.facts()
-    assert is_whole(b.weights(buffer.source(1)))
+    assert is_whole(b.weights(buffer.layout.source(1)))
     for one in (own, a, b):
         one.close()
     for net in nets:

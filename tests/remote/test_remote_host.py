@@ -194,9 +194,9 @@ def test_each_version_gets_to_each_host_once(size):
     for version in (1, 2):
         write(buffer, version)
         for host in hosts:
-            found = host.weights(buffer.source(version))
+            found = host.weights(buffer.layout.source(version))
             net.calls.clear()
-            assert found == host.weights(buffer.source(version))
+            assert found == host.weights(buffer.layout.source(version))
             assert "take" not in net.calls, "it is there already"
             assert found.layout.inode != buffer.layout.inode
             with WeightReader().reading(found) as tensors:
@@ -272,7 +272,7 @@ def test_a_trainer_on_another_host_writes_there_and_all_hosts_read():
     buffer = WeightBuffer(held)
     for version in (1, 2):
         write(buffer, version)
-        source = buffer.source(version)
+        source = buffer.layout.source(version)
         assert hosts["a"].weights(source) == source
         for host in (hosts["b"], own):
             there = host.weights(source)
@@ -287,7 +287,7 @@ def test_when_the_trainers_host_is_lost_what_others_have_of_it_is_whole():
     nets, hosts, own = hosts_of_a_trainer_apart()
     buffer = WeightBuffer(hosts["a"].hold(BufferLayout.of(weights(4).tensors.items())))
     write(buffer, 1)
-    source = buffer.source(1)
+    source = buffer.layout.source(1)
     there = hosts["b"].weights(source)
     nets[0].is_cut.set()
     assert hosts["b"].weights(source) == there
@@ -302,7 +302,7 @@ def test_when_the_trainers_host_is_lost_what_others_have_of_it_is_whole():
 
 def test_on_this_machine_weights_are_where_they_are():
     buffer = weights(4)
-    assert ThisHost().weights(buffer.source(1)) == buffer.source(1)
+    assert ThisHost().weights(buffer.layout.source(1)) == buffer.layout.source(1)
 
 
 # -- facts -----------------------------------------------------------------------------------------

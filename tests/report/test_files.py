@@ -20,7 +20,7 @@ from rollpacker.report.step_history import Outcome
 from rollpacker.report.summary import summarize, summarize_entries
 from rollpacker.report.summary_table import render
 from rollpacker.report.time_book import CAUSES, RARE_CAUSES
-from rollpacker.report.timeline import draw_comparison, draw_timeline
+from rollpacker.report.timeline import choose_steps, draw_comparison, draw_steps
 from rollpacker.report.trace import write_trace
 from tests.report.fake_run import FakeRun, write
 
@@ -140,7 +140,8 @@ def test_a_trace_needs_a_step(run):
 
 
 def test_pictures_are_drawn(run, tmp_path):
-    assert draw_timeline(run / "events.jsonl", tmp_path / "a.png", steps=range(2, 4)) == [2, 3]
+    steps = choose_steps(run / "events.jsonl", range(2, 4))
+    assert draw_steps(steps, tmp_path / "a.png") == [2, 3]
     without = write(FakeRun(1, tail_batching=False).run(12), tmp_path / "without.jsonl")
     draw_comparison(run / "events.jsonl", without, tmp_path / "b.png")
     for name in ("a.png", "b.png"):
@@ -148,17 +149,17 @@ def test_pictures_are_drawn(run, tmp_path):
 
 
 def test_in_a_narrow_picture_every_step_keeps_its_number(run):
-    from rollpacker.report.timeline import _choose, _Clock, _figure, _label_steps
+    from rollpacker.report.timeline import _Clock, _figure, _label_steps
 
-    steps = _choose(run / "events.jsonl", range(1, 13))
+    steps = choose_steps(run / "events.jsonl", range(1, 13))
     _, (axes, _) = _figure(1, heights=[2.0, 0.3])
     _label_steps(axes, steps, _Clock(steps), 10)
     assert [int(text.get_text().split()[0]) for text in axes.texts] == list(range(1, 13))
 
 
-def test_steps_that_are_not_there_are_named(run, tmp_path):
+def test_steps_that_are_not_there_are_named(run):
     with pytest.raises(ValueError, match="no finished steps 50 to 51"):
-        draw_timeline(run / "events.jsonl", tmp_path / "a.png", steps=range(50, 52))
+        choose_steps(run / "events.jsonl", range(50, 52))
 
 
 def test_the_summary_adds_up(run):

@@ -49,7 +49,7 @@ def test_the_table_holds_no_control_characters(run: Path) -> None:
 def test_report_and_compare_print_none_either(run: Path, capsys, tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", steps=4)
     assert main(["report", str(run)]) == 0
-    assert main(["compare", str(run), str(other), "--out", str(tmp_path / "c.html")]) == 0
+    assert main(["compare", str(run), str(other)]) == 0
     assert forbidden(capsys.readouterr().out) == []
 
 

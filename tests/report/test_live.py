@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rollpacker.core.events import Committed
 from rollpacker.core.records import Record, Session
-from rollpacker.report.display import LineDisplay, LiveDisplay
+from rollpacker.report.display import LineDisplay, LiveDisplay, learned
 from rollpacker.report.live import LiveReport
 from rollpacker.report.metrics import read_metrics
 from tests.report.fake_run import FakeRun, write
@@ -143,7 +143,8 @@ def test_an_evaluation_without_some_verdicts_is_marked(tmp_path):
     live._display.on_evaluation(0, {"eval/pass@1": 0.0, "eval/no_verdict": 28.0})
     live.close()
     assert "| eval/pass@1 0.000 (28 without a verdict) |" in output.getvalue()
-    assert live._display._state.passed() == "0.000 (28 without a verdict)"
+    shown = learned(live._display._state)
+    assert shown["pass@1"] == "0.000 (28 without a verdict) (step 0)"
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

@@ -23,7 +23,7 @@ from rollpacker.report.phase_book import PhaseBook
 from rollpacker.report.step_history import StepHistory
 from rollpacker.report.summary import summarize_entries
 from rollpacker.report.time_book import CAUSES, POOL_CAUSES, TimeBook
-from rollpacker.report.timeline import draw_timeline
+from rollpacker.report.timeline import draw_steps
 from rollpacker.report.trace import write_trace
 from rollpacker.run.replay import replay
 from tests.report.fake_run import write
@@ -96,7 +96,7 @@ def test_phases_do_not_overlap_and_are_shown(alone: list[Entry], tmp_path: Path)
     write_trace(path, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {"pool wait", "switch"} <= {e["name"] for e in events if e["ph"] == "X"}
-    draw_timeline(path, tmp_path / "timeline.png")
+    draw_steps(steps, tmp_path / "timeline.png")
     assert summarize_entries(shared)["seconds"]["pool_wait"] > 0
 
 

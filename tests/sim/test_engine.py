@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from rollpacker.sim.cache_limits import KV_WATERMARK
-from rollpacker.sim.drafts import Drafts
+from rollpacker.sim.drafts import Drafts, Speculation
 from rollpacker.sim.engine import Request, TokenClockEngine
 from rollpacker.sim.latency import StepCost
 
@@ -177,9 +177,10 @@ def random_case(rng: random.Random, pressure: bool) -> tuple[dict, list, dict[in
         bytes_s=0.0 if bound == "cache" else rng.uniform(0.001, 0.01),
         per_cached_token_s=0.0 if bound == "launch" else 10 ** rng.uniform(-6, -4),
         per_sequence_s=rng.choice([1e-9, 3e-4]),
-        speculation_speedup=rng.choice([1.0, 1.6]),
-        speculation_max_live=rng.choice([0, 3, 8]),
     )
+    speedup, max_live = rng.choice([1.0, 1.6]), rng.choice([0, 3, 8])
+    if max_live:
+        cost = replace(cost, speculation=Speculation(speedup=speedup, max_live=max_live))
     num = rng.randint(1, 30)
     load = num * (prompt_tokens + cap)
     arguments = {
@@ -322,8 +323,7 @@ def test_speculation_in_the_tail() -> None:
         bytes_s=0.006,
         per_cached_token_s=4e-8,
         per_sequence_s=3e-4,
-        speculation_speedup=1.6,
-        speculation_max_live=2,
+        speculation=Speculation(speedup=1.6, max_live=2),
     )
     requests = [(0, 10, 0), (1, 20, 0), (2, 50, 0)]
     ends = []

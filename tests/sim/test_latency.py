@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 import pytest
 
 from rollpacker.sim.decode_time import DecodeTimes
+from rollpacker.sim.drafts import Speculation
 from rollpacker.sim.hardware import GPUS, MODELS, GpuSpec, ModelShape
 from rollpacker.sim.latency import (
     Calibration,
@@ -120,9 +121,9 @@ def test_step_cost_checks() -> None:
         StepCost(**{**plain, "launch_s": 0.0})
     with pytest.raises(ValueError, match="bytes_s must be 0 or more"):
         StepCost(**{**plain, "bytes_s": -1e-3})
-    with pytest.raises(ValueError, match="speculation_speedup must be 1 or more"):
-        StepCost(**plain, speculation_speedup=0.5)
-    fast = StepCost(**plain, speculation_speedup=2.0, speculation_max_live=8)
+    with pytest.raises(ValueError, match="speedup must be at least 1"):
+        Speculation(speedup=0.5, max_live=8)
+    fast = StepCost(**plain, speculation=Speculation(speedup=2.0, max_live=8))
     assert (fast.step_s(8, 0), fast.step_s(9, 0)) == (0.005, 0.01)
 
 

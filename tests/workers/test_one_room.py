@@ -50,7 +50,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("trackers/sending.py", "Thread"): (1, "libraries of trackers block"),
     ("integrations/trl/policy.py", "Thread"): (1, "closes the engine where a loop runs already"),
     ("report/notebook.py", "Thread"): (1, "a notebook's display"),
-    ("cli/stages.py", "Thread"): (1, "a progress line while the main thread computes"),
+    ("cli/log_progress.py", "Thread"): (1, "a progress line while the main thread computes"),
     ("run/driving.py", "Thread"): (1, "a run in a program that has an event loop already"),
     ("run/parts/hosts.py", "Thread"): (1, "watches ray"),
     ("cli/doctor.py", "Thread"): (1, "findings that may never come back"),

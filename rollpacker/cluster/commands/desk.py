@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
-import json
 import os
 import secrets
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
 
 if TYPE_CHECKING:
     from rollpacker.cluster.seats.mailbox import Mailbox
@@ -38,8 +38,7 @@ class Refused(ValueError):
     """The service has refused a question, with this reason. Nothing has come of it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceFacts:
+class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The facts about a service that it has left in its folder."""
 
     name: str
@@ -50,7 +49,7 @@ class ServiceFacts:
     pid: int
     spec: Mapping[str, Any]
     """The cluster's file, as it was resolved."""
-    first_nodes: Mapping[str, int] = field(default_factory=dict)
+    first_nodes: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Nodes of the pools as the folder began, by pool; they may have grown since. Empty if an
     earlier version has written this: then they are those of `spec`."""
 
@@ -58,20 +57,20 @@ class ServiceFacts:
 def write_facts(folder: Path, facts: ServiceFacts) -> None:
     """Whole or not at all: who asks may read at any moment."""
     draft = folder / f"{FACTS_FILE}.{facts.pid}"
-    draft.write_text(json.dumps(asdict(facts), indent=1))
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=1))
     draft.replace(folder / FACTS_FILE)
 
 
 def read_facts(folder: Path) -> ServiceFacts:
     """Raises `ValueError` if no service has ever served from there."""
     try:
-        return ServiceFacts(**json.loads((folder / FACTS_FILE).read_text()))
+        return msgspec.json.decode((folder / FACTS_FILE).read_bytes(), type=ServiceFacts)
     except FileNotFoundError:
         raise ValueError(
             f"{folder} is no folder of a cluster: it has no {FACTS_FILE}. rollpacker cluster serve "
             "says which one it has"
         ) from None
-    except (json.JSONDecodeError, TypeError) as error:
+    except msgspec.DecodeError as error:
         raise ValueError(f"{folder / FACTS_FILE} cannot be read: {error}") from None
 
 

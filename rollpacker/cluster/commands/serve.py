@@ -191,8 +191,9 @@ def _local(folder: Path) -> Ground:
 
 
 def _on_ray(spec: ClusterSpec, folder: Path) -> Ground:
-    """On the cluster that RAY_ADDRESS names or this machine is of, else on one started here, which
-    outlives this process as the jobs do. Raises `ValueError`."""
+    """Return the means on the ray cluster that RAY_ADDRESS names or that this machine belongs to,
+    else on one that is started here and outlives this process, as the jobs do. Raises
+    `ValueError`."""
     from rollpacker.imports import missing
     from rollpacker.workers.hosts.token import demand_token
 

@@ -116,7 +116,7 @@ def doing(job: Mapping[str, Any]) -> str:
 
 
 def seconds(number: float) -> str:
-    """Such as 8 s, 3 min, 2.5 h."""
+    """Write seconds in a readable unit, such as 8 s, 3 min, 2.5 h."""
     if number < 100:
         return f"{number:.0f} s"
     return f"{number / 60:.0f} min" if number < 6000 else f"{number / 3600:.1f} h"
@@ -153,7 +153,7 @@ def jobs_table(status: Status) -> list[str]:
 
 
 def job_lines(job: Mapping[str, Any]) -> list[str]:
-    """All that is known of one job."""
+    """Return the lines with all that is known of one job."""
     from rollpacker.report.writing import printable
 
     shown = {

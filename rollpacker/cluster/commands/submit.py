@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def told(answer: Mapping[str, Any], folder: Path) -> str:
-    """Where the job runs, or what it waits for."""
+    """Say where the job runs, or what it waits for."""
     job, see = answer["job"], f"rollpacker cluster show {answer['job']} --cluster {folder}"
     if answer["state"] == "waiting":
         return f"{job} waits: {answer['why']}. {see} says when it starts"
@@ -111,8 +111,8 @@ def _owner(args: argparse.Namespace) -> str:
 
 
 def facts_of(config: RunConfig, path: Path) -> dict[str, Any]:
-    """How the run is started, and started again: it goes on from what there is, with the config
-    that was submitted, which is kept at `path`, whatever becomes of the user's file."""
+    """Return how the run is started, and started again. It goes on from what there is, with the
+    config that was submitted, which is kept at `path`, whatever becomes of the user's file."""
     train = [sys.executable, "-m", "rollpacker.cli.main", "train", str(path)]
     return {
         "command": [*train, "--resume=auto"],
@@ -128,9 +128,9 @@ def _run_folder(config: RunConfig) -> Path:
 
 
 def new_file(config: RunConfig) -> Path:
-    """Where the config is to be kept: in the run's folder, which every host of the job's sees,
-    under a name that no other submission has, of the same config neither: one that is refused takes
-    its file away, and changes nothing of one that runs."""
+    """Return where the config is to be kept: in the run's folder, which every host of the job's
+    sees, under a name that no other submission has, of the same config neither: one that is refused
+    takes its file away, and changes nothing of one that runs."""
     return _run_folder(config) / f"submitted-{secrets.token_hex(4)}.yaml"
 
 
@@ -202,7 +202,8 @@ def check_reachable(job: ClusterJob) -> None:
 
 
 def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> ClusterJob:
-    """From the profile of a run, or from the phases that were given. Raises `ValueError`."""
+    """Return the job, from the profile of a run or from the phases that were given. Raises
+    `ValueError`."""
     from rollpacker.cluster.profile.job_profile import job_of_run
 
     own: dict[str, Any] = {
@@ -320,7 +321,7 @@ def check_no_program(args: argparse.Namespace) -> None:
 
 
 def facts_of_program(args: argparse.Namespace) -> dict[str, Any]:
-    """How it is started, and started again: it goes on from its own checkpoint."""
+    """Return how the program is started, and started again. It goes on from its own checkpoint."""
     path = Path(args.config).resolve()
     return {
         "command": [sys.executable, str(path), *_arguments(args.arguments)],

@@ -32,7 +32,7 @@ at its edge luck alone would have jobs move.)"""
 RETRY = 0.9
 """A job tries again to save one after a tenth of its iterations, or once its group has changed."""
 MIN_BETTER = 0.002
-"""Another order of turns is taken if it is cheaper by this share."""
+"""Share by which another order of turns must be cheaper to be taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +91,9 @@ class CheapestWork:
         return self.mends and bool(_endangered(standing))
 
     def _mend(self, state: State, number: int, job: ClusterJob, rest: Rest) -> Choice | None:
-        """Another order of turns that keeps all promises; else another place for the job, if the
-        others' are kept then, and its own in spite of its restart."""
+        """Choose another order of turns that keeps all promises. If there is none, choose another
+        place for the job, if the others' promises are kept then, and its own in spite of its
+        restart."""
         standing = state.groups[number]
         if rest.iterations > RETRY * standing.tried.get(job.name, math.inf):
             return None

@@ -85,7 +85,8 @@ class Cluster:
         self._paused: dict[str, Running] = {}
         """Records of the jobs that wait and have run before, with what they have done so far."""
         self._since_s: dict[str, float] = {}
-        """When jobs that had to wait for nodes came, until they first ask for their turn."""
+        """Times when jobs that had to wait for nodes came. A job is left out once it has asked for
+        its turn."""
         self._num_changes = 0
         """Number of changes of who is where."""
         self._obstacle = ("", 0, "")
@@ -106,7 +107,7 @@ class Cluster:
         return [job.name for job in self._waiting.in_order(self._running_jobs())]
 
     def sharing(self, job: str) -> Sharing:
-        """How the job's iterations go in its group as it is now."""
+        """Return how the job shares nodes in its group as that is now."""
         layout = self.state.groups[self._running[job].group].layout
         number = next(n for n, one in enumerate(layout.jobs) if one.name == job)
         return layout.sharings[number]

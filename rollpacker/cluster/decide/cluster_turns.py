@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from rollpacker.cluster.decide.events import (
     Asked,
@@ -32,13 +33,12 @@ PATIENCE_S = 30.0
 """... and for so long in any case, before others go on without it."""
 
 
-@dataclass(slots=True)
-class Running:
+class Running(msgspec.Struct):
     """All that the cluster knows of a job that has nodes, or has had some."""
 
     job: ClusterJob
     came_s: float
-    """When it was submitted."""
+    """Time when it was submitted."""
     group: int = -1
     rollout_nodes: tuple[Node, ...] = ()
     has_waited: bool = False

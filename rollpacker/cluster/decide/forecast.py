@@ -37,7 +37,8 @@ NUM_LONG_STRETCHES = 6
 WARM_UP = 2
 """Iterations that are left out: all jobs begin at once, which they do once."""
 HOPELESS = 1.1
-"""Once a mean slowdown is so many times its limit after a third of the run, the rest is not run."""
+"""Ratio of a mean slowdown to its limit after a third of the run, above which the rest is not
+run."""
 _STEP = (0.7548776662466927, 0.5698402909980532)
 """Steps of the additive sequence that fills a square most evenly (Roberts' R2)."""
 

@@ -38,7 +38,8 @@ SPREAD_GB_S = 6.0
 figure."""
 
 TAIL_MOVE_S = 3.0
-"""To bring a rollout's tail to the few devices that keep it: at most this, says RollPacker."""
+"""Seconds to bring a rollout's tail to the few devices that keep it. It is the largest value that
+the RollPacker paper names."""
 
 
 class Holds(NamedTuple):
@@ -76,7 +77,8 @@ class Sharing:
         return sum(self.here(times))
 
     def here(self, times: Times) -> Times:
-        """Without waits and switches; weights cross while the training pool is held."""
+        """Return the times here without waits and switches. Weights cross while the training pool
+        is held."""
         rollout_s = times.rollout_s * self.rollout_scale
         train_s = times.train_s * self.train_scale + self.publish_s
         return times._replace(rollout_s=rollout_s, train_s=train_s)
@@ -93,7 +95,7 @@ class Sharing:
         return TAIL_MOVE_S if self.tail else 0.0
 
     def after_rollout_s(self, times: Times) -> float:
-        """From when the rollout nodes are left until training can begin."""
+        """Return the seconds from leaving the rollout nodes until training can begin."""
         tail_s = times.rollout_s * self.rollout_scale * self.tail
         return tail_s + self.tail_move_s + times.between_s
 

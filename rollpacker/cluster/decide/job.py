@@ -52,9 +52,9 @@ class RoundTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
     train_s: tuple[float, ...]
     """Seconds of training, as many as in `rollout_s`, or one."""
     between_s: float = 0.0
-    """From the end of generation to the begin of training: verdicts."""
+    """Seconds from the end of generation to the begin of training, for verdicts."""
     after_s: float = 0.0
-    """From the end of training to the next rollout: commit, checkpoint."""
+    """Seconds from the end of training to the next rollout, for commit and checkpoint."""
 
     def __post_init__(self) -> None:
         if not self.rollout_s or not self.train_s:
@@ -105,7 +105,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
     rounds: tuple[RoundTimes, ...]
     """Kinds of round; their shares add up to 1."""
     steps: int
-    """Iterations until it ends."""
+    """Number of iterations until it ends."""
     steps_before: Omitted[int] = 0
     """Iterations in the checkpoint of a run that goes on. They are no part of `steps`."""
     slo: float
@@ -116,7 +116,8 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
     """The owner of the quota that the job counts against."""
     rollout_devices: int = 8
     train_devices: int = 8
-    """At least; in a group whose training pool is larger, its training is spread over all."""
+    """Smallest number of devices that it trains on. In a group with a larger training pool its
+    training is spread over all of it."""
     rollout_memory_gib: float = 0.0
     """Host memory that its parked rollout keeps on each of its nodes."""
     train_memory_gib: float = 0.0

@@ -1,4 +1,4 @@
-"""How long a job's phases take, as its iterations show: it begins with the profile, which fades.
+"""Learns how long a job's phases take from its iterations. It begins with the profile, which fades.
 
 The last `WINDOW` iterations count, all alike; at the begin they are iterations of the profile, of
 which each one that is seen replaces one. So drift is followed with a lag of half a window, and a

@@ -1,4 +1,4 @@
-"""Where a job could go: candidates in every group, among which a policy chooses.
+"""The places where a job could go: candidates in every group, among which a policy chooses.
 
     candidates of a group   pack into rollout nodes that are there, or add nodes to it
     and besides             a group of its own, in each pair of pools
@@ -23,7 +23,7 @@ from rollpacker.cluster.decide.turns import Order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Where a job goes."""
+    """The place where a job goes."""
 
     group: int | None
     """Number of the group. None for a new one."""
@@ -35,7 +35,7 @@ class Choice:
 
     @property
     def new_nodes(self) -> int:
-        """Rollout nodes to take."""
+        """Number of rollout nodes that are to be taken."""
         return sum(is_new(node) for node in self.pin)
 
     @property
@@ -80,7 +80,7 @@ class Summary:
         )
 
     def rise(self, job: ClusterJob) -> float:
-        """About how much the price of work rises, packed or with new nodes."""
+        """Return about how much the price of work rises with this job, packed or with new nodes."""
         mean = job.mean
         whole = sum(mean)
         train = self.train_share + mean.train_s / whole * self._spread(job)
@@ -160,7 +160,7 @@ class Standing:
         self._outlooks.clear()
 
     def saved_without(self, job: str) -> float:
-        """How much the price of work falls if the job leaves."""
+        """Return by how much the price of work falls if the job leaves."""
         if job not in self._without:
             others = self.layout.minus(job)
             price = 0.0
@@ -181,7 +181,7 @@ class Standing:
 
 
 class Settled(NamedTuple):
-    """Where a job is now."""
+    """The place where a job is now."""
 
     group: int
     rollout_nodes: tuple[Node, ...]
@@ -202,7 +202,8 @@ class State:
     """Number of groups that there ever were. It is the number of the next one."""
 
     def copy(self) -> State:
-        """To try something out on; groups that do not change are shared, with what is known."""
+        """Return a copy to try something out on. Groups that do not change are shared, with what is
+        known of them."""
         return replace(self, nodes=self.nodes.copy(), groups=dict(self.groups))
 
     def as_if_full(self) -> State:

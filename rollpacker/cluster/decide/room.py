@@ -31,7 +31,7 @@ class Late(NamedTuple):
 
     job: ClusterJob
     rest: Rest | None
-    """None: it has not waited."""
+    """The rest of its life. None if it has not waited."""
 
 
 def bearable(job: ClusterJob, rest: Rest) -> Rest:
@@ -64,8 +64,8 @@ def pays(state: State, number: int, job: ClusterJob, waits: ClusterJob, restarts
 def by_moving(
     policy: Policy, state: State, number: int, job: ClusterJob, rest: Rest, waits: Late
 ) -> Sequence[tuple[Late, Choice]]:
-    """Where both go, in this order, once the job has left its group; empty: they do not fit, or
-    its restart would break its own promise."""
+    """Return where both go, in this order, once the job has left its group. Empty if they do not
+    fit, or if the job's restart would break its own promise."""
     moved = Late(job, restarted(job, rest))
     without = state.copy()
     without.unsettle(job.name, number)
@@ -82,8 +82,9 @@ def by_moving(
 def _in_turn(
     policy: Policy, state: State, jobs: Sequence[Late], packs: bool
 ) -> Sequence[tuple[Late, Choice]]:
-    """Where these go, one after the other; empty: one of them fits nowhere. `packs`: the first one
-    leaves the free nodes to the others, though it may be cheaper on some of them."""
+    """Return where these jobs go, one after the other. Empty if one of them fits nowhere. With
+    `packs` the first one leaves the free nodes to the others, though it may be cheaper on some of
+    them."""
     found: list[tuple[Late, Choice]] = []
     for n, one in enumerate(jobs):
         there = state.as_if_full() if packs and n == 0 else state

@@ -39,7 +39,8 @@ class _Member:
     nodes: Mapping[Phase, tuple[Node, ...]]
     slo: float
     turns: dict[Phase, int]
-    """How many of each phase it was granted, counted from those of the others when it joined."""
+    """Number of turns that it was granted in each phase, counted from those of the others when it
+    joined."""
     waits_for: Phase | None = None
     is_extra: bool = False
     """Whether what it waits for is no part of its turn."""
@@ -50,7 +51,7 @@ class _Member:
     since_s: float = 0.0
     """Time of its first ask."""
     away_since_s: float = 0.0
-    """When it last let go of nodes, or of its wait for some."""
+    """Time when it last let go of nodes, or of its wait for some."""
     waited_s: float = 0.0
 
 
@@ -84,7 +85,8 @@ class Turns:
 
     @order.setter
     def order(self, order: Order) -> None:
-        """In round robin turns are counted from now on, without who has had more before."""
+        """Set the order of turns. In round robin they are counted from now on, whoever has had more
+        before."""
         if order == "round_robin" != self._order:
             for one in self._members.values():
                 is_between = one.turns["rollout"] > one.turns["train"]

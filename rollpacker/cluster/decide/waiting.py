@@ -68,7 +68,7 @@ class Waiting:
         self._jobs[job.name] = (job, at_s)
 
     def remove(self, name: str) -> None:
-        """Nothing, if there is no such job."""
+        """Remove a job that waits, if there is one of this name."""
         self._jobs.pop(name, None)
 
     def take(self, name: str) -> float:
@@ -91,7 +91,7 @@ class Waiting:
         return [name for _, name in sorted(behind, reverse=True)]
 
     def in_order(self, running: Iterable[ClusterJob]) -> list[ClusterJob]:
-        """All, the next one first, while these jobs run."""
+        """Return all jobs that wait, the next one first, while these jobs run."""
         return self._in_order(_used(running)) if self._jobs else []
 
     def next(self, running: Iterable[ClusterJob]) -> ClusterJob | None:
@@ -102,8 +102,8 @@ class Waiting:
         return next((job for job in self._in_order(used) if self._is_within(job, used)), None)
 
     def why_not_next(self, name: str, running: Iterable[ClusterJob]) -> str:
-        """Why a job that waits would not be given nodes even if there were some, in words; empty:
-        it would."""
+        """Say why a waiting job would not be given nodes even if there were some. Empty if it
+        would."""
         if name not in self._jobs:
             return ""
         running = list(running)

@@ -81,7 +81,7 @@ class RayRunner:
         comes there looks."""
         self._read_starts()
         self._gone_s: dict[Start, float] = {}
-        """Since when its first process is known to be gone."""
+        """Times since when the first process of a start is known to be gone."""
         self._said_codes: dict[str, tuple[float, Mapping[Start, int | None]]] = {}
         """For each host, when its warden last named exit codes, and which."""
 

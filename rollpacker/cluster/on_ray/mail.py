@@ -27,9 +27,9 @@ from rollpacker.workers.hosts.ray_connection import (
 NAMESPACE = "rollpacker"
 SCHEME = "ray:"
 ANSWER_S = 5.0
-"""Within which the actor answers, besides what a reader waits for."""
+"""Seconds within which the actor answers, besides those that a reader waits for."""
 START_S = 30.0
-"""Within which ray has made it."""
+"""Seconds within which ray has made the actor."""
 MAX_CALLS = 10_000
 """Number of calls that may wait for letters at once; each is a coroutine."""
 

@@ -31,7 +31,7 @@ ANSWER_S = 1.0
 MUTE_S = 1.0
 """A host that has not answered for so long is not waited for any more."""
 HOSTS_S = 1.0
-"""So old may be what ray said, where nothing hangs on it."""
+"""Seconds for which ray's list of hosts counts as new where nothing hangs on it."""
 MARGIN_S = 5.0
 """Keepers look once a second, and what they end is gone a little later."""
 
@@ -50,7 +50,8 @@ class Wardens:
         self._name, self._head, self._folder = name, head, folder
         self._actors: dict[str, Any] = {}
         self._calls: dict[tuple[str, str, Hashable], tuple[Any, float]] = {}
-        """Not answered yet, by host, method, and what tells them apart; and when they began."""
+        """Calls that are not answered yet, by host, method and key, with the times when they
+        began."""
         self._hosts: dict[str, dict[str, float]] = {}
         self._looked_s = -math.inf
         self._away: dict[str, tuple[frozenset[str], float]] = {}
@@ -125,7 +126,7 @@ class Wardens:
         return [self._answer(address, method, key) for address in addresses]
 
     def forget(self, address: str, method: str, key: Hashable = None) -> None:
-        """Nobody wants the answer of this call any more: the next one is another."""
+        """Forget a call whose answer nobody wants any more."""
         self._calls.pop((address, method, key), None)
 
     def _answer(self, address: str, method: str, key: Hashable) -> Any:

@@ -1,1 +1,1 @@
-"""How long a job's phases take, told from its event log."""
+"""Finds out how long a job's phases take, from its event log."""

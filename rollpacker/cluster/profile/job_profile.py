@@ -35,7 +35,7 @@ run."""
 WARM_FACTOR = 1.5
 MAX_WARM = 3
 WAKE_GB_S: Mapping[Phase, float] = {"rollout": 25.0, "train": 10.0}
-"""Between host memory and a device, 1e9 bytes per second, of each device; parking takes as long.
+"""Rate between host memory and each device, 1e9 bytes per second. Parking takes as long as waking.
 Published warm starts (RollMux, arXiv 2512.11306) come to 18 to 39 and to 8 to 12."""
 COLD_START_S = 60.0
 GIB, GB = 2**30, 1e9

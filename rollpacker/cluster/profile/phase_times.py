@@ -150,7 +150,7 @@ class PhaseTimes:
 
 @dataclass(slots=True)
 class _Step:
-    """When a step passed from one phase to the next, by the run's own clock."""
+    """The times when a step passed from one phase to the next, by the run's own clock."""
 
     begin_s: float
     round: int | None = None

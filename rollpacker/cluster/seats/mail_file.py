@@ -198,7 +198,8 @@ def _lines(path: Path, after: int) -> list[tuple[int, bytes]]:
 
 
 def _data(file: int, place: int) -> int:
-    """Where the hole ends, if there is one at this place."""
+    """Return where the hole ends that begins at this place, or the place itself if there is
+    none."""
     try:
         return os.lseek(file, place, os.SEEK_DATA)
     except OSError as error:  # all of the rest is a hole, or this disk knows none
@@ -206,7 +207,7 @@ def _data(file: int, place: int) -> int:
 
 
 def _make_hole(path: Path, upto: int) -> None:
-    """Raises `FileNotFoundError`."""
+    """Make a hole of the file's first bytes. Raises `FileNotFoundError`."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         upto = min(upto, os.fstat(file).st_size)

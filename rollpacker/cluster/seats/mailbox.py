@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 SERVICE = "service"
 """The service's box. A job's box has the job's name; who asks a question names one of its own."""
 
 
 ALL = sys.maxsize
-"""To forget letters up to this number: nobody will read the box any more."""
+"""The number up to which letters are forgotten when nobody will read the box any more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Letter:
+class Letter(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     """Number among the box's letters, 1 or more. Numbers rise in the order in which letters are
     read."""

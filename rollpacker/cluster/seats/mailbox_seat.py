@@ -37,10 +37,10 @@ BEAT_S = 1.0
 UNHEARD_S = 60.0
 """A wait for a pool fails if the mailbox could not be reached for so long."""
 _LOOK_S = 0.02
-"""So quickly a wait that was given up is noticed."""
+"""Seconds within which a wait that was given up is noticed."""
 _READ_S = 1.0
 _END_S = 10.0
-"""Within which threads end that wait for a mailbox that does not answer."""
+"""Seconds within which threads end that wait for a mailbox that does not answer."""
 _AGAIN_S = 0.1
 
 Told = Callable[[str], None]
@@ -76,7 +76,7 @@ class MailboxSeat:
         self._num_asked = 0
         self._num_posted = 0
         self._beaten_s = time.monotonic()
-        """When the last beat began that got through."""
+        """Time when the last beat began that got through."""
         self._lost: str | None = None
         self._wants_stop: str | None = None
         self._watchers: list[tuple[Told, Told]] = []
@@ -168,7 +168,7 @@ class MailboxSeat:
                     raise
 
     def _try_to_post(self, kind: str, facts: dict[str, Any], tries: int = 1) -> None:
-        """Where it does not get through, the next beat says it."""
+        """Post a letter. If it does not get through, the next beat says the same."""
         with contextlib.suppress(OSError):
             self._post(kind, facts, tries)
 

@@ -41,7 +41,7 @@ Answer = TypeVar("Answer")
 _LOST = 6
 """Exit code, as of `rollpacker train`: it can be resumed."""
 UNTOLD_ITERATIONS = 3
-"""So many without a call of `committed` are warned about."""
+"""Number of iterations without a call of `committed` after which a warning is logged."""
 _PURPOSES: dict[PoolName, str] = {"rollout": "round", "train": "step"}
 
 _logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Stopped(SystemExit):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """How a phase began, in seconds; both 0 outside of a cluster."""
+    """The begin of a phase, in seconds. Both are 0 outside of a cluster."""
 
     waited_s: float
     """Seconds of waiting for the pool."""
@@ -354,7 +354,7 @@ class _Seconds:
         return now_s
 
     def asks(self, pool: PoolName) -> float:
-        """Returns the time."""
+        """Enter that the program asks for a pool. Returns the time."""
         now_s = self._lap("between" if self._last == "rollout" else "after")
         if pool == "rollout":
             self._counts = True
@@ -378,7 +378,7 @@ class _Seconds:
         self._lap(pool)
 
     def left(self) -> None:
-        """The switch is over."""
+        """Enter that the switch of pools is over."""
         self._since_s = time.monotonic()
 
     def iteration(self, step: int, kind: str) -> Iteration | None:

@@ -10,8 +10,9 @@ import math
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import msgspec
 
 from rollpacker.cluster.decide.cluster_turns import LOSSES_S
 from rollpacker.cluster.decide.events import (
@@ -44,8 +45,8 @@ Facts = Mapping[str, Any]
 NUM_NOTES = 200
 NUM_LAST = 8
 PAUSES_S = (0.0, 10.0, 60.0)
-"""Before a job that was lost so often since its last commit is started again: what ended it may
-need time to be over. The last one stands for all that come after."""
+"""Seconds before a lost job is started again, by the number of its losses since its last commit.
+What ended it may need time to be over. The last one stands for all further losses."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 """Pattern for the name of a job, or of a cluster whose folder is named after it."""
 
@@ -57,8 +58,7 @@ class Note(NamedTuple):
     text: str
 
 
-@dataclass(slots=True)
-class Turn:
+class Turn(msgspec.Struct):
     """The last ask of the job's present incarnation."""
 
     ask: int = 0
@@ -73,8 +73,7 @@ class Turn:
     """Purpose of the ask, in the job's word."""
 
 
-@dataclass(slots=True)
-class Record:
+class Record(msgspec.Struct):
     """A job since it was submitted."""
 
     job: ClusterJob
@@ -88,7 +87,7 @@ class Record:
     ending."""
     is_placed: bool = False
     """Whether it has nodes, which are those of the last start."""
-    turn: Turn = field(default_factory=Turn)
+    turn: Turn = msgspec.field(default_factory=Turn)
     steps: int = 0
     work_s: float = 0.0
     waited_s: float = 0.0
@@ -101,7 +100,7 @@ class Record:
     outcome: str = ""
     """done, failed, cancelled; empty: not yet."""
     ended_s: float = 0.0
-    told: Facts = field(default_factory=dict)
+    told: Facts = msgspec.field(default_factory=dict)
     """Facts about its end or its last loss: exit code, last lines, why."""
 
     @property
@@ -130,7 +129,7 @@ class Book:
         """Those of the drained nodes that may have jobs again once they have a host."""
 
     def placed(self) -> Sequence[Record]:
-        """Jobs that have nodes."""
+        """Return the jobs that have nodes."""
         return [one for one in self.records.values() if one.is_placed]
 
     def write(self, event: Event, facts: Facts, commands: Sequence[Command]) -> None:
@@ -226,12 +225,13 @@ class Book:
                 self._end(record, at_s, facts)
 
     def _start_waited_s(self, record: Record, at_s: float) -> float:
-        """How long its start took, which counts after the first."""
+        """Return the seconds that the job's start took, which count as waiting after its first
+        start."""
         is_first = not record.told and record.steps == record.job.steps_before
         return 0.0 if is_first else at_s - record.waits_since_s
 
     def _awaits_s(self, record: Record, at_s: float) -> float:
-        """For how long it has waited for a pool, or for nodes."""
+        """Return the seconds for which the job has waited for a pool, or for nodes."""
         if not record.is_placed:
             return at_s - record.waits_since_s
         return at_s - record.turn.since_s if record.turn.phase and not record.turn.token else 0.0
@@ -298,7 +298,7 @@ _ENDED = {"done": "is done", "failed": "failed", "cancelled": "was cancelled"}
 
 
 def order_of(record: Record, address: str) -> Order:
-    """To make its last start. `address`: of the mailbox."""
+    """Return the order for a job's last start. `address` is that of the mailbox."""
     start, facts = record.starts[-1], record.facts
     seat = seat_variable(address, record.job.name, record.incarnation)
     return Order(

@@ -27,7 +27,7 @@ from typing import NoReturn
 
 KEEPER, PROCESS, EXIT, OUTPUT = "keeper", "process", "exit", "output"
 FENCE_S = 30.0
-"""Without contact for so long a host has no job any more."""
+"""Seconds without contact after which a host has no job any more."""
 LOOK_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -38,7 +38,7 @@ GONE_S = 10.0
 LAST_BYTES = 4000
 _LOOK_S = 0.002
 _NUM_LOOKS = 2
-"""So often in a row nothing may be found: a process may be forked while it is looked for."""
+"""Number of looks in a row that must find no process: one may be forked while it is looked for."""
 
 
 class LocalRunner:
@@ -166,7 +166,8 @@ def _mark(place: Path) -> bytes:
 class _Process(NamedTuple):
     parent: int
     began: str
-    """In ticks of the host's clock: a number may be another process's later."""
+    """Begin of the process in ticks of the host's clock: its number may be another process's
+    later."""
 
 
 _Processes = dict[int, _Process]

@@ -53,8 +53,8 @@ class Past:
         """Number of the event after which the snapshot was taken."""
 
     def replay(self) -> State:
-        """All that has happened. Raises `ValueError` if it would go otherwise now, and `OSError`
-        where it cannot be read."""
+        """Return the state after all that has happened. Raises `ValueError` if events would lead to
+        something else now, and `OSError` where they cannot be read."""
         state = self._read() or self._began
         last_s, behind = state.last_s, self.store.entries(self._number)
         for number, entry in enumerate(behind, start=self._number + 1):

@@ -15,9 +15,9 @@ class Order:
 
     job: str
     incarnation: int
-    """How often it was started before: with the job's name, it names this start."""
+    """Number of the start among the job's starts. With the job's name it names this start."""
     command: Sequence[str]
-    """Such as `rollpacker train my_run.yaml --resume`."""
+    """The command line, such as `rollpacker train my_run.yaml --resume`."""
     environ: Mapping[str, str]
     """Variables besides the host's own, with its seat among them."""
     folder: str
@@ -63,5 +63,6 @@ class Runner(Protocol):
         ...
 
     def want(self, num_nodes: Mapping[str, int]) -> None:
-        """So many nodes of each pool are wanted, for who can rent or give them back."""
+        """Tell how many nodes of each pool are wanted, if somebody here can rent them or give them
+        back."""
         ...

@@ -51,7 +51,7 @@ class Forgetting:
         self._mailbox = mailbox
         self._forgot_s = -math.inf
         self._answered_s: dict[str, float] = {}
-        """When each box of a question had its last answer."""
+        """Time when each box of a question had its last answer."""
         self._emptied: set[str] = set()
         """Boxes of jobs that have ended and were emptied."""
 
@@ -80,7 +80,8 @@ class Forgetting:
 LOOK_S = 0.1
 """Seconds between two looks whether processes have ended."""
 AWAY_S = LEASE_S / 2
-"""If it has not looked for so long, it was stopped, or could write no letters: nor could others."""
+"""Seconds without a look after which the service was stopped or could write no letters, and perhaps
+nobody could."""
 HOPELESS = (2, 3)
 """Exit codes of `train` that another start would have, too: bad input, NaN."""
 BUSY = 75
@@ -293,7 +294,7 @@ class Service:
         return None
 
     def _asked(self, record: Record, facts: Facts) -> None:
-        """Each ask counts once. The next one says that the one before is over."""
+        """Take in an ask, which counts once. It says that the one before is over."""
         number = facts["ask"]
         if facts["pool"] not in get_args(PoolName):
             raise ValueError(f"there is no pool {facts['pool']!r}")

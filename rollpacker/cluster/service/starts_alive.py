@@ -73,7 +73,7 @@ class Alive:
         self._runner = runner
         self.hostless = Hostless()
         self._looked_s = 0.0
-        """When it was last looked whether nodes have a host again."""
+        """Time when it was last looked whether nodes have a host again."""
         self.incarnations: set[Start] = set()
         self.ever_heard: set[str] = set()
         """Jobs whose present incarnation was ever heard."""
@@ -104,7 +104,8 @@ class Alive:
         self._is_new(name)
 
     def attempted(self, name: str, incarnation: int) -> None:
-        """Whoever was to start it could not say whether it has: it is tried again, and may come."""
+        """Enter a start of which the runner could not say whether it was made. It is tried again,
+        and may come late."""
         if (name, incarnation) not in self.incarnations:
             self._is_new(name)
         self.incarnations.add((name, incarnation))

@@ -13,9 +13,10 @@ import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
+
+import msgspec
 
 from rollpacker.cluster.decide import events
 from rollpacker.cluster.seats.mail_file import check_local
@@ -37,16 +38,14 @@ CREATE TABLE IF NOT EXISTS events (
 _EVENTS: dict[str, type[Any]] = {one.__name__: one for one in get_args(events.Event)}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     event: dict[str, Any]
     """The event and its facts, as values that JSON has."""
     checksum: int
     """Checksum of the commands that the event led to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(msgspec.Struct, frozen=True):
     """The letter up to which all were dealt with."""
 
     epoch: str
@@ -103,14 +102,14 @@ class Store:
         return Position(self._fact("epoch", ""), int(self._fact("position", "0")))
 
     def leave_out(self, letter: Position) -> None:
-        """Nobody is to deal with this one."""
+        """Have nobody deal with this letter."""
         self.left_out.add(letter)
         told = json.dumps([[one.epoch, one.number] for one in self.left_out])
         with self._errors():
             self._base.execute("INSERT OR REPLACE INTO facts VALUES ('left_out', ?)", (told,))
 
     def began_s(self, now_s: float) -> float:
-        """When the file was made: the zero of events' times."""
+        """Return when the file was made, which is the zero of the events' times."""
         return float(self._fact("began_s", repr(now_s)))
 
     @property

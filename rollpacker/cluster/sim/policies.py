@@ -72,7 +72,7 @@ class MostIdle(Stays):
 
 
 def policy(name: str, spec: ClusterSpec) -> Policy:
-    """The policy of this name."""
+    """Return the policy of this name."""
     match name:
         case "rollmux":
             return AsPublished()
@@ -137,6 +137,7 @@ def may_share(layout: Layout, job: ClusterJob) -> bool:
 
 
 def _dilution(layout: Layout, job: ClusterJob) -> float:
-    """How much faster one of them may train here than with the devices that it asked for."""
+    """Return the seconds of training here over those on the devices that a job asked for, for the
+    job that gains most."""
     devices = layout.num_train_nodes * layout.train_pool.devices_per_node
     return min(one.train_devices for one in (*layout.jobs, job)) / devices

@@ -25,7 +25,7 @@ from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES
 from rollpacker.sim.simulate import simulate
 
 PARKED_PARAMETER_BYTES = TRAINED_PARAMETER_BYTES - 4
-"""All that is trained but the gradients."""
+"""Bytes for each parameter of a parked trainer, which keeps all but the gradients."""
 
 
 class Profile(NamedTuple):

@@ -42,7 +42,7 @@ class PolicyResult:
 
     @property
     def slo_kept(self) -> float:
-        """Share of the jobs."""
+        """Share of the jobs whose SLO was kept."""
         return sum(job.kept for job in self.jobs) / len(self.jobs)
 
     @property
@@ -72,18 +72,18 @@ class Bill:
         self._at_s = 0.0
 
     def pass_until(self, at_s: float) -> None:
-        """So long everything stayed as it is."""
+        """Count the time until then, in which everything stayed as it is."""
         for pool, count in self._open.items():
             self._node_s[pool] += count * (at_s - self._at_s)
         self._at_s = at_s
 
     def change(self, pool: str, nodes: int) -> None:
-        """So many nodes more; fewer, if negative."""
+        """Open so many nodes more, or close some if the number is negative."""
         self._open[pool] += nodes
         self._peak[pool] = max(self._peak[pool], self._open[pool])
 
     def work(self, pool: str, node_s: float) -> None:
-        """So many seconds of nodes generated or trained."""
+        """Count seconds of nodes that generated or trained."""
         self._busy_s[pool] += node_s
 
     def price(self) -> float:

@@ -65,11 +65,11 @@ class _Life:
     has_moved: bool = False
     """Whether the job was moved or stopped at its last commit."""
     stopped_s: float | None = None
-    """Since when it waits for nodes once more."""
+    """Time since when it waits for nodes once more. None if it does not."""
 
 
 class Simulation:
-    """One policy."""
+    """The simulation of one policy."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ def pools_of(spec: ClusterSpec, name: str) -> tuple[Pool, ...]:
 
 
 def only_trained(result: PolicyResult, pools: Sequence[Pool]) -> PolicyResult:
-    """Both phases of colocated jobs, on the pool that they were on."""
+    """Return the result of colocated jobs with both phases on the pool that they were on."""
     again, own = pools
     busy = result.busy[again.name] + result.busy[own.name]
     return replace(
@@ -256,11 +256,12 @@ def only_trained(result: PolicyResult, pools: Sequence[Pool]) -> PolicyResult:
 
 
 def hours_alone(arrivals: Sequence[Arrival]) -> float:
-    """From the first arrival until the last job would have ended if none waited."""
+    """Return the hours from the first arrival until the last job would have ended if none
+    waited."""
     ends = (one.at_s + one.job.cold_start_s + alone_s(one.job) for one in arrivals)
     return (max(ends) - arrivals[0].at_s) / 3600
 
 
 def alone_s(job: ClusterJob) -> float:
-    """Seconds of its mean iterations, one after the other."""
+    """Return the seconds of a job's mean iterations, one after the other."""
     return job.steps * math.fsum(job.mean)

@@ -32,7 +32,7 @@ class PoolSpec:
     nodes: int
     """Number of nodes that may be rented at once."""
     devices_per_node: int = 8
-    """A job has whole nodes."""
+    """Devices of each node. A job has whole nodes."""
     gpu: str | None = None
     """A datasheet's name (`rollpacker simulate --presets`). Jobs' seconds are those of the first
     pool of the phase; another GPU's rollouts take longer by its memory bandwidth, its training by
@@ -59,15 +59,15 @@ class JobsSpec:
     """A JSONL file with a job on each line; the other keys then have no effect. The path is
     relative to the folder that the command is run in."""
     count: int = 300
-    """Jobs."""
+    """Number of jobs."""
     hours: float = 580.0
-    """In which they arrive, at moments that are all alike."""
+    """Hours in which the jobs arrive, at moments that are all alike."""
     mean_hours: float = 14.4
     """A job's life if it never waited. Lives are log-normal; the longest is ten times the mean."""
     profile: Profile = "mixed"
     """The phase that is the longer one. mixed: a third of the jobs each."""
     slo: tuple[float, float] = (1.0, 2.0)
-    """Each job's lies between these, all alike."""
+    """Bounds of the jobs' SLOs, which are drawn evenly between them."""
     variation: float = 0.1
     """Standard deviation over mean of the lengths of an iteration's phases."""
     growth: float = 0.0
@@ -104,9 +104,9 @@ class ClusterSpec:
     name: str
     """Name of the cluster, in tables."""
     pools: tuple[PoolSpec, ...]
-    """One at least for each phase."""
+    """The pools of nodes, at least one for each phase."""
     link_gb_s: float
-    """Between the pools, per device, 1e9 bytes per second."""
+    """Rate of the link between the pools, per device, 1e9 bytes per second."""
     max_group: int = 5
     """Jobs that take turns on the same nodes at most."""
     slo_confidence: float = 0.99
@@ -157,7 +157,7 @@ class ClusterSpec:
                     )
 
     def core_quotas(self) -> dict[str, dict[Phase, int]]:
-        """As the core knows them."""
+        """Return them as the core knows them."""
         return {
             owner: {phase: quota[phase] for phase in PHASES if phase in quota}
             for owner, quota in self.quotas.items()
@@ -169,7 +169,7 @@ class ClusterSpec:
 
 
 def core_pools(pools: Sequence[PoolSpec]) -> tuple[Pool, ...]:
-    """As the core knows them."""
+    """Return them as the core knows them."""
     return tuple(
         Pool(
             name=pool.name,

@@ -31,11 +31,10 @@ LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Tokens that may be drafted per row."""
 MAX_KEPT_TOKENS = 1 << 20
 """Tokens of finished responses that are kept as drafts; the oldest groups are dropped first."""
-STEP_COST = {"cpu": (0.06, 2.3, 0.02, 0.035)}
-"""Costs of a step (a, b, c, d) by device type, in units of a plain step's overhead: a plain step
-over r rows costs 1 + a r, one that computes t tokens for each of them b + c r + d r t. Set by hand
-after timings of single steps; c is a guess.
-`benchmarks/drafts.py` shows the effect."""
+STEP_COST = (0.06, 2.3, 0.02, 0.035)
+"""Costs (a, b, c, d) of a step on a CPU, in units of a plain step's overhead: a plain step over r
+rows costs 1 + a r, one that computes t tokens for each of them b + c r + d r t. Set by hand after
+timings of single steps; c is a guess. `benchmarks/drafts.py` shows the effect."""
 LOOK_COST = (0.15, 0.05)
 """Cost of a look for drafts, and of each row that is looked at, in units of a plain step's
 overhead."""
@@ -228,13 +227,12 @@ class Pacing:
 class Drafter:
     """Drafts for the live rows of one engine; a row is named by its launch number."""
 
-    def __init__(self, max_tokens: int, device_type: str) -> None:
+    def __init__(self, max_tokens: int) -> None:
         self.num_drafted = 0
         self.num_accepted = 0
         """Tokens that steps gave beyond one a row."""
         self._lengths = np.array([length for length in LENGTHS if length <= max_tokens])
-        self._costs = _step_costs(self._lengths, device_type)
-        self._row_cost = STEP_COST[device_type][0]
+        self._costs = _step_costs(self._lengths)
         self._proposed: list[tuple[int, int, int]] = []
         """Kind, class of match length and number of tokens of each draft that is being tried."""
         self.forget()
@@ -258,7 +256,7 @@ class Drafter:
         """The engine is idle. What was learnt goes too: a run that is resumed has not learnt it,
         and is to do what it would have done."""
         self.acceptance = Acceptance()
-        self._pacing = Pacing(self._row_cost)
+        self._pacing = Pacing(row_cost=STEP_COST[0])
         self._rows: dict[int, RowText] = {}
         self._ended: dict[PromptId, EndedText] = {}
         self._num_kept = 0
@@ -413,10 +411,10 @@ def _row_text(entry: Pending, tokens: Sequence[int], redraw: int) -> RowText:
     return text
 
 
-def _step_costs(lengths: np.ndarray, device_type: str) -> np.ndarray:
+def _step_costs(lengths: np.ndarray) -> np.ndarray:
     """Cost of a step with drafts in units of a plain step, by number of live rows and place in
     `lengths`."""
-    plain, overhead, per_row, per_token = STEP_COST[device_type]
+    plain, overhead, per_row, per_token = STEP_COST
     rows = np.arange(MAX_ROWS + 1)[:, None]
     costs: np.ndarray = overhead + per_row * rows + per_token * rows * (1 + lengths)
     costs /= 1 + plain * rows

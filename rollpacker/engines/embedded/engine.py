@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rollpacker.core.events import SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.engines.embedded.decoder import Decoder
-from rollpacker.engines.embedded.drafts import STEP_COST, Drafter
+from rollpacker.engines.embedded.drafts import Drafter
 from rollpacker.engines.embedded.endings import Endings
 from rollpacker.engines.embedded.extend import Extender, Guess
 from rollpacker.engines.embedded.kept_rows import KeptRow, KeptRows
@@ -81,9 +81,8 @@ class TorchEngine(LoopEngine):
         model.train(was_training)
         self._endings = Endings(model, tokenizer, self._decoder.rows.vocabulary_size)
         self._extender = Extender(self._decoder, self._endings)
-        kind = self._device.type
-        can_draft = config.draft_tokens > 0 and kind in STEP_COST
-        self._drafter = Drafter(config.draft_tokens, kind) if can_draft else None
+        can_draft = config.draft_tokens > 0 and self._device.type == "cpu"
+        self._drafter = Drafter(config.draft_tokens) if can_draft else None
         self._kept = KeptRows(self._decoder.slots)
         self._max_positions = getattr(
             model.config.get_text_config(), "max_position_embeddings", None

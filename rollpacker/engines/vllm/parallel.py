@@ -44,7 +44,7 @@ class Workers:
         with self._buffer.writing(self._num_loads) as shared:
             for name, tensor in named:
                 shared[name].copy_(tensor)
-        self._call("load_shared", self._buffer.source(self._num_loads))
+        self._call("load_shared", self._buffer.layout.source(self._num_loads))
 
     def take_log_probs(self, numbers: Sequence[int]) -> list[list[float]]:
         """Log-probabilities of each of these requests, which the workers then forget."""

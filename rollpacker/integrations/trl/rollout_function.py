@@ -24,7 +24,7 @@ from rollpacker.integrations.trl.cursor import SamplerCursor
 from rollpacker.integrations.trl.late_rows import LateDataset, Row
 from rollpacker.integrations.trl.policy import LentModel, close, prompt_tokens
 from rollpacker.integrations.trl.rollouts import FOLDER, Groups, Rollouts, collect, restore
-from rollpacker.run.ports.carried import Waiting
+from rollpacker.run.ports.carried import KeptByPrompt
 
 ALL_THREE = (
     "GRPOTrainer(..., train_dataset=rollout.dataset, rollout_func=rollout, callbacks=[rollout])"
@@ -285,7 +285,7 @@ def _checkpoint(args: Any, step: int) -> Path:
 
 def _job(
     config: JobConfig, cursor: SamplerCursor, args: Any, step: int
-) -> tuple[Job, Waiting | None]:
+) -> tuple[Job, KeptByPrompt | None]:
     """A new job, or that of the checkpoint from which TRL goes on at `step`."""
     if not step:
         return Job(config), None

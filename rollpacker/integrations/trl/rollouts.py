@@ -70,7 +70,7 @@ from rollpacker.engines.engine import (
 from rollpacker.report.history import History
 from rollpacker.report.time_book import TimeBook
 from rollpacker.run.errors import DeadlineExceeded
-from rollpacker.run.ports.carried import CarriedTokens, Waiting, read_carried, write_carried
+from rollpacker.run.ports.carried import CarriedTokens, KeptByPrompt, read_carried, write_carried
 from rollpacker.run.ports.clock import RealClock
 
 FOLDER = "rollpacker"
@@ -99,13 +99,13 @@ class Rollouts:
         prompts: Sequence[PromptRow],
         sampling: SamplingParams,
         generation_s: float,
-        waiting: Waiting | None = None,
+        waiting: KeptByPrompt | None = None,
     ) -> None:
         """`prompts`: the prompt of each row. `waiting`: the tokens of deferred prompts when the job
         was saved."""
         self.engine = engine
         self.cursor = cursor
-        self.waiting: Waiting = waiting or {}
+        self.waiting: KeptByPrompt = waiting or {}
         """Tokens of prompts that wait for their next launch, as of the last step that was trained
         on."""
         self._history = History()
@@ -263,7 +263,7 @@ class Rollouts:
         }
 
 
-def restore(checkpoint: Path, config: JobConfig, cursor: Cursor) -> tuple[Job, Waiting] | None:
+def restore(checkpoint: Path, config: JobConfig, cursor: Cursor) -> tuple[Job, KeptByPrompt] | None:
     """The job that `Rollouts.save` saved there, and what its prompts had; the cursor goes on where
     it was. None: there is none.
 

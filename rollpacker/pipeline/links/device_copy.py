@@ -57,7 +57,7 @@ def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor there, complete."""
+    """Copy a tensor to the device, and return it once it is complete there."""
     if device.type == "cpu":
         return tensor
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

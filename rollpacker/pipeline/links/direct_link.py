@@ -57,7 +57,7 @@ class _Sent(NamedTuple):
 
     works: list[dist.Work]
     tensors: list[Tensor]
-    """Kept until they are sent."""
+    """Tensors that must be kept until they are sent."""
     number: int
     posted_s: float
 
@@ -72,7 +72,7 @@ class DirectSender:
         *,
         on_lost: OnLost,
     ) -> None:
-        """`group`: a `direct_group` of this direction alone."""
+        """`group` is a `direct_group` of this direction alone."""
         self._border = border
         self._group = group
         self._loss = Loss(on_lost)
@@ -105,7 +105,7 @@ class DirectSender:
         self._sent.put(_Sent([work for work in works if work is not None], all_, number, posted_s))
 
     def _run(self) -> None:
-        """Let go of what has been sent."""
+        """Release the tensors that have been sent."""
         while (sent := self._sent.get()) is not None:
             started_s = time.monotonic()
             try:
@@ -147,7 +147,7 @@ class DirectReceiver:
         on_arrival: OnArrival,
         on_lost: OnLost,
     ) -> None:
-        """`group`: a `direct_group` of this direction alone."""
+        """`group` is a `direct_group` of this direction alone."""
         self._border = border
         self._group = group
         self._on_arrival = on_arrival

@@ -48,7 +48,7 @@ LOOPBACK = "127.0.0.1"
 MAX_BYTES = 16 << 30
 """The default bound of one message. It is meant to catch nonsense, not to limit work."""
 ACCEPT_S = 0.2
-"""A closed link's ports are closed so long after it at the latest."""
+"""Seconds after which the ports of a closed link are closed at the latest."""
 _CPU = torch.device("cpu")
 
 logger = logging.getLogger(__name__)
@@ -58,9 +58,9 @@ logger = logging.getLogger(__name__)
 class _Connection:
     socket: socket.socket
     place: int
-    """Among those of the sender."""
+    """Place of this connection among those of the sender."""
     greeting: int
-    """How many the sender had made before."""
+    """Connections that the sender had made before this one."""
 
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):
@@ -117,7 +117,7 @@ class HostReceiver:
 
     @property
     def routes(self) -> tuple[Route, ...]:
-        """For the sender."""
+        """Routes to this receiver, for the sender."""
         return tuple(
             Route(host=one.host, port=one.port, token=one.token) for one in self._listeners
         )
@@ -218,7 +218,7 @@ class HostReceiver:
         self._deliver(connection, on_device(tensor, self._device), times)
 
     def _fill(self, connection: _Connection, data: memoryview) -> None:
-        """Receive all of it, and keep the sender assured meanwhile."""
+        """Fill `data` from the connection, and tell the sender meanwhile that somebody is here."""
         said_at = time.monotonic()
         while len(data):
             with contextlib.suppress(TimeoutError):

@@ -53,14 +53,14 @@ class Patience:
     slow: somebody who receives says so all the time."""
 
     alive_s: float = 0.5
-    """The receiver of a message says so often that it is there."""
+    """Seconds between two signs of life that the receiver of a message gives."""
     silence_s: float = 2.0
     """A sender that hears nothing for so long makes the connection anew, over another route if
     there is one, and sends again."""
     connect_s: float = 1.0
-    """Making a connection may take so long."""
+    """Seconds that making a connection may take."""
     give_up_s: float = 60.0
-    """The link is lost if the peer cannot be reached for so long."""
+    """Seconds after which the link is lost if the peer cannot be reached."""
 
 
 _GET_ADDRESS = 0x8915

@@ -45,7 +45,7 @@ from rollpacker.workers.line import LineEnded
 from rollpacker.workers.listener import connect
 
 PAUSE_S = 0.05
-"""Between two rounds over all routes; growing up to `MAX_PAUSE_S`."""
+"""Seconds between two rounds over all routes; they grow up to `MAX_PAUSE_S`."""
 MAX_PAUSE_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class HostSender:
         self._messages: dict[int, _Message] = {}
         """Messages that are not acknowledged yet, by number, in order."""
         self._waiting: list[int] = []
-        """Numbers of those that no connection carries: a heap."""
+        """Numbers of messages that no connection carries: a heap."""
         self._num_posted = 0
         self._connections: set[_Connection] = set()
         self._greetings = itertools.count()
@@ -95,7 +95,7 @@ class HostSender:
         self._times: deque[SendTimes] = deque(maxlen=MAX_TIMES)
         self._max_connections = max_connections
         self._threads: list[threading.Thread] = []
-        """One for each connection."""
+        """Threads, one for each connection."""
         with self._changed:
             self._add_connection()
 
@@ -211,7 +211,7 @@ class HostSender:
         return connection
 
     def _serve(self, connection: _Connection) -> None:
-        """Carry messages until it is over. Raises `OSError` and `_PeerClosed`."""
+        """Carry messages until the link is over. Raises `OSError` and `_PeerClosed`."""
         while (message := self._take(connection)) is not None:
             try:
                 tensor = message.copy.wait()
@@ -247,7 +247,7 @@ class HostSender:
         return None
 
     def _acknowledge(self, next_number: int) -> None:
-        """All messages below this one have been delivered."""
+        """Drop all messages below this number, which have been delivered."""
         now = time.monotonic()
         with self._changed:
             for number in [one for one in self._messages if one < next_number]:
@@ -350,7 +350,7 @@ class _Connection:
 
 
 def _drop(views: list[memoryview], num_bytes: int) -> None:
-    """Drop so many bytes from the front."""
+    """Drop this many bytes from the front."""
     while views and num_bytes >= len(views[0]):
         num_bytes -= len(views.pop(0))
     if num_bytes:

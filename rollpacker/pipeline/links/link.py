@@ -38,7 +38,7 @@ class Border:
     """Names one direction between two stages, for messages to people."""
 
     stages: tuple[int, int]
-    """The sending one and the receiving one."""
+    """The sending stage and the receiving stage."""
     peer: int
     """The rank at the other end."""
 
@@ -46,7 +46,7 @@ class Border:
         return f"the link from stage {self.stages[0]} to stage {self.stages[1]}"
 
     def lost(self, why: str, address: str) -> LinkLost:
-        """`address`: where the peer is or should be."""
+        """The error of a lost link. `address` is where the peer is or should be."""
         return LinkLost(
             f"{self}, with process {self.peer} of the trainer at {address}, is lost: {why}. No "
             "update of this step was kept; --resume goes on from the last checkpoint"
@@ -60,7 +60,7 @@ class SendTimes:
     number: int
     num_bytes: int
     posted_s: float
-    """`send` was called."""
+    """The time at which `send` was called."""
     started_s: float
     """The time at which the first byte was handed on. If the message was sent again, this is the
     last time."""
@@ -82,7 +82,7 @@ class ArrivalTimes:
 
     @property
     def seconds(self) -> float:
-        """From posting to arrival."""
+        """Seconds from posting to arrival."""
         return self.arrived_s - self.posted_s
 
 
@@ -117,7 +117,7 @@ class Receiver(Protocol):
 
 
 class Loss:
-    """Whether a link is closed or lost, which it becomes only once."""
+    """State of a link's end: whether it is closed or lost, which it becomes only once."""
 
     def __init__(self, on_lost: OnLost) -> None:
         self.over = threading.Event()
@@ -135,14 +135,14 @@ class Loss:
         self._on_lost(error)
 
     def close(self) -> bool:
-        """Whether it was neither closed nor lost before."""
+        """Close the end. Returns whether it was neither closed nor lost before."""
         with self._lock:
             was_open = not self.over.is_set()
             self.over.set()
             return was_open
 
     def check(self) -> None:
-        """Raises `LinkLost`."""
+        """Raise `LinkLost` if the link is lost."""
         if self.error is not None:
             raise self.error
 

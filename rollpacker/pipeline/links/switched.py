@@ -29,7 +29,7 @@ class SwitchedSender:
         self._links[kind] = link
 
     def use(self, kind: LinkKind) -> None:
-        """From the next message on."""
+        """Use the link of this kind from the next message on."""
         self._kind = kind
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
@@ -70,10 +70,10 @@ class SwitchedReceiver:
         self._links[kind] = link
 
     def use(self, kind: LinkKind) -> None:
-        """From the next message on."""
+        """Use the link of this kind from the next message on."""
         self._kind = kind
         self._before = self._num_arrived.total() - self._num_arrived[kind]
-        """Messages that came over others, up to now."""
+        """Messages that came over other kinds of links so far."""
 
     def times(self) -> list[ArrivalTimes]:
         """See `Receiver`. Of the link in use, numbered since the start."""

@@ -81,6 +81,6 @@ def read_header(data: bytes | bytearray, max_bytes: int) -> Header:
 
 
 def _sealed(header: bytes) -> bytes:
-    """With its own checksum in place."""
+    """The header with its own checksum in place."""
     body = header[: -_CHECKSUM.size]
     return body + _CHECKSUM.pack(zlib.crc32(body))

@@ -15,13 +15,13 @@ of a sum of gradients. What a stage has done is therefore a few counters (`Stage
 *chooser* is a function of them: the next of a fixed order, or the first of what is ready. The
 executor asks the chooser whenever its stage is idle and something was done or arrived.
 
-    pipeline_work     what ops and messages take: costs of stages, fitted or given, and links
-    pipeline_time     the same choosers in virtual time, which is how plans are made and replayed
-    pipeline_plan     orders: 1f1b, zero-bubble, adapted; pipeline_search makes one better
-    pipeline_order    whether orders can be run at all, and torch's file of them
-    pipeline_split    layers of each stage, and the budget of a micro-batch
-    pipeline_watch    which link or stage has turned slow
-    pipeline_links    which kind of links to use then
+    work           costs of ops and messages: of stages, fitted or given, and of links
+    virtual_time   the same choosers in virtual time, by which plans are made and replayed
+    plan           orders: 1f1b, zero-bubble, adapted; `search` makes one better
+    order          whether orders can be run at all, and torch's file of them
+    split          layers of each stage, and the budget of a micro-batch
+    watch          finds links and stages that have turned slow
+    link_choice    the kind of links to use then
 
 Ready-first is RRFP (arXiv 2605.18750); warm-up quotas are those of ADAPTRA (arXiv 2504.19232).
 """
@@ -52,11 +52,11 @@ Order = tuple[Op, ...]
 """All ops of one stage, in the order in which it runs them."""
 
 ORDERS = ("1f1b", "zero-bubble", "adapted", "ready")
-"""Names that `train.pipeline.order` may have, of a run and of a scenario (see `pipeline_plan`)."""
+"""Names that `train.pipeline.order` may have, of a run and of a scenario (see `plan.py`)."""
 
 
 def check_order_name(order: str) -> None:
-    """ValueError unless it is one of them, or the name of a file."""
+    """Raise `ValueError` unless the order is a known name, or the name of a CSV file."""
     if order not in ORDERS and not order.endswith(".csv"):
         raise ValueError(f'order is "{order}". Known: {", ".join(ORDERS)}, or the name of a .csv')
 
@@ -75,13 +75,13 @@ class StageState:
     tokens: list[int] = field(default_factory=list)
     """Tokens of each micro-batch that exists so far."""
     closed: bool = False
-    """No more of them will come."""
+    """Whether no more micro-batches will come."""
     num_f_arrived: int = 0
     """Hidden states that came from the stage before; unused on the first."""
     num_i_arrived: int = 0
     """Gradients that came from the stage after; unused on the last."""
     num_f: int = 0
-    """Done. So are `num_i` and `num_w`."""
+    """F that are done; `num_i` and `num_w` count the other kinds."""
     num_i: int = 0
     num_w: int = 0
     live_tokens: int = 0
@@ -89,7 +89,7 @@ class StageState:
     peak_live_tokens: int = 0
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Micro-batches of so many tokens each come next."""
+        """Append micro-batches of this many tokens each."""
         assert not self.closed, "a closed sweep takes no more micro-batches"
         self.tokens += tokens
 
@@ -110,7 +110,7 @@ class StageState:
 
     @property
     def finished(self) -> bool:
-        """The sweep is closed and everything in it done."""
+        """Whether the sweep is closed and everything in it done."""
         return self.closed and self.num_w == len(self.tokens)
 
     def ready(self, kind: Kind) -> bool:
@@ -130,7 +130,7 @@ class StageState:
         return Op("I", self.num_i) if kind == "I" else Op("W", self.num_w)
 
     def done(self, op: Op) -> None:
-        """This op is over. It must be the next of its kind and have been ready."""
+        """Note that this op is over. It must be the next of its kind and have been ready."""
         assert op == self.next_op(op.kind) and self.ready(op.kind), f"{op} on stage {self.stage}"
         if op.kind == "F":
             self.num_f += 1
@@ -176,7 +176,7 @@ class ReadyFirst:
     """I before F before W among what is ready.
 
     Until its first I, a stage runs F `quota` times and waits for them: that lead keeps it busy when
-    a slow link is between it and the next (`adapted_quotas`). F waits while its micro-batch would
+    a slow link is between it and the next. F waits while its micro-batch would
     take the live tokens above the cap. Neither can block: a quota counts no more micro-batches than
     exist and than fit below the caps of this stage and all before it, so that each F that is
     waited for comes; and a stage that has no room for an F has an I or a W to run, or some stage
@@ -197,7 +197,7 @@ class ReadyFirst:
         given = [caps[s] for s in before] if caps is not None else []
         self._cap = math.inf if not given or given[-1] is None else given[-1]
         self._lowest = min((cap for cap in given if cap is not None), default=math.inf)
-        """The cap that a warm-up must fit below."""
+        """The lowest cap of this stage and those before it; a warm-up must fit below it."""
         self._known = 0
         self._reachable = 0
         """The quota that the first `_known` micro-batches allow."""
@@ -264,32 +264,3 @@ def even_quotas(num_stages: int, most: int) -> list[int]:
         for stage in range(1, num_stages):
             quotas.append(quotas[-1] - step - (1 if stage <= larger else 0))
     return quotas
-
-
-def slack_needed(f_s: Sequence[float], i_s: Sequence[float], link_s: Sequence[float]) -> list[int]:
-    """Difference of quotas that each link needs between the stage before it and the stage after it,
-    so that its delay does not cascade (ADAPTRA's Eq. 1):
-
-        F_i + I_i + 2 c_i <= slack * (F_{i+1} + I_{i+1})
-
-    `f_s` and `i_s` are seconds by stage, `link_s` seconds one way by link.
-    """
-    slack = []
-    for stage, delay_s in enumerate(link_s):
-        own_s = f_s[stage] + i_s[stage] + 2 * delay_s
-        next_s = f_s[stage + 1] + i_s[stage + 1]
-        # A ratio that is a whole number but for rounding is that number.
-        slack.append(math.ceil(own_s / next_s - 1e-9) if next_s > 0 else 1)
-    return slack
-
-
-def adapted_quotas(
-    f_s: Sequence[float], i_s: Sequence[float], link_s: Sequence[float], num_micro_batches: int
-) -> list[int]:
-    """ADAPTRA's adapted plan: from 1 on the last stage upwards by `slack_needed`, at least 2, and
-    never above the number of micro-batches."""
-    quotas = [1]
-    most = max(num_micro_batches - 2 * len(f_s), 2)
-    for slack in reversed(slack_needed(f_s, i_s, link_s)):
-        quotas.append(min(quotas[-1] + min(most, max(slack, 2)), max(num_micro_batches, 1)))
-    return quotas[::-1]

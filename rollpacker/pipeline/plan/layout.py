@@ -26,7 +26,7 @@ from rollpacker.pipeline.plan.watch import LinkWatch, WatchConfig
 from rollpacker.pipeline.plan.work import Link, Load, OpCost, StageCost, Work, constant
 
 MIN_GAIN = 0.1
-"""Another layout must save more than this share of a sweep or of a step."""
+"""Share of a sweep or of a step that another layout must save, at least."""
 
 Pair = tuple[int, int]
 """Two places, the lower number first."""
@@ -34,12 +34,12 @@ Pair = tuple[int, int]
 CONFIRM_STEPS = 3
 """So many steps running, layers must be worth moving: a stage may be held up for a moment."""
 QUIET_STEPS = 10
-"""For so many steps after a proposal there is none."""
+"""Steps after a proposal in which there is no other one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where the parts of a model are."""
+    """The layers of each stage, and the device of each rank."""
 
     layers: tuple[int, ...]
     """Layers of each stage."""
@@ -56,7 +56,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSplit:
-    """Layers of each stage, and what a sweep takes before and after."""
+    """Another split of the layers, and the seconds of a sweep before and after."""
 
     layers: tuple[int, ...]
     before_s: float
@@ -71,9 +71,8 @@ def faster_split(
     *,
     head_layers: float = 0.0,
     bytes_per_token: float = 0.0,
-    min_gain: float = MIN_GAIN,
 ) -> NewSplit | None:
-    """Another split of the layers whose sweep is predicted to be faster by more than `min_gain` of
+    """Another split of the layers whose sweep is predicted to be faster by more than `MIN_GAIN` of
     it. `costs` are measured, of stages of these `layers`; the last one's has the output layer in
     it, which is the work of so many `head_layers`. None: there is none."""
     if not loads:
@@ -97,7 +96,7 @@ def faster_split(
     before_s, after_s = (
         run(ready_choosers(len(layers)), one, constant(links)).makespan_s for one in (work, after)
     )
-    if before_s - after_s <= min_gain * before_s:
+    if before_s - after_s <= MIN_GAIN * before_s:
         return None
     return NewSplit(layers=tuple(found), before_s=before_s, after_s=after_s)
 
@@ -231,7 +230,7 @@ class PairWatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Another layout, and what for."""
+    """Another layout, the reason for it, and the seconds that it saves."""
 
     layout: Layout
     why: str
@@ -241,7 +240,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSweep:
-    """A step's sweep with gradients, as its stages were measured."""
+    """The sweep with gradients of one step, as its stages were measured."""
 
     costs: Sequence[StageCost]
     """Costs by stage."""
@@ -295,7 +294,8 @@ class Relayouts:
         return found
 
     def switched(self, layout: Layout) -> None:
-        """The run has this one now; what it was moved away from it may go back to."""
+        """Note that the run has this layout now. Layouts that it was moved away from may be
+        proposed again."""
         self.layout = layout
         self._proposed = set()
         self._for = []

@@ -22,7 +22,7 @@ class LinkChoice:
         self.kind: LinkKind = "direct"
         self._patience = PATIENCE
         self._steps_well = 0
-        """Running, over links of this kind."""
+        """Steps without a gap in which all links of this kind were well."""
         self._returned = False
 
     def observe(self, slow_links: Collection[int], *, direct_lost: bool = False) -> LinkKind:

@@ -73,7 +73,8 @@ def _check_progress(
     tokens: Sequence[int] | None,
     caps: Sequence[int | None] | None,
 ) -> None:
-    """Runs the orders without times."""
+    """Run the orders without times, and raise `ValueError` for a deadlock or a cap that is
+    exceeded."""
     stages = len(orders)
     states = [StageState(stage, stages) for stage in range(stages)]
     for state in states:
@@ -122,7 +123,7 @@ def peak_live_tokens(order: Sequence[Op], tokens: Sequence[int]) -> int:
 
 
 def orders_to_csv(orders: Sequence[Sequence[Op]]) -> str:
-    """The text of the file."""
+    """Write orders as torch's CSV text."""
     rows = (",".join(f"{stage}{op}" for op in order) for stage, order in enumerate(orders))
     return "".join(f"{row}\n" for row in rows)
 

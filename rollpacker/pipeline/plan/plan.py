@@ -28,13 +28,13 @@ SEARCH_OPS = 15_000
 """Ops timed in a search for a better plan: some 30 ms."""
 
 Caps = Sequence[int | None] | None
-"""Live tokens by stage; None: as many as there are."""
+"""Caps of live tokens by stage. None: any number of tokens."""
 
 
 def ready_choosers(
     num_stages: int, *, quotas: Sequence[int] | None = None, caps: Caps = None
 ) -> list[ReadyFirst]:
-    """One for each stage."""
+    """Ready-first choosers, one for each stage."""
     return [ReadyFirst(stage, quotas=quotas, caps=caps) for stage in range(num_stages)]
 
 

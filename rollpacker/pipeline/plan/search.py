@@ -16,11 +16,11 @@ from rollpacker.pipeline.plan.work import Link, Work
 
 TABU_LENGTH = 8
 TRIED_AT_ONCE = 12
-"""Exchanges compared in one step."""
+"""Exchanges that are compared in one step."""
 
 _Ops = list[list[Op]]
 OpPlace = tuple[int, int]
-"""A stage, and where in its order."""
+"""The place of an op: its stage, and its number in the stage's order."""
 
 
 def improve(

@@ -6,10 +6,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from rollpacker.core.packs import plan_packs
-from rollpacker.pipeline.plan.plan import Caps, ready_choosers
+from rollpacker.pipeline.plan.plan import ready_choosers
 from rollpacker.pipeline.plan.virtual_time import run
 from rollpacker.pipeline.plan.work import Link, Load, StageCost, Work, constant
 
@@ -23,16 +22,15 @@ def split_layers(
     layer_s: Sequence[float],
     num_stages: int,
     *,
-    first_s: float = 0.0,
     last_s: float = 0.0,
     slowness: Sequence[float] | None = None,
 ) -> list[int]:
     """Layers of each stage, which are neighbours, so that the slowest stage is as fast as it can
     be, and among those splits the most even one.
 
-    `layer_s`: seconds (or any unit) of F, I and W of each layer; `first_s` what the first stage has
-    besides (embeddings), `last_s` the last (output layer and loss). `slowness`: by stage, how many
-    times longer it takes for the same. ValueError with fewer layers than stages.
+    `layer_s` are seconds (or any unit) of F, I and W of each layer; `last_s` those of the last
+    stage's output layer and loss. `slowness` says by stage how many times longer it takes for the
+    same. Raises `ValueError` with fewer layers than stages.
     """
     count = len(layer_s)
     if count < num_stages:
@@ -47,7 +45,7 @@ def split_layers(
     assert len(factors) == num_stages and min(factors) > 0
 
     def stage_s(stage: int, first: int, end: int) -> float:
-        extra = (first_s if stage == 0 else 0.0) + (last_s if stage == num_stages - 1 else 0.0)
+        extra = last_s if stage == num_stages - 1 else 0.0
         return factors[stage] * (sums[end] - sums[first] + extra)
 
     slowest = _least(count, num_stages, max, stage_s)[0]
@@ -129,76 +127,34 @@ def expected_bubble(
     return run(ready_choosers(len(costs), caps=live_micro_batches), work, links).bubble_share
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BudgetPlan:
-    """A micro-batch budget and what it is expected to give."""
-
-    micro_batch_tokens: int
-    num_micro_batches: int
-    makespan_s: float
-    bubble_share: float
-
-
 def plan_budget(
     lengths: Sequence[int],
     costs: Sequence[StageCost],
     links: Sequence[Link],
     *,
     most_tokens: int,
-    target_share: float = 1.0,
-    bytes_per_token: float = 0.0,
-    caps: Caps = None,
     packs: Callable[[Sequence[int], int], list[list[int]]] = plan_packs,
-) -> BudgetPlan:
-    """The budget with the least expected time for rows of these lengths, put together by `packs`
-    (lengths, budget): rows of each micro-batch, by number.
+) -> int:
+    """The tokens of a micro-batch with which a sweep over rows of these lengths is expected to be
+    quickest, ready-first in virtual time. `packs` (lengths, budget) returns the rows of each
+    micro-batch, by number.
 
     Small micro-batches fill and drain the pipeline fast and are even in size; each op has a fixed
-    cost, which large ones save. Budgets are tried from `most_tokens` (what memory allows) down, in
-    virtual time, and none above a cap. `target_share` of the tokens are predicted. ValueError if
-    there is no row, or a cap is below one.
+    cost, which large ones save. Budgets are tried from `most_tokens` (what memory allows) down.
+    Without rows it is that.
     """
-    if not lengths:
-        raise ValueError("a micro-batch budget needs the length of a sample at least")
-    longest, total = max(lengths), sum(lengths)
-    limit = min([most_tokens, *(cap for cap in caps or () if cap is not None)])
-    if longest > limit and limit < most_tokens:
-        raise ValueError(
-            f"a cap of {limit} live tokens is below a sample of {longest}: raise "
-            "train.pipeline.live_tokens"
-        )
-    fewest = max(total // (MOST_MICRO_BATCHES * len(costs)), 1)
-    best: BudgetPlan | None = None
-    seen: set[int] = set()
-    budget = float(limit)
-    while best is None or budget >= fewest:
+    fewest = max(sum(lengths) // (MOST_MICRO_BATCHES * len(costs)), 1)
+    best, best_s = most_tokens, math.inf
+    seen = {0}
+    budget = float(most_tokens)
+    while budget >= fewest or (best_s == math.inf and lengths):
         packed = packs(lengths, round(budget))
         if len(packed) not in seen:
             seen.add(len(packed))
-            found = _expected(packed, lengths, costs, links, target_share, bytes_per_token, caps)
-            if best is None or found[0] < best.makespan_s:
-                best = BudgetPlan(
-                    micro_batch_tokens=round(budget),
-                    num_micro_batches=len(packed),
-                    makespan_s=found[0],
-                    bubble_share=found[1],
-                )
+            loads = [Load.of([lengths[row] for row in pack]) for pack in packed]
+            choosers, work = ready_choosers(len(costs)), Work.of(costs, loads)
+            took_s = run(choosers, work, constant(links)).makespan_s
+            if took_s < best_s:
+                best, best_s = round(budget), took_s
         budget /= BUDGET_FACTOR
     return best
-
-
-def _expected(
-    packs: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    costs: Sequence[StageCost],
-    links: Sequence[Link],
-    target_share: float,
-    bytes_per_token: float,
-    caps: Caps,
-) -> tuple[float, float]:
-    """Seconds and the share of bubbles, ready-first."""
-    rows = ([lengths[row] for row in pack] for pack in packs)
-    loads = [Load.of(pack, round(target_share * sum(pack))) for pack in rows]
-    work = Work.of(costs, loads, bytes_per_token=bytes_per_token)
-    timeline = run(ready_choosers(len(costs), caps=caps), work, constant(links))
-    return timeline.makespan_s, timeline.bubble_share

@@ -43,9 +43,9 @@ class Message(NamedTuple):
     direction: Direction
     micro_batch: int
     posted_s: float
-    """When the op that made it was over."""
+    """Second at which the op that made the message was over."""
     sent_s: float
-    """When the link began to take it."""
+    """Second at which the link began to take the message."""
     arrived_s: float
 
 
@@ -56,7 +56,7 @@ class Timeline:
     spans: tuple[tuple[Span, ...], ...]
     """Ops of each stage, in the order in which it ran them."""
     messages: tuple[Message, ...]
-    """In the order in which they were posted."""
+    """Messages in the order in which they were posted."""
     peak_live_tokens: tuple[int, ...]
     """The most live tokens of each stage."""
 
@@ -67,7 +67,7 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """When the last op was over."""
+        """Second at which the last op was over."""
         return max((spans[-1].end_s for spans in self.spans if spans), default=0.0)
 
     def busy_s(self, stage: int) -> float:
@@ -107,7 +107,7 @@ def replay(
     sends: Sends = "free",
     start_s: float = 0.0,
 ) -> Timeline:
-    """Fixed orders under these times. ValueError where they deadlock."""
+    """Run fixed orders under these times. Raises `ValueError` where they deadlock."""
     choosers = [FixedOrder(order) for order in orders]
     return run(choosers, work, links, sends=sends, start_s=start_s)
 
@@ -133,7 +133,8 @@ class _Run:
         stages = range(work.num_stages)
         self._states = [StageState(stage, work.num_stages) for stage in stages]
         self._running: list[Op | None] = [None for _ in stages]
-        """A stage that waits for its blocking send runs its op still."""
+        """The op that each stage runs, or whose blocking send it waits for. None: the stage is
+        free."""
         self._spans: list[list[Span]] = [[] for _ in stages]
         self._messages: list[Message] = []
         self._free_s = {(link, way): start_s for link in stages for way in ("down", "up")}
@@ -215,7 +216,7 @@ class _Run:
             self._running[stage] = None
 
     def _send(self, link: int, way: Direction, micro_batch: int, now_s: float) -> float:
-        """When the message arrives."""
+        """Send a message. Returns the second at which it arrives."""
         channel = (link, "down" if self._one_channel else way)
         sent_s = max(now_s, self._free_s[channel])
         speed = self._links(link, sent_s)

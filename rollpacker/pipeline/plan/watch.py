@@ -30,12 +30,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchConfig:
-    """When something counts as slow."""
+    """Marks above which a link or a stage counts as slow."""
 
     confirm_steps: int = 2
-    """So many steps running."""
+    """Steps without a gap in which something must be slow before it counts."""
     stage_factor: float = 1.25
-    """A stage's ops take more than this times what they took."""
+    """A stage is slow if its ops take more than this times what they took."""
     link_share: float = 0.15
     """A message there and one back take longer than they did by more than this share of a
     micro-batch's F, I and W on the slower of the two stages."""
@@ -43,13 +43,13 @@ class WatchConfig:
     """From the first step on: a message there and one back take more than this share of a
     micro-batch's F, I and W, even if they always did."""
     num_sds: float = 4.0
-    """... and by more than so many standard deviations of chance."""
+    """A difference must also be more than this many standard deviations of chance."""
     clear: float = 0.8
-    """Well again below this part of the mark."""
+    """Something slow is well again below this part of the mark."""
     healthy_steps: int = 8
-    """Remembered for comparison."""
+    """Healthy steps that are remembered for comparison."""
     first_steps: int = 3
-    """Needed before anything is compared."""
+    """Steps that are needed before anything is compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Finding:
     number: int
     slow: bool
     factor: float | None
-    """Times what is usual there; None where it was slow from the beginning."""
+    """Factor by which it takes longer than usual. None where it was slow from the beginning."""
     seconds: float
     """Seconds of a message there and one back, or of a micro-batch's F, I and W."""
 
@@ -89,7 +89,7 @@ class Finding:
 
 
 class PipelineWatch:
-    """Tell it each step's times; it answers what changed."""
+    """Watches all links and stages of one pipeline, step by step."""
 
     def __init__(self, num_stages: int, config: WatchConfig | None = None) -> None:
         self.config = WatchConfig() if config is None else config
@@ -140,16 +140,16 @@ def _median_s(timed: Sequence[tuple[Load, float]] | Sequence[tuple[int, float]])
 
 
 class _Mark:
-    """Slow or well, after so many steps running that say so."""
+    """Decides between slow and well, which changes after enough steps without a gap that say so."""
 
     def __init__(self, config: WatchConfig) -> None:
         self.slow = False
         self.num_against = 0
-        """Steps running that speak against the state."""
+        """Steps without a gap that speak against the present state."""
         self._config = config
 
     def observe(self, level: float, *, beyond_chance: bool) -> bool:
-        """Whether the state changed. A level of 1 is where slow begins."""
+        """Take in a level, of which 1 is where slow begins. Returns whether the state changed."""
         against = level < self._config.clear if self.slow else level > 1 and beyond_chance
         self.num_against = self.num_against + 1 if against else 0
         if self.num_against < self._config.confirm_steps:
@@ -160,7 +160,7 @@ class _Mark:
 
     @property
     def healthy(self) -> bool:
-        """Nothing speaks for its being slow."""
+        """Whether nothing speaks for it being slow."""
         return not self.slow and self.num_against == 0
 
 
@@ -200,10 +200,10 @@ class _StageWatch:
         self._healthy = _Healthy[Ops](config)
         self._costs: dict[Kind, OpCost] = {}
         self._usual: Floats = np.empty(0)
-        """Logarithms of the healthy steps; their middle is nearly 0."""
+        """Logarithms of the healthy steps' ratios; their middle is nearly 0."""
 
     def observe(self, ops: Ops) -> tuple[bool, float | None]:
-        """Whether it turned slow or well, and the factor."""
+        """Take in a step. Returns whether the stage turned slow or well, and the factor."""
         factor, changed = None, False
         now = self._logs(ops)
         if len(now) and len(self._usual):
@@ -233,7 +233,7 @@ class _StageWatch:
 
 
 Messages = Sequence[tuple[int, float]]
-"""Bytes and seconds of each."""
+"""Bytes and seconds of some messages."""
 _MOST_FITTED = 128
 """Messages that a line is fitted to; all pairs of them are compared."""
 

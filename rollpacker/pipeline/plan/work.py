@@ -79,13 +79,13 @@ class Work:
     """Seconds, tokens and bytes of one sweep of N micro-batches through S stages."""
 
     f_s: tuple[tuple[float, ...], ...]
-    """[S][N] seconds; `i_s` and `w_s` too."""
+    """Seconds of F by stage and micro-batch, [S][N]. `i_s` and `w_s` are those of I and W."""
     i_s: tuple[tuple[float, ...], ...]
     w_s: tuple[tuple[float, ...], ...]
     tokens: tuple[int, ...]
-    """[N]."""
+    """Tokens of each micro-batch, [N]."""
     message_bytes: tuple[int, ...]
-    """[N]: of the hidden states of a micro-batch, and of their gradient."""
+    """Bytes of each micro-batch's hidden states, and of their gradient, [N]."""
 
     def __post_init__(self) -> None:
         shapes = {len(row) for table in (self.f_s, self.i_s, self.w_s) for row in table}
@@ -133,7 +133,7 @@ class Work:
         return len(self.tokens)
 
     def table(self, kind: Kind) -> tuple[tuple[float, ...], ...]:
-        """[S][N] seconds of this kind."""
+        """Seconds of this kind of op, [S][N]."""
         if kind == "F":
             return self.f_s
         return self.i_s if kind == "I" else self.w_s
@@ -157,7 +157,7 @@ class Link:
     bytes_per_s: float = math.inf
 
     def leaves_s(self, num_bytes: int) -> float:
-        """How long the link is taken by a message."""
+        """Seconds for which a message takes the link."""
         return num_bytes / self.bytes_per_s
 
     def seconds(self, num_bytes: int) -> float:
@@ -181,7 +181,7 @@ LinkAt = Callable[[int, float], Link]
 
 
 def constant(links: Sequence[Link]) -> LinkAt:
-    """Links that never change."""
+    """Links that never change, as a function of link and time."""
     kept = tuple(links)
     return lambda number, now_s: kept[number]
 

@@ -21,14 +21,14 @@ from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES
 from rollpacker.sim.train_spec import TrainSpec
 
 OP_FLOPS_PER_PARAM = 2.0
-"""Per token, of each of F, I and W."""
+"""FLOPs per token and parameter of each of F, I and W."""
 ACTIVATION_BYTES = 34
 """Per token, layer and unit of hidden size: a transformer block in bfloat16 with attention that
 keeps no scores (Korthikanti et al., arXiv 2205.05198)."""
 MEMORY_SHARE = 0.9
 """Share of a GPU's memory that training may fill."""
 NOMINAL_MICRO_BATCHES = 4
-"""A stage's, of the sweep by which splits of the layers are compared."""
+"""Micro-batches per stage of the sweep by which splits of the layers are compared."""
 
 
 class Trainer(NamedTuple):
@@ -169,7 +169,7 @@ def _bytes_per_token(trainer: Trainer, spec: PipelineSpec) -> float:
 
 
 def _caps(trainer: Trainer, layers: Sequence[int]) -> tuple[int | None, ...]:
-    """Live tokens by stage."""
+    """Caps of live tokens by stage."""
     spec = trainer.train.pipeline
     assert spec is not None
     if spec.live_tokens != "auto":

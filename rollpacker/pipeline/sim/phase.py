@@ -3,7 +3,7 @@
     responses -> replicas -> micro-batches   (core/packs.py: as the trainer deals and packs)
       -> seconds of F, I and W on every stage  (OpTimes, or the scenario's training cost by layers)
       -> an order, or the chooser that works without one, over links that are slow or not
-         (pipeline/plan/plan.py, pipeline_time.py: as the trainer's executor chooses)
+         (pipeline/plan/plan.py, virtual_time.py: as the trainer's executor chooses)
 
 A phase is the forward sweeps of the log-probs and one sweep with gradients; it ends with the
 slowest replica. Direct links block (head-of-line): the paper's ZB measurements are met within 5 %
@@ -68,7 +68,7 @@ class PipelineMachine:
     layers: tuple[int, ...]
     """Layers by stage; empty where the times of ops were given."""
     caps: Caps
-    """Live tokens by stage."""
+    """Caps of live tokens by stage."""
     num_replicas: int
     stage_gpus: int
     """GPUs of a stage of one replica."""
@@ -80,12 +80,12 @@ class PipelineMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineStep:
-    """One training phase."""
+    """Times of one training phase."""
 
     seconds: float
-    """Forward sweeps and the sweep with gradients, of the slowest replica."""
+    """Seconds of the forward sweeps and the sweep with gradients, of the slowest replica."""
     sweep_s: float
-    """The sweep with gradients alone, of the slowest replica."""
+    """Seconds of the sweep with gradients alone, of the slowest replica."""
     idle_device_s: float
     """GPU seconds of waiting for a message, or for another replica."""
     device_s: float
@@ -103,15 +103,15 @@ class PipelineResult:
 
     order: str
     links: str
-    """direct or host; both where it changed."""
+    """`direct` or `host`; `both` if the links changed."""
     stages: int
     layers: tuple[int, ...]
     sweep_s: float
-    """Mean."""
+    """Mean seconds of the sweep with gradients."""
     bubble_share: float
-    """Idle GPU time over that of the phases."""
+    """Idle GPU time over that of all phases."""
     num_micro_batches: int
-    """The fewest of any sweep."""
+    """The fewest micro-batches of any sweep."""
     peak_live_tokens: tuple[int, ...]
     """The most live tokens of each stage in any step's slowest replica."""
     caps: Caps
@@ -146,7 +146,7 @@ class Pipeline:
         orders: Sequence[Order] = (),
         seed: int = 0,
     ) -> None:
-        """`orders`: of a CSV, if `spec.order` names one."""
+        """`orders` are those of a CSV, if `spec.order` names one."""
         self._spec = spec
         self._machine = machine
         self._orders = orders
@@ -244,7 +244,7 @@ class Pipeline:
         return "host" if any(slow) else "direct"
 
     def _forward_s(self, work: Work, kind: str, now_s: float) -> float:
-        """A sweep of forwards alone."""
+        """Seconds of a sweep of forwards alone."""
         free_s, link_free_s = [0.0] * self.stages, [0.0] * self.stages
         for m in range(work.num_micro_batches):
             there_s = 0.0
@@ -302,7 +302,7 @@ class Pipeline:
         return replace(link, latency_s=link.latency_s + self._drawn(number, now_s))
 
     def _learn(self, timeline: Timeline, work: Work) -> None:
-        """The next plan reckons with the medians of this sweep."""
+        """Have the next plan expect the medians of this sweep."""
         took_s: dict[int, list[float]] = {}
         for message in timeline.messages:
             leaves_s = self._links[message.link].leaves_s(work.message_bytes[message.micro_batch])

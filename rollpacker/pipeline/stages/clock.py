@@ -32,15 +32,15 @@ class StageClock:
         self._live_tokens = 0
         self._peak_live_tokens = 0
         self._with_gradients: dict[Kind, set[int]] = {kind: set() for kind in KINDS}
-        """Numbers of such ops since the last `take`."""
+        """Numbers of ops of sweeps with gradients since the last `take`, by kind."""
 
     def swept(self, seconds: float) -> None:
-        """A sweep is over that had something to do for so long."""
+        """Note that a sweep is over that had something to do for this many seconds."""
         self._sweeps_s += seconds
 
     @contextmanager
     def op(self, kind: Kind, load: Load | None) -> Iterator[None]:
-        """Around one. None: of a sweep without gradients."""
+        """Time one op inside. `load` is None for an op of a sweep without gradients."""
         began = self._now()
         yield
         self._ops.append((kind, load, began, self._now()))

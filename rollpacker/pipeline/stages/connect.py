@@ -77,7 +77,7 @@ class Connected:
         self.executor = Executor(self.place, timeout_s=timeout_s, clock=clock)
         self._device = device
         self._hosts = hosts
-        """Addresses of this host, a route over each."""
+        """Addresses of this host; there is a route over each."""
         self._lost: dict[LinkKind, LinkLost] = {}
         """Errors of links that were lost while another kind was in use, by kind."""
         self._made: set[LinkKind] = set()
@@ -107,7 +107,7 @@ class Connected:
 
     @property
     def direct_lost(self) -> bool:
-        """A direct link, while it was not in use."""
+        """Whether a direct link was lost while it was not in use."""
         return "direct" in self._lost
 
     def arrivals(self) -> dict[Kind, list[ArrivalTimes]]:

@@ -29,10 +29,10 @@ class Passage:
     differentiable: list[Tensor] = field(default_factory=list)
     """Hidden states among them for which gradients will come back."""
     offset: int = 0
-    """Bytes of the message that were read."""
+    """Bytes of the message that were read so far."""
 
     def message(self) -> Tensor:
-        """For the stage after."""
+        """The message for the stage after."""
         return pack([one.detach() for one in self.left])
 
     def backward(self, arrived: Tensor | None) -> None:
@@ -51,7 +51,7 @@ class Passage:
             torch.autograd.backward([one for one, _ in needed], [given for _, given in needed])
 
     def gradient_message(self) -> Tensor:
-        """For the stage before."""
+        """The message of gradients for the stage before."""
         return pack([torch.zeros_like(e) if e.grad is None else e.grad for e in self.entered])
 
 
@@ -66,12 +66,12 @@ class Crossing:
         return self
 
     def begin(self, arrived: Tensor | None) -> Passage:
-        """The models are called for this micro-batch now."""
+        """Begin a micro-batch, for which the models are called now."""
         self._passage = Passage(arrived=arrived)
         return self._passage
 
     def enter(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The hidden states of the next model."""
+        """Read the hidden states of the next model from the message."""
         passage = self._current()
         if passage.arrived is None:
             hidden = torch.zeros(shape, dtype=dtype, device=device)

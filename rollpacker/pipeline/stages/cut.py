@@ -41,7 +41,7 @@ class Place:
 
 
 class Absent(nn.Module):
-    """Stands where another stage has a module: passes its first input through."""
+    """Takes the place of a module that another stage has: it passes its first input through."""
 
     def forward(self, hidden: Tensor, *_others: object, **_named: object) -> Tensor:
         return hidden
@@ -99,7 +99,8 @@ class Tied:
 
 
 def tied_weight(model: Any) -> Tied | None:
-    """Ask before the cut."""
+    """Find the weight that embeddings and output layer share, before the cut. None: there is
+    none."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     weight = getattr(head, "weight", None)
     if weight is None or weight is not embeddings.weight:
@@ -117,7 +118,7 @@ class _Parts:
     decoder: Any
     layers: nn.ModuleList
     norm: str
-    """The attribute of the norm behind the layers."""
+    """Name of the decoder's attribute that holds the norm behind the layers."""
 
 
 def _parts_of(model: PreTrainedModel) -> _Parts:

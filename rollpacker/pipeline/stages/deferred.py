@@ -34,7 +34,7 @@ class DeferredWeights:
     def __init__(self) -> None:
         self._products: Products | None = None
         self.is_on = True
-        """Off: forward passes go as they did before, and so do theirs backward."""
+        """If False, forward and backward passes run as if nothing was attached."""
 
     def attach(self, root: nn.Module) -> None:
         """To all linear layers in `root`. A subclass, such as a quantized one, stays as it is."""

@@ -71,13 +71,13 @@ class Executor:
         self._failure: BaseException | None = None
 
     def connect(self, to_next: Sender | None, to_previous: Sender | None) -> None:
-        """Before the first sweep. None: there is no such stage."""
+        """Connect the senders, before the first sweep. None: there is no such stage."""
         assert (to_next is None) == self._place.is_last
         assert (to_previous is None) == self._place.is_first
         self._to_next, self._to_previous = to_next, to_previous
 
     def arrive(self, kind: Kind, number: int, tensor: Tensor) -> None:
-        """Hidden states ("F") or gradients ("I") are here; in order, each once."""
+        """Take hidden states ("F") or gradients ("I") that are here; in order, each once."""
         with self._changed:
             assert number == self._num_arrived[kind], f"{kind} {number} is out of order"
             self._num_arrived[kind] += 1
@@ -102,11 +102,11 @@ class Executor:
         sweep.run()
 
     def open(self, ops: StageOps, chooser: SweepChooser) -> OpenSweep:
-        """A sweep without micro-batches yet. No other one until it is drained."""
+        """Open a sweep without micro-batches yet. No other sweep may run until it is drained."""
         return OpenSweep(self, ops, chooser)
 
     def _run(self, op: Op, ops: StageOps, load: Load | None) -> None:
-        """`load`: for the clock, see there."""
+        """Run one op. `load` is what the clock is told of it."""
         if op.kind == "F":
             arrived = self._take("F", self._place.is_first)
             with self.clock.op("F", load):
@@ -162,7 +162,7 @@ class Sweep:
         self._loads: list[Load] = []
 
     def add(self, loads: Sequence[Load]) -> None:
-        """Micro-batches of these come next."""
+        """Append micro-batches of these loads."""
         self._loads += loads
         self.state.add([load.tokens for load in loads])
 
@@ -205,7 +205,8 @@ class Sweep:
                     )
 
     def _ready_op(self) -> tuple[Op, StageOps] | None:
-        """Scoring comes first where it may: somebody waits for it."""
+        """The next op that is ready. Scoring comes first where it may, since a caller waits for
+        it."""
         scoring, state = self.scoring, self.state
         is_here = self._place.is_first or self._executor._arrived["F"]
         if scoring is not None and state.num_f == len(state.tokens) and is_here:
@@ -296,7 +297,7 @@ class OpenSweep:
             self._wait(lambda: self._sweep.scoring is None)
 
     def drain(self) -> None:
-        """Returns when everything is done. No call comes after it."""
+        """Return when everything is done. No call may come after it."""
         with self._changed:
             self._sweep.state.close()
             self._changed.notify_all()

@@ -64,7 +64,7 @@ class Orders:
         return Planned(self._place, partial(self._plan, measured))
 
     def _plan(self, measured: Measured, loads: Sequence[Load]) -> Sequence[Order]:
-        """The orders of all stages. A joint call of them."""
+        """Plan the orders of all stages. A joint call of them."""
         caps = live_token_caps(
             self._config.live_tokens,
             num_stages=self._place.count,
@@ -146,7 +146,7 @@ class Planned:
     themselves, and run after the others."""
 
     def __init__(self, place: Place, plan: Callable[[Sequence[Load]], Sequence[Order]]) -> None:
-        """`plan`: the orders of all stages."""
+        """`plan` returns the orders of all stages."""
         self._place = place
         self._plan = plan
         self._count = 0

@@ -33,12 +33,12 @@ class Arrangement:
 
     links: LinkKind
     measured: Measured | None
-    """None: nothing was measured yet."""
+    """Costs of the pipeline. None: nothing was measured yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A finding, of the pipeline that the shards of this number are."""
+    """A finding about the pipeline that the shards of one number make up."""
 
     version: int
     """Version of the weights that the step made."""
@@ -59,7 +59,7 @@ class Overseer:
         self.arrangement = first_arrangement(config)
         """The arrangement of the next step."""
         self.found: list[Found] = []
-        """All so far."""
+        """All findings so far."""
         self._choice = LinkChoice() if config.links == "auto" else None
         self._num_stages = config.stages
         self._watches = [PipelineWatch(config.stages) for _ in range(num_shards)]
@@ -98,7 +98,7 @@ class Overseer:
 
     @property
     def slow_links_of_shards(self) -> set[tuple[int, int]]:
-        """Each as shard and link."""
+        """Slow links, each as shard and link."""
         watches = enumerate(self._watches)
         return {(shard, number) for shard, watch in watches for number in watch.slow_links}
 

@@ -188,7 +188,7 @@ class StagedPasses:
         return finite
 
     def _note(self, work: Sequence[_Work], sums: StepSums) -> bool:
-        """Add what the losses said. Whether all were finite."""
+        """Add to `sums` what the losses said. Returns whether all losses were finite."""
         finite = True
         for one in work if self._place.is_last else ():
             assert one.found is not None
@@ -216,7 +216,7 @@ class _Work:
     batch: MicroBatch
     samples: list[TrainSample]
     losses_of: LossFunction | None = None
-    """None: of a filler."""
+    """The function that makes the losses. None for a filler."""
     factor: float = 1.0
     gradient_factor: float = 0.0
     passage: Passage | None = None
@@ -227,13 +227,13 @@ class _Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Open:
-    """A sweep that takes more."""
+    """An open sweep, to which micro-batches may be added."""
 
     sweep: OpenSweep
     ops: _Training
     sums: StepSums
     around: ExitStack
-    """Closed when it has ended."""
+    """Context that is closed when the sweep has ended."""
 
 
 class _Scoring:

@@ -24,7 +24,7 @@ class Peers(Protocol):
     them, but `send` and `receive`, of the two."""
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Everybody's values, by stage; as many from each."""
+        """Gather everybody's values, by stage; as many from each."""
         ...
 
     def send(self, tensor: Tensor, stage: int) -> None: ...
@@ -35,7 +35,7 @@ class Peers(Protocol):
         ...
 
     def send_named(self, named: Iterable[tuple[str, Tensor]], stage: int) -> None:
-        """Names and tensors in host memory, however many."""
+        """Send names and tensors in host memory, however many."""
         ...
 
     def receive_named(self, stage: int) -> Iterator[tuple[str, Tensor]]:
@@ -91,7 +91,7 @@ class GroupPeers:
 
 
 NUM_TRIPS = 3
-"""The fastest counts: chance makes a message slow, and never fast."""
+"""Trips of which the fastest counts: chance makes a message slow, and never fast."""
 
 
 def round_trips(group: dist.ProcessGroup) -> tuple[tuple[int, float], ...]:
@@ -115,7 +115,8 @@ def round_trips(group: dist.ProcessGroup) -> tuple[tuple[int, float], ...]:
 
 
 def partners_of(own: int, size: int) -> Iterator[int]:
-    """In each round, of so many; every two meet once (the circle method)."""
+    """This rank's partner in each round, among this many ranks; every two meet once (the circle
+    method)."""
     last = size - 1 if size % 2 == 0 else size
     for turn in range(last):
         if own == last:

@@ -23,7 +23,7 @@ class Relayout:
     def __init__(
         self, *, does: bool, can_switch: bool, total_steps: int | None, updates: int
     ) -> None:
-        """`updates`: of a step. Each has sweeps of its own."""
+        """`updates` are those of a step. Each has sweeps of its own."""
         self._does = does and can_switch
         self._can_switch = can_switch
         self._total_steps = total_steps
@@ -37,7 +37,8 @@ class Relayout:
 
     @classmethod
     def of(cls, setup: LearnerSetup, *, can_switch: bool) -> Relayout | None:
-        """None: nothing is to be told."""
+        """The search for layouts of this trainer. None: it has no stages, or must not look for
+        any."""
         pipeline = setup.train.pipeline
         if pipeline.relayout == "never" or pipeline.stages == 1:
             return None
@@ -117,7 +118,7 @@ def _sweep(overseer: Overseer, last: StageTimes) -> MeasuredSweep | None:
 def _shard_times(
     times: Sequence[StageTimes], places: Sequence[int], step_s: float
 ) -> ShardTimes | None:
-    """None: stages have one process each."""
+    """Times of messages between shards. None: stages have one process each."""
     size = sum(one.stage == 0 for one in times)
     found = {
         _sorted(places[rank], places[one.stage * size + other]): seconds

@@ -40,11 +40,12 @@ from rollpacker.weights.host_store import local
 ATTENTION_OF_F = 1 / 3
 """Share of attention's FLOPs that F has. I has the rest: attention has no weights of its own."""
 SENT_OF_WEIGHTS = 3
-"""A step gathers them for two sweeps, and adds up their gradients."""
+"""How often a step sends weights between shards: they are gathered for two sweeps, and their
+gradients added up."""
 
 
 class Links(Protocol):
-    """A stage's, to its neighbours."""
+    """Links of one stage to its neighbours."""
 
     def use(self, kind: LinkKind) -> None:
         """From the next message on. A joint call of all ranks, with nothing on its way."""
@@ -52,7 +53,7 @@ class Links(Protocol):
 
     @property
     def direct_lost(self) -> bool:
-        """A direct link was lost while it was not in use."""
+        """Whether a direct link was lost while it was not in use."""
         ...
 
     def arrivals(self) -> Mapping[Kind, Sequence[ArrivalTimes]]:
@@ -96,7 +97,7 @@ class Stage:
     # -- its part of the models ------------------------------------------------------------
 
     def policy(self, whole: Policy) -> StagedPolicy:
-        """Cuts the policy's model in place. Raises `ValueError` as `cut` does."""
+        """Cut the policy's model in place. Raises `ValueError` as `cut` does."""
         self._layers = self._layers or self._balanced(whole.model)
         number = num_layers_of(whole.model)
         staged = StagedPolicy(whole, self.place, self._layers, self._crossing)
@@ -131,7 +132,8 @@ class Stage:
         """Tokens of a micro-batch for a sweep over rows of these lengths, after the policy. The
         number is the same in every run: no measurement has a part in it."""
         assert self._expected is not None
-        return expected_budget(lengths, self._expected, most_tokens=most_tokens, packs=packs)
+        cost = self._expected
+        return plan_budget(lengths, cost.stages, cost.links, most_tokens=most_tokens, packs=packs)
 
     def _chooser(self) -> SweepChooser:
         known = self.measured or self._expected
@@ -183,11 +185,11 @@ class Stage:
     # -- what all stages decide or have together -------------------------------------------
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true on any stage."""
+        """Whether the flag is true on any stage."""
         return any(value for (value,) in self._peers.gather([float(flag)]))
 
     def sums(self, own: Sequence[float]) -> list[float]:
-        """Over all stages, number by number; the same on each."""
+        """Sums over all stages, number by number; the same on each."""
         return [math.fsum(values) for values in zip(*self._peers.gather(own), strict=True)]
 
     def norm(self, own: float) -> float:
@@ -245,7 +247,7 @@ class Stage:
 
 
 def _tied(trained: Trained) -> Tied | None:
-    """The policy's, if it is trained."""
+    """The policy's tied weight, if it is trained."""
     policy = trained.module
     assert isinstance(policy, StagedPolicy)
     return policy.tied if policy.tied is not None and policy.tied.is_trained else None
@@ -287,18 +289,3 @@ def _stage_cost(flops: FlopModel, share: float, is_last: bool) -> StageCost:
         i=op(1 - ATTENTION_OF_F, 2 / 3),  # the output layer's weights have their product here
         w=op(0.0, 0.0),
     )
-
-
-def expected_budget(
-    lengths: Sequence[int],
-    cost: Measured,
-    *,
-    most_tokens: int,
-    packs: Packs,
-) -> int:
-    """The tokens of a micro-batch, up to `most_tokens`, with which a sweep over rows of these
-    lengths is expected to be quickest. `packs`: see `plan_budget`."""
-    if not lengths:
-        return most_tokens
-    plan = plan_budget(lengths, cost.stages, cost.links, most_tokens=most_tokens, packs=packs)
-    return plan.micro_batch_tokens

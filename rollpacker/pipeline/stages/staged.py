@@ -34,7 +34,7 @@ class StagedPolicy(Policy):
         self.tied = tied_weight(whole.model)
         cut(whole.model, place, layers)
         self.mirror = self.tied.mirror if self.tied is not None and place.is_last else None
-        """The parameter here that the first stage owns."""
+        """Name of the parameter here that the first stage owns. None: there is none."""
         self.model = whole.model
         self.block_elements = whole.block_elements
         self.runs_in_blocks = True
@@ -51,7 +51,7 @@ class StagedPolicy(Policy):
 
 
 class StagedCritic(Critic):
-    """A critic's stage. Cuts the whole one's body in place."""
+    """A critic's stage. It cuts the whole critic's body in place."""
 
     def __init__(
         self, whole: Critic, place: Place, layers: Sequence[int], crossing: Crossing
@@ -74,7 +74,7 @@ class StagedCritic(Critic):
 
 
 def _hidden_states(model: nn.Module, batch: MicroBatch, place: Place, crossing: Crossing) -> Tensor:
-    """[B, W, D], after this stage's layers."""
+    """Hidden states [B, W, D] after this stage's layers."""
     decoder = decoder_of(model)
     inputs = {"input_ids": batch.input_ids}
     if not place.is_first:

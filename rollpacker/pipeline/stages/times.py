@@ -25,17 +25,17 @@ class StageTimes:
     num_layers: int
     """The policy's layers on this stage."""
     ops: Mapping[Kind, tuple[tuple[Load, float], ...]]
-    """Load and seconds of each, without what it waited for or sent."""
+    """Load and seconds of each op, by kind, without time in which it waited or sent."""
     from_previous: Messages
     from_next: Messages
     direct_lost: bool = False
-    """A direct link was lost while it was not in use."""
+    """Whether a direct link was lost while it was not in use."""
     peak_live_tokens: int
-    """The most whose activations were kept at once."""
+    """The most tokens whose activations were kept at once."""
     busy_s: float
-    """In which it ran ops, also of sweeps without gradients."""
+    """Seconds in which it ran ops, also of sweeps without gradients."""
     waiting_s: float
-    """In which it had a sweep to go on with, and nothing that was ready."""
+    """Seconds in which it had a sweep to go on with, and no op that was ready."""
     head_layers: float = 0.0
     """The work of the policy's output layer, in layers; the same on all stages."""
     round_trips: tuple[tuple[int, float], ...] = ()

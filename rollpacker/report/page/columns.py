@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from array import array
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,38 @@ class MetricColumns:
         columns = {name: bucketed(column, of) for name, column in sorted(self._columns.items())}
         ends = np.minimum(np.arange(of, len(steps) + of, of), len(steps)) - 1
         return {"num_steps": len(steps), "of": of, "step": steps[ends], "columns": columns}
+
+
+class MetricRows:
+    """Reads `metrics.jsonl` while it grows, since values that callbacks logged are in no other
+    file. Each `read` gives the rows of steps that were written since the last one. A file that
+    became shorter (a resume) is read anew. A line that is no row is left out: a page cannot mend
+    it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        try:
+            with self.path.open("rb") as file:
+                if self.path.stat().st_size < self._read:
+                    self._read = 0
+                file.seek(self._read)
+                text = file.read()
+        except OSError:
+            return []
+        whole = text.rfind(b"\n") + 1
+        self._read += whole
+        rows = []
+        for line in text[:whole].splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
+        return [row for row in rows if not any(name.startswith("eval/") for name in row)]
 
 
 def bucketed(column: Sequence[float], of: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rollpacker.report.page.sample_choice import read_samples
 from rollpacker.report.page.time_line import TimeLine
 
 READ_S = 0.5
-"""So long one call reads at most: a page of a long log fills step by step."""
+"""The most seconds that one call reads the log. The page of a long log fills step by step."""
 MAX_WORK = 0.1
 """Share of a processor that making pages of a run may take: those of long runs take a second, and
 come less often than asked for. What the run is doing is told with every answer."""
@@ -41,7 +41,8 @@ class Follower:
         self._not_before_s = 0.0
 
     def look(self, version: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """What the run is doing, and, if somebody who has `version` lacks something, its page.
+        """Return what the run is doing, and its page if the reader, who has `version`, lacks
+        something. None in place of the page if not.
 
         Raises `OSError` or `ValueError` if the run is gone."""
         with self._lock:

@@ -1,4 +1,4 @@
-"""What an operator should know of a run before looking at its curves."""
+"""Findings that an operator should know of before looking at a run's curves."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rollpacker.report.summary_table import MANY_LOST
 from rollpacker.report.time_book import POOL_CAUSES
 
 MUCH_IDLE = 0.3
-"""Of the rollout's seconds."""
+"""Share of the rollout's seconds in which slots are idle, from which on it is a finding."""
 MUCH_WAIT = 0.1
-"""Of the run's seconds."""
+"""Share of the run's seconds that are spent waiting, from which on it is a finding."""
 MANY_CLIPPED = 0.2
-"""Of the responses trained on, at the length limit."""
+"""Share of the trained responses that end at the length limit, from which on it is a finding."""
 MANY_SILENT = 0.7
-"""Of the trained groups, without signal."""
-_RECENT = 20
-"""Steps; the state of a run is what the last ones say."""
+"""Share of the trained groups without signal, from which on it is a finding."""
+RECENT_STEPS = 20
+"""Number of last steps whose means tell the state of a run."""
 
 
 @dataclass(frozen=True, slots=True)

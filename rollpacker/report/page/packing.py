@@ -75,5 +75,5 @@ def pack(value: Mapping[str, Any]) -> bytes:
 
 
 def embedded(packed: bytes) -> str:
-    """As text for a document: nothing in it can be markup."""
+    """Packed bytes as compressed base64, in which nothing can be markup."""
     return base64.b64encode(gzip.compress(packed, 9, mtime=0)).decode()

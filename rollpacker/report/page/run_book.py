@@ -1,4 +1,4 @@
-"""What the page tells of a run: one pass over its event log, and what its folder has besides.
+"""The content of a run's page: one pass over its event log, and what its folder has besides.
 
 Feed it entries, live or from a file; `plain` is what there is to tell by then.
 """
@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from rollpacker.core.records import Entry, Session
-from rollpacker.report.log import EventLog, events_path
+from rollpacker.report.log import events_path
 from rollpacker.report.metrics import METRICS_FILE, TIMING_NAMES, step_metrics
-from rollpacker.report.page.columns import MetricColumns
-from rollpacker.report.page.health import _RECENT, findings
-from rollpacker.report.page.metric_rows import MetricRows
+from rollpacker.report.page.columns import MetricColumns, MetricRows
+from rollpacker.report.page.health import RECENT_STEPS, findings
 from rollpacker.report.page.settings import read_settings
 from rollpacker.report.page.time_line import TimeLine
 from rollpacker.report.step_history import StepHistory
@@ -25,7 +24,7 @@ from rollpacker.report.time_book import CAUSES
 
 
 class RunBook:
-    """One run."""
+    """The fold over one run's log that makes its page."""
 
     def __init__(self, run: str | Path) -> None:
         """Raises `ValueError` where there is no event log."""
@@ -34,14 +33,14 @@ class RunBook:
         self.columns = MetricColumns()
         self.time_line = TimeLine()
         self.started_at = ""
-        """Of the first session, as it wrote it."""
+        """The time at which the first session started, as the session wrote it."""
         self.truncated = False
-        """The log's last line is cut off."""
+        """Whether the log's last line is cut off."""
         self.summary = RunSummary()
         self._rows = MetricRows(self.folder / METRICS_FILE)
 
     def feed(self, entry: Entry) -> StepHistory | None:
-        """The step that was committed with it."""
+        """Take an entry. Returns the step that was committed with it, or None."""
         if isinstance(entry, Session) and not self.started_at:
             self.started_at = str(entry.started_at)
         done = self.summary.feed(entry)
@@ -98,7 +97,7 @@ class RunBook:
 
     def _recent(self, metrics: dict[str, Any]) -> dict[str, float]:
         """Means over the last steps (of a long run: the last buckets of steps)."""
-        most = max(1, _RECENT // metrics["of"])
+        most = max(1, RECENT_STEPS // metrics["of"])
         found = {}
         for name, column in metrics["columns"].items():
             last = column["mean"][-most:]
@@ -113,15 +112,3 @@ def _evaluations(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for row in rows:
         columns.add(row["step"], {name: value for name, value in row.items() if name != "step"})
     return columns.plain()
-
-
-def read_run(run: str | Path, log: EventLog | None = None) -> RunBook:
-    """A run as its log tells it by now. Raises `ValueError` and `LogError` as a log does.
-
-    `log`: the run's, for a caller that watches how far it is read."""
-    book = RunBook(run)
-    log = EventLog(book.events) if log is None else log
-    for entry in log:
-        book.feed(entry)
-    book.truncated = log.truncated
-    return book

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 MAX_ROWS = 200_000
 """Samples that are listed; of more, those that a hash of their ids chooses."""
 MAX_TEXT_BYTES = 18_000_000
-"""Of all texts together, before they are compressed."""
+"""The most bytes of all texts together, before compression."""
 MAX_CHARS = 40_000
-"""Of one text; what is longer is cut off, and says so."""
+"""The most characters of one text. A longer one is cut off, and says so."""
 NUM_SPECIAL = 48
 """Samples of each kind that are kept with their text before others."""
 
@@ -44,7 +44,7 @@ class _Table:
     _places: dict[str, int] = field(default_factory=dict)
 
     def place(self, text: str | None) -> int:
-        """-1: there is none."""
+        """The place of a text in the table; -1 for None."""
         if text is None:
             return -1
         found = self._places.get(text)
@@ -59,7 +59,7 @@ class _File:
     path: Path
     evaluation: bool
     table: Any
-    """Its rows without texts."""
+    """The rows of the file without the columns of texts."""
 
 
 def read_samples(

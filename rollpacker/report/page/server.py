@@ -60,7 +60,8 @@ class Runs:
         self._followed: dict[str, Follower] = {}
 
     def folders(self) -> dict[str, Path]:
-        """By name. A folder without an event log is none; neither is one that goes away."""
+        """Folders of runs by name. A folder without an event log is left out, as is one that
+        disappears meanwhile."""
         if (self.folder / EVENTS_FILE).is_file():
             return {self.folder.resolve().name: self.folder}
         try:
@@ -83,7 +84,7 @@ class Runs:
         return sorted(found, key=lambda row: row["quiet_s"])
 
     def follower(self, name: str) -> Follower | None:
-        """None: there is no such run."""
+        """The follower of a run, made when it is first asked for. None if there is no such run."""
         path = self.folders().get(name)
         if path is None:
             return None
@@ -100,7 +101,8 @@ class Runs:
 
 
 def _short_summary(path: Path) -> dict[str, Any]:
-    """Of a run that ended, from what it left; empty while there is nothing that can be read."""
+    """A few numbers of `summary.json`, for the list of runs. Empty if the run has not ended, or if
+    the file cannot be read."""
     try:
         summary = json.loads(path.read_text("utf-8"))
         passed = [row.get("eval/pass@1") for row in summary["evaluations"]]
@@ -121,8 +123,6 @@ class Dashboard:
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
-        self.port = 0
-        """The port that it is reached at, once there is one."""
         self._page = document("Runs · RollPacker", "live").encode()
 
     def app(self) -> Starlette:
@@ -139,12 +139,6 @@ class Dashboard:
             return _gone()
 
         return Starlette(routes=routes, middleware=[compress], exception_handlers={404: nothing})
-
-    def refused(self, head: Request) -> Response | None:
-        """What answers another site whose name leads here, and every method but GET."""
-        if head.headers.get("host") not in (f"{LOOPBACK}:{self.port}", f"localhost:{self.port}"):
-            return _sent(b"not under this name\n", "text/plain", 403)
-        return None if head.method == "GET" else _sent(b"only GET\n", "text/plain", 405)
 
     def _document(self, _: Request) -> Response:
         return _sent(self._page, "text/html; charset=utf-8")
@@ -191,14 +185,23 @@ def _gone() -> Response:
 async def open_server(folder: Path, port: int | None) -> tuple[Server, int]:
     """A server on the port asked for (0: any that is free), or on the first free one from `PORT`
     on, and that port. Raises `ValueError` where there is none."""
-    dashboard = Dashboard(Runs(folder))
-    server = Server(dashboard.app(), admit=dashboard.refused, limits=LIMITS)
+    own_names: set[str] = set()
+
+    def refused(head: Request) -> Response | None:
+        """Refuses another site whose name leads here, and every method but GET."""
+        if head.headers.get("host") not in own_names:
+            return _sent(b"not under this name\n", "text/plain", 403)
+        return None if head.method == "GET" else _sent(b"only GET\n", "text/plain", 405)
+
+    server = Server(Dashboard(Runs(folder)).app(), admit=refused, limits=LIMITS)
     for number in range(PORT, PORT + NUM_PORTS) if port is None else [port]:
         try:
-            dashboard.port = await server.open(number)
-            return server, dashboard.port
+            opened = await server.open(number)
         except (OSError, OverflowError) as error:
             problem = error
+        else:
+            own_names |= {f"{LOOPBACK}:{opened}", f"localhost:{opened}"}
+            return server, opened
     tried = f"port {port}" if port is not None else f"ports {PORT} to {PORT + NUM_PORTS - 1}"
     where = f"{LOOPBACK}, {tried} ({problem})"
     raise ValueError(f"cannot listen on {where}: choose another with --port")

@@ -25,8 +25,9 @@ class Setting:
 
 
 def read_settings(folder: Path) -> tuple[list[Setting], str]:
-    """What differs from the defaults, and the file as it is. Empty where there is no file that can
-    be read; a key that this version does not have counts as one without a default."""
+    """Read the settings that differ from the defaults, and the text of the config. Both are empty
+    if there is no file that can be read. A key that this version does not have counts as one
+    without a default."""
     from rollpacker.config.schema import RunConfig
 
     try:

@@ -1,5 +1,5 @@
-"""What a run did when, for a timeline that can be zoomed: every step with its rounds and phases,
-and of some steps every sample."""
+"""The timeline of a run's page: every step with its rounds and phases, and every sample of some
+steps."""
 
 from __future__ import annotations
 

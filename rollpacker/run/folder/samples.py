@@ -17,7 +17,7 @@ from rollpacker.run.folder.checkpoint import fsync
 _NAME = re.compile(r"steps?_(?:\d+-)?(\d+)\.parquet")
 """The group is the last step that a file tells of."""
 
-Row = Mapping[str, Any]
+SampleRow = Mapping[str, Any]
 
 COLUMN_TYPES = {
     "step": "int64",
@@ -40,13 +40,13 @@ class SampleWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.step_rows: Sequence[Row] = ()
+        self.step_rows: Sequence[SampleRow] = ()
         """Rows of the newest step that was trained."""
-        self.evaluation_rows: Sequence[Row] = ()
+        self.evaluation_rows: Sequence[SampleRow] = ()
         """Rows of the newest evaluation."""
-        self._waiting: list[Row] = []
+        self._waiting: list[SampleRow] = []
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[SampleRow]) -> None:
         """Keep a step's rows for the next `write`. All rows of a run have the same keys, `step`
         among them, but for what rewards logged (`extra/...`)."""
         self.step_rows = rows
@@ -61,14 +61,14 @@ class SampleWriter:
             )
             self._waiting = []
 
-    def write_evaluation(self, step: int, rows: Sequence[Row]) -> None:
+    def write_evaluation(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Write the rows of the evaluation after `step` steps, in place of an earlier one's."""
         self.evaluation_rows = rows
         if rows:
             _write(self._folder / "evaluations" / f"step_{step:06d}.parquet", rows)
 
 
-def _write(path: Path, rows: Sequence[Row]) -> None:
+def _write(path: Path, rows: Sequence[SampleRow]) -> None:
     import pyarrow
     import pyarrow.parquet
 

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollpacker.config.load import to_plain
+from rollpacker.report.live import LiveReport
+from rollpacker.run.output import console, in_notebook
+from rollpacker.run.ports.audience import Audience, CallInThread, ToldRun
+from rollpacker.trackers.by_name import make_tracker
+
 if TYPE_CHECKING:
     from rollpacker.callbacks import Callback
     from rollpacker.config.schema import RunConfig
-    from rollpacker.report.live import LiveReport
-    from rollpacker.run.ports.audience import Audience, Call
 
 
 def build_audience(
@@ -20,17 +24,12 @@ def build_audience(
     num_rows: int,
     resumed_step: int | None,
     callbacks: Sequence[Callback],
-    call: Call,
+    call: CallInThread,
     display: bool,
 ) -> tuple[LiveReport, Audience]:
     """The observer of the log that makes metrics and shows them, and who is told of what they hold.
     `num_rows`: training prompts. `resumed_step`: None for a new run. `call` calls in the thread
     that asked for the run. `display`: metrics are shown."""
-    from rollpacker.config.load import to_plain
-    from rollpacker.report.live import LiveReport
-    from rollpacker.run.output import console, in_notebook
-    from rollpacker.run.ports.audience import Audience, ToldRun
-
     steps = config.num_steps(num_rows)
     live = LiveReport(
         folder,
@@ -63,6 +62,4 @@ def build_audience(
 def build_trackers(config: RunConfig) -> list[Callback]:
     """The trackers of the config. Each is told of a step when its row of `metrics.jsonl` is
     written."""
-    from rollpacker.trackers.by_name import make_tracker
-
     return [make_tracker(tracker) for tracker in config.tracker_configs]

@@ -9,29 +9,34 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.run.driving import Caller
+from rollpacker.run.parts.policy import engine_in_process
+from rollpacker.run.parts.trainer import give_adapter
+from rollpacker.run.ports.engines import Engines
+from rollpacker.run.ports.shared_devices import let_go_of_all
+from rollpacker.workers.host import Host, ThisHost
+
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.core.fleet.parallelism import ParallelismConfig
     from rollpacker.engines.engine import Engine, EngineConfig
     from rollpacker.engines.messages import EngineSetup
     from rollpacker.run.parts.hosts import Hosts
-    from rollpacker.run.parts.policy import Policy
-    from rollpacker.run.ports.engines import Engines
+    from rollpacker.run.parts.policy import LoadedPolicy
     from rollpacker.trainer.trainer import ModelConfig
-    from rollpacker.workers.host import Host
 
 
 def build_engines(
-    config: RunConfig, policy: Policy, hosts: Hosts | None = None, *, shares_pools: bool = False
+    config: RunConfig,
+    policy: LoadedPolicy,
+    hosts: Hosts | None = None,
+    *,
+    shares_pools: bool = False,
 ) -> Engines:
     """The engines that the config asks for, on these hosts, or on this machine if `hosts` is None;
     those in processes begin to load. `shares_pools`: they will have to let go of their devices for
     other jobs. Raises `ValueError` for too few devices, and for a model that they cannot share."""
     from rollpacker.engines.process_engine import ProcessEngine
-    from rollpacker.run.parts.policy import engine_in_process
-    from rollpacker.run.parts.trainer import give_adapter
-    from rollpacker.run.ports.engines import Engines
-    from rollpacker.workers.host import ThisHost
 
     count, planner = config.rollout.engines, config.parallelism_planner
     sleeps = config.train.colocate or shares_pools
@@ -82,14 +87,12 @@ def build_engines(
 
 
 def open_engines(
-    config: RunConfig, policy: Policy, hosts: Hosts, stack: ExitStack, *, shares_pools: bool
+    config: RunConfig, policy: LoadedPolicy, hosts: Hosts, stack: ExitStack, *, shares_pools: bool
 ) -> Engines:
     """The engines, all loaded; `stack` closes them. Those that share their devices have let go of
     them: the trainer is to load there, before weights are handed over. Raises `EngineError` if one
     cannot be made, which is a `ValueError`, too, if that is for the user to mend."""
     from rollpacker.engines.process_engine import ProcessEngine
-    from rollpacker.run.driving import Caller
-    from rollpacker.run.ports.shared_devices import let_go_of_all
 
     engines = build_engines(config, policy, hosts, shares_pools=shares_pools)
     stack.callback(lambda: Caller().run(engines.close()))
@@ -171,7 +174,6 @@ def make_engine(
     of a `ModelConfig`. Raises `ValueError` for what is wrong with them."""
     import torch
 
-    from rollpacker.run.parts.policy import engine_in_process
     from rollpacker.trainer.model import load_model
     from rollpacker.trainer.trainer import LoraConfig, ModelConfig
 

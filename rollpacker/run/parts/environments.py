@@ -29,7 +29,7 @@ wait for more answers, so that a close deadline would prefer short ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class TurnParts:
     """The parts that a run has besides if its samples take turns with environments."""
 
     environments: SupervisedEnvironments
@@ -79,7 +79,7 @@ class Turns:
         )
 
 
-def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> Turns | None:
+def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> TurnParts | None:
     """The environments that the config names, started and looked at, and the chat template that
     shows their tools. `of_tokenizer`: as `parts.of_tokenizer` says. None: there are none. Raises
     `EnvironmentSetupError` and `TemplateError`."""
@@ -116,7 +116,7 @@ def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> Turns | No
     except ValueError:
         Caller().run(environments.close())
         raise
-    return Turns(
+    return TurnParts(
         environments,
         dialogue,
         limits,
@@ -162,7 +162,7 @@ def _most_tokens(config: RunConfig, context: int | None) -> int:
     return context - prompt if most is None else most
 
 
-def with_tools(of_tokenizer: Mapping[str, Any], turns: Turns | None) -> dict[str, Any]:
+def with_tools(of_tokenizer: Mapping[str, Any], turns: TurnParts | None) -> dict[str, Any]:
     """`of_tokenizer` for prompts that tell the model of its tools."""
     if turns is None or not turns.environments.tools:
         return dict(of_tokenizer)
@@ -171,7 +171,7 @@ def with_tools(of_tokenizer: Mapping[str, Any], turns: Turns | None) -> dict[str
 
 
 def check_turns(
-    turns: Turns, prompts: Mapping[str, PromptSet], tell: Callable[[str], None]
+    turns: TurnParts, prompts: Mapping[str, PromptSet], tell: Callable[[str], None]
 ) -> None:
     """Show a dialogue of three turns as the model gets it. Raises `ValueError` for prompts that no
     dialogue can follow, and for a template that rewrites what came before unless the config takes

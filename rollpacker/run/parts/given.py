@@ -35,7 +35,7 @@ OF_TRL = {
 """Arguments of TRL's trainers -> arguments of `rollpacker.train`."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
-Reward = Callable[..., Any] | str | tuple[Any, float] | Mapping[str, Any]
+GivenReward = Callable[..., Any] | str | tuple[Any, float] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def as_given(
     config: str | Path | Mapping[str, Any] | RunConfig,
     overrides: Overrides,
     *,
-    rewards: Reward | Sequence[Reward] | None,
+    rewards: GivenReward | Sequence[GivenReward] | None,
     data: Iterable[Mapping[str, Any]] | None,
     eval_data: Iterable[Mapping[str, Any]] | None,
 ) -> Given:

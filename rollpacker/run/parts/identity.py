@@ -11,10 +11,10 @@ from rollpacker.config.schema import RunConfig
 from rollpacker.imports import given, is_given
 
 if TYPE_CHECKING:
-    from rollpacker.run.parts.policy import Policy
+    from rollpacker.run.parts.policy import LoadedPolicy
 
 
-def tokenizer_fingerprint(policy: Policy) -> str:
+def tokenizer_fingerprint(policy: LoadedPolicy) -> str:
     """SHA-256 of the vocabulary as its library reads it, which says what the numbers of tokens
     mean."""
     tokenizer = policy.loaded.tokenizer
@@ -22,7 +22,7 @@ def tokenizer_fingerprint(policy: Policy) -> str:
     return hashlib.sha256(json.dumps([vocabulary, tokenizer.eos_token_id]).encode()).hexdigest()
 
 
-def identity_of(config: RunConfig, policy: Policy) -> dict[str, Any]:
+def identity_of(config: RunConfig, policy: LoadedPolicy) -> dict[str, Any]:
     """Fingerprints of model, data, tokenizer and the user's files, and the number of threads."""
     from rollpacker.trainer.model import fingerprint
 

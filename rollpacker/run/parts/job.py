@@ -6,30 +6,29 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rollpacker.core.job.job import Job
+from rollpacker.core.job.pooled_job import make_job, restore_job
+from rollpacker.data.cursor import PromptCursor
 from rollpacker.data.dataset import TRAIN
+from rollpacker.run.parts.environments import sources_of
+from rollpacker.run.parts.rewards import reward_kinds
+from rollpacker.run.ports.carried import CarriedTokens, read_carried
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
-    from rollpacker.core.job.job import Job
-    from rollpacker.data.cursor import PromptCursor
     from rollpacker.run.folder.checkpoint import Checkpoint
-    from rollpacker.run.parts.policy import Policy
-    from rollpacker.run.ports.carried import CarriedTokens
+    from rollpacker.run.parts.policy import LoadedPolicy
 
 
 def build_job(
     config: RunConfig,
-    policy: Policy,
+    policy: LoadedPolicy,
     cursor: PromptCursor,
     checkpoint: Checkpoint | None,
     *,
     shares_pools: bool,
 ) -> Job:
     """A new job, or the checkpoint's. `shares_pools`: its devices are other jobs' by turns."""
-    from rollpacker.core.job.pooled_job import make_job, restore_job
-    from rollpacker.run.parts.environments import sources_of
-    from rollpacker.run.parts.rewards import reward_kinds
-
     turns, sources = policy.inputs.turns, sources_of(config, policy.train_prompts)
     known = config.job(
         prompt_tokens=policy.mean_prompt_tokens,
@@ -43,11 +42,9 @@ def build_job(
 
 
 def build_cursor(
-    config: RunConfig, policy: Policy, checkpoint: Checkpoint | None = None
+    config: RunConfig, policy: LoadedPolicy, checkpoint: Checkpoint | None = None
 ) -> PromptCursor:
     """Draws prompts from `data.train`, from the beginning or from where the checkpoint stands."""
-    from rollpacker.data.cursor import PromptCursor
-
     rows = policy.train_prompts.rows
     cursor = PromptCursor(
         TRAIN,
@@ -67,8 +64,6 @@ def build_carried(
 ) -> CarriedTokens:
     """The tokens that deferred prompts had generated when the checkpoint was written: empty without
     a checkpoint, and where `tail_batching.carry` is off."""
-    from rollpacker.run.ports.carried import CarriedTokens, read_carried
-
     tail = config.tail
     if checkpoint is None or not tail.carries:
         return CarriedTokens(tail)

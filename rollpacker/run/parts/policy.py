@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollpacker.chat_template import Detokenizer
 from rollpacker.config.schema import RunConfig
-from rollpacker.run.parts.environments import Turns, check_turns, load_turns, with_tools
+from rollpacker.run.parts.environments import TurnParts, check_turns, load_turns, with_tools
 
 if TYPE_CHECKING:
     from rollpacker.data.dataset import PromptSet
@@ -31,7 +31,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class LoadedPolicy:
     """A model that generates and can be trained, and its prompts, rewards and environments."""
 
     loaded: LoadedModel
@@ -104,7 +104,7 @@ class Inputs:
     train_prompts: PromptSet
     eval_prompts: PromptSet | None
     reward: WeightedReward
-    turns: Turns | None = None
+    turns: TurnParts | None = None
     """Environments, for samples that take turns with them. None if each sample is one response."""
     doubts: tuple[str, ...] = ()
     """Sentences about what may be wrong with the rewards."""
@@ -168,7 +168,7 @@ def load_inputs(
 
 
 @contextlib.contextmanager
-def _closed_on_error(turns: Turns | None) -> Iterator[None]:
+def _closed_on_error(turns: TurnParts | None) -> Iterator[None]:
     """Processes of environments do not outlive what else is wrong."""
     try:
         yield
@@ -197,7 +197,7 @@ def load_policy(
     threads: int | None = None,
     tell: Tell | None = None,
     progress: Progress | None = None,
-) -> Policy:
+) -> LoadedPolicy:
     """Prompts and rewards first, since they fail fast; then the model.
 
     `model_path` loads other weights (and their tokenizer) than the config's; `threads` overrides;
@@ -218,7 +218,7 @@ def load_policy(
     if config.rollout.engine.name not in BRING_THEIR_OWN_MODEL or not other_layers(loaded.model):
         install_attention(loaded.model)
     threads = set_threads(config, loaded, threads)
-    return Policy(
+    return LoadedPolicy(
         loaded=loaded,
         inputs=inputs,
         threads=threads,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
     from rollpacker.run.folder.checkpoint import Checkpoint
     from rollpacker.run.parts.hosts import Hosts
-    from rollpacker.run.parts.policy import Policy
+    from rollpacker.run.parts.policy import LoadedPolicy
     from rollpacker.trainer.launch import Ranks
     from rollpacker.trainer.trainer import Trainer
 
@@ -59,7 +59,7 @@ def start_trainer_processes(config: RunConfig, hosts: Hosts | None = None) -> Ra
 
 
 def build_trainer(
-    config: RunConfig, policy: Policy, ranks: Ranks | None, folder: Path | None = None
+    config: RunConfig, policy: LoadedPolicy, ranks: Ranks | None, folder: Path | None = None
 ) -> Trainer:
     """The trainer that the config asks for: in place, on the engine's own weights; or apart from it
     with an adapter, of which the engine has a copy, in processes of its own, and where engines are

@@ -33,7 +33,7 @@ NOTE = "callbacks"
 SLOW_TRACKER_S = 5.0
 """A tracker that keeps the run waiting for longer is named, once."""
 
-Call = Callable[[Callable[[], None]], Awaitable[None]]
+CallInThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Audience:
         *,
         callbacks: Sequence[Callback] = (),
         trackers: Sequence[Callback] = (),
-        call: Call,
+        call: CallInThread,
         row_so_far: Callable[[int], Metrics],
     ) -> None:
         """`call` calls in the thread that asked for the run. `row_so_far` makes the row of the

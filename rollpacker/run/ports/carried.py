@@ -42,7 +42,7 @@ _INDEX, _TOKENS, _LOG_PROBS = "carried.json", "tokens.npy", "log_probs.npy"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class KeptTokens:
     """The tokens that a sample had generated when its prompt was deferred."""
 
     tokens: NDArray[np.int32]
@@ -55,7 +55,7 @@ class Kept:
     given: Spans = ()
     """`Response.given`; the log-probs of these are zero."""
 
-    def under(self, cut_off_at: int | None) -> Kept:
+    def under(self, cut_off_at: int | None) -> KeptTokens:
         """Returns the tokens for a run in which responses may go on from this length. A response
         that was cut off there is at least so long, and so is one that happened to end by itself
         there."""
@@ -68,7 +68,7 @@ class Kept:
         return self.tokens.nbytes + self.log_probs.nbytes
 
 
-Waiting = Mapping[PromptId, Mapping[int, Kept]]
+KeptByPrompt = Mapping[PromptId, Mapping[int, KeptTokens]]
 """Kept tokens by prompt and place."""
 
 
@@ -78,7 +78,7 @@ class CarriedTokens:
     def __init__(
         self,
         config: TailBatchingConfig,
-        waiting: Waiting | None = None,
+        waiting: KeptByPrompt | None = None,
         *,
         cut_off_at: int | None = None,
     ) -> None:
@@ -89,7 +89,7 @@ class CarriedTokens:
             prompt: {place: kept.under(cut_off_at) for place, kept in places.items()}
             for prompt, places in (waiting or {}).items()
         }
-        self._launched: dict[PromptId, dict[int, Kept]] = {}
+        self._launched: dict[PromptId, dict[int, KeptTokens]] = {}
         """Tokens that this step's launches took up, until their samples have something newer."""
         self._ended: dict[PromptId, list[Response]] = {}
         """Responses of this step whose prompts are not deferred so far."""
@@ -142,7 +142,7 @@ class CarriedTokens:
         """Whether the prompt waits for another launch."""
         return prompt in self._waiting
 
-    def taken_up(self, sample: SampleId) -> Kept:
+    def taken_up(self, sample: SampleId) -> KeptTokens:
         """The tokens that this sample has taken up."""
         return self._launched[sample.prompt][self._place_of(sample)]
 
@@ -169,7 +169,7 @@ class CarriedTokens:
         else:
             self._ended.setdefault(prompt, []).append(response)
 
-    def settle(self) -> Waiting:
+    def settle(self) -> KeptByPrompt:
         """The step is over: what waits stays, all else is forgotten."""
         self._launched.clear()
         self._ended.clear()
@@ -193,7 +193,7 @@ class CarriedTokens:
         floor = 0 if before is None else before.floor
         if response.finish_reason == "aborted":
             floor = max(floor, len(response.tokens))
-        places[place] = Kept(
+        places[place] = KeptTokens(
             np.array(response.tokens, dtype=np.int32),
             _log_probs(response),
             floor,
@@ -241,13 +241,13 @@ def _log_probs(response: Response) -> NDArray[np.float64]:
     return found
 
 
-def _ceiling(siblings: Iterable[Kept]) -> int | None:
+def _ceiling(siblings: Iterable[KeptTokens]) -> int | None:
     """Most tokens that a response may have had which had ended by itself: it ended before its
     siblings were cut off. None without siblings."""
     return max([kept.floor or len(kept.tokens) for kept in siblings], default=None)
 
 
-def write_carried(folder: Path, waiting: Waiting, tokenizer: str) -> None:
+def write_carried(folder: Path, waiting: KeptByPrompt, tokenizer: str) -> None:
     """Into the folder of a checkpoint, if there is anything. `tokenizer`: its fingerprint."""
     flat = [(p, place, kept) for p, places in waiting.items() for place, kept in places.items()]
     if not flat:
@@ -266,14 +266,14 @@ def write_carried(folder: Path, waiting: Waiting, tokenizer: str) -> None:
 
 def read_carried(
     folder: Path, tokenizer: str, expected: Mapping[PromptId, Sequence[int]]
-) -> Waiting:
+) -> KeptByPrompt:
     """Read the kept tokens from the folder of a checkpoint whose manifest verifies.
 
     `expected`: how many tokens the job thinks that there are, by prompt and place. Raises
     `RunError` if something else is there, or was made with another tokenizer.
     """
     folder = folder / CARRIED
-    waiting: Waiting = {}
+    waiting: KeptByPrompt = {}
     if folder.exists():
         try:
             index = json.loads((folder / _INDEX).read_text())
@@ -304,7 +304,7 @@ _CURE = (
 )
 
 
-def _read(folder: Path, samples: Sequence[Sequence[Any]]) -> Waiting:
+def _read(folder: Path, samples: Sequence[Sequence[Any]]) -> KeptByPrompt:
     tokens = np.load(folder / _TOKENS, allow_pickle=False)
     log_probs = np.load(folder / _LOG_PROBS, allow_pickle=False)
     total = sum(sample[2] for sample in samples)
@@ -312,13 +312,15 @@ def _read(folder: Path, samples: Sequence[Sequence[Any]]) -> Waiting:
         raise ValueError(f"{_TOKENS} does not hold {total} tokens")
     if (log_probs.dtype, log_probs.shape) != (np.dtype(np.float64), (total,)):
         raise ValueError(f"{_LOG_PROBS} does not hold {total} numbers")
-    waiting: dict[PromptId, dict[int, Kept]] = {}
+    waiting: dict[PromptId, dict[int, KeptTokens]] = {}
     start = 0
     for prompt, place, count, floor, redraws, *given in samples:
         own = slice(start, start + count)
         spans = tuple((a, b) for a, b in given[0]) if given else ()
         check_spans(spans, count)
-        kept = Kept(tokens[own], log_probs[own], floor, tuple((a, b) for a, b in redraws), spans)
+        kept = KeptTokens(
+            tokens[own], log_probs[own], floor, tuple((a, b) for a, b in redraws), spans
+        )
         waiting.setdefault(PromptId.parse(prompt), {})[place] = kept
         start += count
     return waiting

@@ -21,7 +21,7 @@ from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.dialogue.trajectory import Segment
 from rollpacker.engines.engine import Carried, GenerationRequest, Response
-from rollpacker.run.ports.carried import CarriedTokens, Kept
+from rollpacker.run.ports.carried import CarriedTokens, KeptTokens
 from rollpacker.run.ports.player import Play
 
 
@@ -29,7 +29,7 @@ from rollpacker.run.ports.player import Play
 class Path:
     """The tokens that a sample's launch began with, and how far they have come out the same."""
 
-    kept: Kept
+    kept: KeptTokens
     retracing: Retracing
 
     def drafts(self, so_far: tuple[int, ...], limit: int) -> Carried | None:

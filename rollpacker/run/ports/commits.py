@@ -18,7 +18,7 @@ from rollpacker.run.folder.checkpoint import write_checkpoint
 from rollpacker.run.folder.event_log import LogWriter
 from rollpacker.run.folder.samples import SampleWriter
 from rollpacker.run.ports.audience import Audience
-from rollpacker.run.ports.carried import CarriedTokens, Waiting, write_carried
+from rollpacker.run.ports.carried import CarriedTokens, KeptByPrompt, write_carried
 from rollpacker.run.ports.evaluation import Evaluator
 from rollpacker.run.ports.pools import Pools
 from rollpacker.run.ports.recovery import Recovery
@@ -65,7 +65,7 @@ class Commits:
         self.shared.main.later(partial(self._commit, command, state, waiting))
 
     async def _commit(
-        self, command: Commit, job_state: Mapping[str, Any], waiting: Waiting
+        self, command: Commit, job_state: Mapping[str, Any], waiting: KeptByPrompt
     ) -> None:
         with self.shared.bus.lock:
             self.shared.desk.forget(self.scoring.waiting())
@@ -82,7 +82,9 @@ class Commits:
             Committed(time_s=0.0, step=command.step, checkpointed=command.checkpoint)
         )
 
-    async def _checkpoint(self, step: int, job_state: Mapping[str, Any], waiting: Waiting) -> None:
+    async def _checkpoint(
+        self, step: int, job_state: Mapping[str, Any], waiting: KeptByPrompt
+    ) -> None:
         """Done again where the trainer was lost meanwhile; evaluation and callbacks are not."""
         await self.pools.parked()
         write = in_daemon_thread(self._write, step, self._state(job_state), waiting)
@@ -93,14 +95,14 @@ class Commits:
             await asyncio.wait({write}, timeout=CLOSE_S)
             raise
 
-    def _write(self, step: int, state: dict[str, Any], waiting: Waiting) -> None:
+    def _write(self, step: int, state: dict[str, Any], waiting: KeptByPrompt) -> None:
         save = partial(self._save, waiting)
         folder = self.recovery.checkpoints
         written = write_checkpoint(folder, step, state, save, self.keep_last, run=folder.parent)
         with self.shared.bus.lock:
             self.salvage.begin(written, self.shared.bus.job.version)
 
-    def _save(self, waiting: Waiting, folder: Path) -> None:
+    def _save(self, waiting: KeptByPrompt, folder: Path) -> None:
         self.devices.trainer.save(folder)
         write_carried(folder, waiting, self.tokenizer)
 

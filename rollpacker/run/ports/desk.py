@@ -15,7 +15,7 @@ from rollpacker.trainer.trainer import TokenScores, TrainSample
 
 
 @dataclass(slots=True)
-class Known:
+class KnownSample:
     """All that is known of one sample that generated a response."""
 
     response: Response
@@ -41,17 +41,17 @@ class Desk:
     through all samples does so while the engine is empty, or under the bus's lock."""
 
     def __init__(self) -> None:
-        self._known: dict[SampleId, Known] = {}
+        self._known: dict[SampleId, KnownSample] = {}
         self.round_kind = ""
         """The kind of the step's first round; empty before there is one."""
 
     def lay_down(self, response: Response) -> None:
-        self._known[response.sample] = Known(response)
+        self._known[response.sample] = KnownSample(response)
 
-    def __getitem__(self, sample: SampleId) -> Known:
+    def __getitem__(self, sample: SampleId) -> KnownSample:
         return self._known[sample]
 
-    def get(self, sample: SampleId) -> Known | None:
+    def get(self, sample: SampleId) -> KnownSample | None:
         """The record of the sample. None if it was forgotten, so that whoever asks is late."""
         return self._known.get(sample)
 
@@ -113,5 +113,5 @@ class Desk:
         return known.response, known.verdict.value
 
 
-def _waiting(known: Known) -> Known:
-    return Known(known.response, episode=known.episode, finish=known.finish)
+def _waiting(known: KnownSample) -> KnownSample:
+    return KnownSample(known.response, episode=known.episode, finish=known.finish)

@@ -37,11 +37,11 @@ from rollpacker.engines.engine import (
     Response,
 )
 from rollpacker.run.ports.held import (
-    Ended,
+    AssignedSample,
     Ending,
+    EngineEnd,
+    EngineLayout,
     Handle,
-    Held,
-    Layout,
     moved,
     stamped,
     taken_along,
@@ -53,9 +53,9 @@ MakeEngine = Callable[[int, int, int], Engine]
 """Engine, incarnation and devices -> a new one, without the run's weights, which may load for a
 while yet."""
 
-Heard = SampleGenerated | SampleAborted | SampleFailed | SampleMoved
+EngineEvent = SampleGenerated | SampleAborted | SampleFailed | SampleMoved
 
-Told = EngineLost | EngineReady | SampleMoved
+FleetEvent = EngineLost | EngineReady | SampleMoved
 
 
 class Keepers:
@@ -112,24 +112,24 @@ class Engines:
         self.make = make
         self.handles = {number: Handle(number, 0, engine) for number, engine in enumerate(engines)}
         """The engine that filled each slot last."""
-        self.layout = Layout(0, tensor_parallel)
+        self.layout = EngineLayout(0, tensor_parallel)
         self.ending = Ending()
         self._coming: dict[int, Engine] = {}
         """The engine that is being made for each slot, or was made last."""
         self.weights = Weights(0, None)
         self.is_closed = False
-        self._held: dict[SampleId, Held] = {}
+        self._held: dict[SampleId, AssignedSample] = {}
         self._keepers = Keepers()
         self._not_numbers: set[Handle] = set()
         """Engines whose logits held a NaN with the weights at hand."""
         self._listen: Callable[[Handle], None] = lambda handle: None
-        self._tell: Callable[[Told], None] = lambda event: None
+        self._tell: Callable[[FleetEvent], None] = lambda event: None
 
     def start(
         self,
         on_outputs: Callable[[Handle, Sequence[EngineOutput]], None],
         on_error: Callable[[Handle, BaseException], None],
-        tell: Callable[[Told], None],
+        tell: Callable[[FleetEvent], None],
     ) -> None:
         """Listen to engines from now on, also to those that come later. `tell` hears of engines
         that come and go."""
@@ -162,7 +162,7 @@ class Engines:
         for number, part in parts.items():
             handle = self._living_at(number)
             for request in part:
-                self._held[request.sample] = Held(request, handle)
+                self._held[request.sample] = AssignedSample(request, handle)
             self.let_go([request.sample for request in part], handle)
             if handle is not None:
                 self._give(handle, part)
@@ -263,7 +263,9 @@ class Engines:
         held = self._held.get(sample)
         return held is not None and held.at is handle
 
-    def heard(self, handle: Handle, output: EngineOutput) -> tuple[Heard | None, Response | None]:
+    def heard(
+        self, handle: Handle, output: EngineOutput
+    ) -> tuple[EngineEvent | None, Response | None]:
         """Turn an engine's output into what the core is told, and the response that comes with it.
         (None, None) for an output that changes nothing.
 
@@ -291,7 +293,11 @@ class Engines:
         return with_earlier(event, held), response
 
     def _why_wrong(
-        self, handle: Handle, held: Held | None, event: Heard, response: Response | None
+        self,
+        handle: Handle,
+        held: AssignedSample | None,
+        event: EngineEvent,
+        response: Response | None,
     ) -> str | None:
         """Why an engine that works could not have said this. None if it could."""
         if held is None or held.at is not handle:
@@ -311,7 +317,7 @@ class Engines:
         return None
 
     def _go_on(
-        self, held: Held, event: SampleAborted, response: Response | None
+        self, held: AssignedSample, event: SampleAborted, response: Response | None
     ) -> SampleMoved | None:
         """Have the sample go on in the engine that it was to move to. None if that engine is lost
         by now: the core hears of the loss, and says where else."""
@@ -327,7 +333,7 @@ class Engines:
         kept = request.carried
         return moved(event.sample, to, 0 if kept is None or kept.verify else len(kept.tokens))
 
-    def _start_anew(self, held: Held) -> Ended | None:
+    def _start_anew(self, held: AssignedSample) -> EngineEnd | None:
         """Start a sample anew, or end it if it is unwanted: the engine that had it has let go of
         it."""
         assert held.moves_to is not None
@@ -340,7 +346,7 @@ class Engines:
             num_tokens = 0 if carried is None else len(carried.tokens)
             event = SampleAborted(time_s=0.0, sample=sample, num_tokens=num_tokens)
             return stamped(event, to)
-        self._held[sample] = Held(held.request, to)
+        self._held[sample] = AssignedSample(held.request, to)
         if to is not None:
             self._give(to, [held.request])
         return None
@@ -383,10 +389,10 @@ class Engines:
             handle.lives = False
         self._coming.clear()
         self.forget()
-        self.layout = Layout(self.layout.number + 1, tensor_parallel)
+        self.layout = EngineLayout(self.layout.number + 1, tensor_parallel)
         return gone
 
-    def awaits(self, number: int, engine: Engine, layout: Layout) -> None:
+    def awaits(self, number: int, engine: Engine, layout: EngineLayout) -> None:
         """Note that this engine loads, to fill the slot. Raises `EngineError` if the layout is
         another one by now."""
         if layout is not self.layout:
@@ -413,7 +419,7 @@ class Engines:
         )
 
     def failed_to_join(
-        self, number: int, incarnation: int, layout: Layout, error: BaseException
+        self, number: int, incarnation: int, layout: EngineLayout, error: BaseException
     ) -> None:
         """The place stays empty, and the core is told, unless nobody asks for it any more."""
         reason = f"it could not take its place: {error}"

@@ -23,7 +23,7 @@ from rollpacker.run.errors import Decode
 from rollpacker.run.folder.sample_rows import EvaluationRows
 from rollpacker.run.ports.audience import Audience
 from rollpacker.run.ports.player import Player
-from rollpacker.run.ports.playing import Generate, LetGo, play_all
+from rollpacker.run.ports.playing import Generate, StopKeeping, play_all
 from rollpacker.run.ports.pools import Pools
 from rollpacker.run.ports.watch import Watch
 from rollpacker.warn_once import WarnOnce
@@ -88,7 +88,7 @@ class Evaluator:
     prompts: PromptSet | None
     """The held-out prompts. None if the run has nothing to evaluate on."""
     generate: Generate
-    let_go: LetGo
+    let_go: StopKeeping
     reward: Reward
     decode: Decode
     audience: Audience
@@ -175,7 +175,7 @@ async def evaluate(
     prompts: PromptSet,
     *,
     generate: Generate,
-    let_go: LetGo,
+    let_go: StopKeeping,
     score: Judge,
     decode: Decode,
     progress: Progress,

@@ -33,7 +33,7 @@ from rollpacker.engines.engine import (
 )
 from rollpacker.run.errors import EnginesLost
 from rollpacker.run.ports.carried import CarriedTokens
-from rollpacker.run.ports.engines import Engines, Heard, Told
+from rollpacker.run.ports.engines import EngineEvent, Engines, FleetEvent
 from rollpacker.run.ports.episodes import Episodes
 from rollpacker.run.ports.held import Handle
 from rollpacker.run.ports.salvage import Salvage
@@ -168,7 +168,7 @@ class Generation:
         if waits:  # outside of the lock, which the event loop would at once wait for
             self.shared.main.post(self.scoring.start)
 
-    def _take(self, event: Heard | None, response: Response | None) -> None:
+    def _take(self, event: EngineEvent | None, response: Response | None) -> None:
         """Tell the core of an output; the tokens stay here."""
         if event is None:
             return
@@ -210,7 +210,7 @@ class Generation:
         else:
             self.engines.lose(handle, event.reason)
 
-    def _tell(self, event: Told) -> None:
+    def _tell(self, event: FleetEvent) -> None:
         """Engines come and go. What the core does not route finds its place without it, and ends
         with a run that the core gives up."""
         self._let_salvage_answer()
@@ -242,5 +242,5 @@ class Generation:
             self.engines.lose(handle, str(error))
 
 
-def _is_not_numbers(event: Heard) -> TypeGuard[SampleFailed]:
+def _is_not_numbers(event: EngineEvent) -> TypeGuard[SampleFailed]:
     return isinstance(event, SampleFailed) and event.reason.startswith(NOT_NUMBERS)

@@ -24,7 +24,7 @@ from rollpacker.core.commands import Replace, Resize, SyncWeights
 from rollpacker.core.events import WeightsSynced
 from rollpacker.engines.engine import Engine, EngineError
 from rollpacker.run.ports.engines import Engines, Weights
-from rollpacker.run.ports.held import Handle, Layout
+from rollpacker.run.ports.held import EngineLayout, Handle
 from rollpacker.run.ports.main_task import MainTask
 from rollpacker.run.ports.shared_devices import SharedDevices, take_all_back
 from rollpacker.run.ports.waiting import failures, in_daemon_thread
@@ -103,7 +103,7 @@ class HandingOver:
 
         self.engines.ending.do(work, "rollpacker-resize")
 
-    def _start_filling(self, number: int, incarnation: int, layout: Layout) -> None:
+    def _start_filling(self, number: int, incarnation: int, layout: EngineLayout) -> None:
         threading.Thread(
             target=self._fill,
             args=(number, incarnation, layout),
@@ -111,7 +111,7 @@ class HandingOver:
             daemon=True,
         ).start()
 
-    def _fill(self, number: int, incarnation: int, layout: Layout) -> None:
+    def _fill(self, number: int, incarnation: int, layout: EngineLayout) -> None:
         """Make a new engine for this slot and let it take its place. Whatever keeps it from that is
         the loss of that engine too."""
         engines, engine = self.engines, None

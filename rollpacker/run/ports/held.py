@@ -21,11 +21,11 @@ from rollpacker.core.events import (
 from rollpacker.core.ids import SampleId
 from rollpacker.engines.engine import Carried, Engine, GenerationRequest, Response
 
-Ended = SampleGenerated | SampleAborted | SampleFailed
+EngineEnd = SampleGenerated | SampleAborted | SampleFailed
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class EngineLayout:
     """The way in which devices are shared out among engines."""
 
     number: int
@@ -126,7 +126,7 @@ class Ending:
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class AssignedSample:
     """A sample that was given to an engine and has not ended."""
 
     request: GenerationRequest
@@ -148,7 +148,7 @@ class Held:
     """Number of times that engines which the sample has left had put it back."""
 
 
-def stamped(event: Ended, handle: Handle) -> Ended:
+def stamped(event: EngineEnd, handle: Handle) -> EngineEnd:
     """The event with the engine that says it. The first engine of a run is meant where no engine is
     named."""
     if not (handle.number or handle.incarnation):
@@ -156,7 +156,7 @@ def stamped(event: Ended, handle: Handle) -> Ended:
     return structs.replace(event, engine=handle.number, incarnation=handle.incarnation)
 
 
-def with_earlier(event: Ended, held: Held) -> Ended:
+def with_earlier(event: EngineEnd, held: AssignedSample) -> EngineEnd:
     """The event with what happened to the sample in the engines that it has left."""
     if isinstance(event, SampleFailed):
         return event
@@ -168,7 +168,9 @@ def with_earlier(event: Ended, held: Held) -> Ended:
     )
 
 
-def taken_along(held: Held, event: SampleAborted, response: Response | None) -> GenerationRequest:
+def taken_along(
+    held: AssignedSample, event: SampleAborted, response: Response | None
+) -> GenerationRequest:
     """The request from which another engine goes on: with the tokens so far, which stay as they
     are, as their weights do.
 

@@ -13,7 +13,7 @@ from rollpacker.environments.environment import Episode, Lost
 from rollpacker.run.ports.player import Play, Player
 
 Generate = Callable[[Sequence[GenerationRequest]], Awaitable[Sequence[Response]]]
-LetGo = Callable[[Sequence[SampleId]], None]
+StopKeeping = Callable[[Sequence[SampleId]], None]
 
 
 async def play_all(
@@ -21,7 +21,7 @@ async def play_all(
     asked: Sequence[tuple[SampleId, PromptRow]],
     generate: Generate,
     sampling: SamplingParams,
-    let_go: LetGo,
+    let_go: StopKeeping,
 ) -> tuple[list[Response], dict[SampleId, Episode]]:
     """Play these samples to their end. Returns the trajectories, and what was said in them. Samples
     whose environment was lost, or on which the engine failed, are left out. All play a turn at a

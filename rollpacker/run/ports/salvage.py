@@ -55,7 +55,7 @@ CLOSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class RecordedEnd:
     """The end of a sample, as the file has it."""
 
     event: SampleGenerated | SampleAborted
@@ -96,7 +96,7 @@ class Salvage:
         self._version: int | None = None
         """Version of the weights whose samples are kept. None: none are."""
         self._head: dict[str, Any] = {}
-        self._found: dict[SampleId, tuple[int, End]] = {}
+        self._found: dict[SampleId, tuple[int, RecordedEnd]] = {}
         """Ends that a resume has found, each with its place in the file."""
         self._under_way: dict[SampleId, GenerationRequest] = {}
         """Requests that were launched under these weights and have not ended."""
@@ -240,7 +240,7 @@ class Salvage:
             head, size = next(frames, (b"{}", 0))
             if json.loads(head) != self._head:
                 raise ValueError("of another checkpoint")
-            ends: list[End] = []
+            ends: list[RecordedEnd] = []
             sound = size, 0
             for body, size in frames:
                 end, is_quiet = _end_of(body)
@@ -311,12 +311,12 @@ class Salvage:
         self._file.write(_framed(body))
 
 
-def _end_of(body: bytes) -> tuple[End, bool]:
+def _end_of(body: bytes) -> tuple[RecordedEnd, bool]:
     """A sample's end from its frame, and whether no sample was under way then."""
     line, _, arrays = body.partition(b"\n")
     facts = json.loads(line)
     event: Any = from_plain(EVENTS[facts["event"]], {"time_s": 0.0, **facts["facts"]})
-    return End(event, facts["key"], facts["response"], arrays), facts["quiet"]
+    return RecordedEnd(event, facts["key"], facts["response"], arrays), facts["quiet"]
 
 
 def _framed(body: bytes) -> bytes:

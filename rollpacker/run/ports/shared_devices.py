@@ -32,7 +32,7 @@ LOOK_S = 0.005
 """Seconds between two looks whether an engine has let go of its samples, or a device is free."""
 
 
-Move = Callable[[Engine], Coroutine[Any, Any, None]]
+MemoryMove = Callable[[Engine], Coroutine[Any, Any, None]]
 """Makes an engine take or give up its device's memory."""
 
 
@@ -177,7 +177,7 @@ class SharedDevices:
                 await self.to_engines()
             await asyncio.sleep(LOOK_S)
 
-    async def _each(self, handles: Sequence[Handle], do: Move) -> list[Handle]:
+    async def _each(self, handles: Sequence[Handle], do: MemoryMove) -> list[Handle]:
         """Have all of them do that at once. Returns those that did not, which are lost."""
         within_s = self._watch.deadlines.sync_s / 2
         failed = await on_engines(handles, do, within_s)
@@ -194,14 +194,14 @@ class SharedDevices:
 
 
 async def on_engines(
-    handles: Sequence[Handle], do: Move, within_s: float | None = None
+    handles: Sequence[Handle], do: MemoryMove, within_s: float | None = None
 ) -> dict[Handle, BaseException]:
     """`await do(engine)` of each, in threads of their own. Those that failed."""
     arguments = {handle: (do, handle.engine) for handle in handles}
     return await failures(_hand_over, arguments, "hand its device over", within_s)
 
 
-def _hand_over(do: Move, engine: Engine) -> None:
+def _hand_over(do: MemoryMove, engine: Engine) -> None:
     asyncio.run(do(engine))
 
 

@@ -19,7 +19,7 @@ from rollpacker.sim.trajectories import Trajectories
 
 
 class _Answer:
-    """What an environment will say."""
+    """An answer that an environment is going to give."""
 
     __slots__ = ("event", "next_finish")
 
@@ -46,7 +46,7 @@ class Environments:
         self._trajectories = trajectories
         self._concluded = concluded
         self._asked: dict[SampleId, _Answer] = {}
-        """What was not answered yet."""
+        """Answers that have not come yet, by sample."""
 
     def routes(self) -> Routes:
         return {Act: self._act, CancelAct: self._cancel, Conclude: self._conclude}

@@ -33,7 +33,8 @@ class Rewards:
         max_response_tokens: int | None,
     ) -> None:
         self.delay_s: Callable[[SampleId], float] | None = None
-        """How much longer the check of a sample takes than the workload says."""
+        """Seconds by which the check of a sample takes longer than the workload says. None: no
+        check does."""
         self._clock = clock
         self._workload = workload
         self._responses = responses
@@ -76,7 +77,7 @@ class Rewards:
         self._clock.after(seconds, scored)
 
     def _cancel(self, command: CancelScore) -> None:
-        """They end now; what the clock holds of them is passed over when its time comes."""
+        """End these checks now. Their events on the clock are passed over when their time comes."""
         self._cancelled.update(command.samples)
         self._clock.passes_over = self._was_cancelled
         for sample in command.samples:

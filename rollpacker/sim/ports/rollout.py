@@ -48,10 +48,10 @@ class Lane:
     ) -> None:
         self.engine = engine
         self.number = number
-        """By which the core knows it."""
+        """The engine's number in the core."""
         self.last_busy_s = 0.0
         self.finish = partial(finish, self)
-        """Take out what finishes at `engine.next_finish`."""
+        """Take out the response that finishes at `engine.next_finish`."""
 
 
 # size: what it knows of a round, and of engines that are lost
@@ -69,8 +69,8 @@ class Rollout:
         num_engines: int,
         turns: Turns | None = None,
     ) -> None:
-        """`num_engines`: at the start, as the core knows them. `turns`: where samples take turns
-        with environments."""
+        """`num_engines`: number of engines of the core at the start. `turns`: where samples take
+        turns with environments."""
         self._clock = clock
         self._machine = machine
         self._responses = responses
@@ -79,26 +79,27 @@ class Rollout:
         self._cap = math.inf if max_response_tokens is None else max_response_tokens
         self._num_engines = num_engines
         self._incarnations = [0] * machine.gpus
-        """By number, of engines of the degree at hand."""
+        """Incarnation of each engine of the current degree, by the engine's number."""
         self.life_s: Callable[[int, int], float] = lambda engine, incarnation: math.inf
-        """How long that incarnation of that engine lives."""
+        """Seconds that an incarnation of an engine lives."""
         self.start_s = 0.0
-        """Until a replacement is ready."""
+        """Seconds until a replacement is ready."""
         self._fleets: dict[tuple[int, bool], list[Lane]] = {}
-        """By degree and by whether the engines decode speculatively."""
+        """Engines by their degree and by whether they decode speculatively."""
         self._fleet: list[Lane] = []
-        """Of the round, as are all below."""
+        """Engines of the current round. All fields below are the current round's too."""
         self._launch: Launch | None = None
         self._lane_of: dict[int, Lane] = {}
-        """By key of the sample, unless no engine has it."""
+        """Engine of each sample, by the sample's key. A sample that no engine has is missing."""
         self._carried: dict[int, int] = {}
-        """By key: tokens that the sample's launch gave it; none where that says nothing of it."""
+        """Tokens that each sample's launch gave it, by key. A sample whose launch gave it none is
+        missing."""
         self._turns = turns
         self._num_generating = 0
         self._empty_from_s = 0.0
-        """When the engines let go of the last response."""
+        """Time when the engines released the last response, in seconds."""
         self._released: tuple[float, list[Lane]] | None = None
-        """When devices were released, and their engines."""
+        """Time when devices were released, and their engines. None: none were."""
 
     def routes(self) -> Routes:
         return {
@@ -157,7 +158,7 @@ class Rollout:
         self._give(keys, command.engines or (0,) * len(keys), now)
 
     def _give(self, keys: Sequence[int], engines: Sequence[int], now: float) -> None:
-        """Each sample to its own engine."""
+        """Submit each sample to its own engine."""
         by_engine = defaultdict[int, list[int]](list)
         for key, number in zip(keys, engines, strict=True):
             by_engine[number].append(key)
@@ -188,7 +189,8 @@ class Rollout:
     # -- turns -------------------------------------------------------------------------
 
     def _continue(self, command: Continue) -> None:
-        """What was given stands behind what these have; the next message begins."""
+        """Begin the next message of these samples, behind the tokens that their environments
+        gave."""
         assert self._launch is not None and self._turns is not None
         now = self._clock.time_s
         if not self._num_generating:
@@ -210,7 +212,7 @@ class Rollout:
             self._submit(lane, [key], has if given is None else given, now, is_new=is_new)
 
     def concluded(self) -> None:
-        """A trajectory is over: what was waited for was its environment's last answer."""
+        """A trajectory is over: the engines waited for its environment's last answer."""
         if not self._num_generating:
             self._tally.rollout_goes_on(self._clock.time_s)
 
@@ -222,11 +224,7 @@ class Rollout:
             if machine.drafts is not None:
                 cost = replace(cost, drafts=machine.drafts)
             if speculate and machine.speculation is not None:
-                cost = replace(
-                    cost,
-                    speculation_speedup=machine.speculation.speedup,
-                    speculation_max_live=machine.speculation.max_live,
-                )
+                cost = replace(cost, speculation=machine.speculation)
             engines = [
                 TokenClockEngine(
                     cost,
@@ -342,7 +340,7 @@ class Rollout:
             self._live(number, 0.0)
 
     def _live(self, number: int, after_s: float) -> None:
-        """An engine is ready after so long, and lost in the end."""
+        """An engine is ready after so many seconds, and is lost when its life ends."""
         incarnation = self._incarnations[number]
         life_s = self.life_s(number, incarnation)
         if life_s < math.inf:
@@ -354,7 +352,7 @@ class Rollout:
             )
 
     def _replace(self, command: Replace) -> None:
-        """The engine has gone, and what it had with it."""
+        """Replace an engine that is lost with all that it had."""
         number, start_s = command.engine, self.start_s
         if self._incarnations[number] == command.incarnation:
             start_s = self._machine.latency.sync_s  # it is there, and lacks the newest weights
@@ -426,7 +424,7 @@ class Rollout:
     # -- release -----------------------------------------------------------------------
 
     def _release(self, command: Release) -> None:
-        """What these engines have goes with the moves that follow."""
+        """Release these engines. Their samples leave with the moves that follow."""
         now, launch = self._clock.time_s, self._launch
         assert launch is not None
         degree = launch.tensor_parallel

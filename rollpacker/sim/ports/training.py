@@ -36,13 +36,13 @@ class GradientWork:
         self._since_s = now_s
 
     def have(self, now_s: float, devices: int, *, after_s: float = 0.0) -> None:
-        """From `after_s` on, so many devices are the trainer's."""
+        """Give the trainer so many devices, from `after_s` seconds on."""
         self.advance(now_s)
         self._devices = devices
         self._since_s = max(self._since_s, now_s + after_s)
 
     def begin_round(self, now_s: float) -> None:
-        """Every device generates."""
+        """Take all devices back, since every device generates now."""
         self.have(now_s, 0)
         self.done_s = 0.0
 

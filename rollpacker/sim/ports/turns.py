@@ -1,4 +1,4 @@
-"""Where each trajectory of a round is, for the engines."""
+"""Progress of each trajectory of a round, for the engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Home(NamedTuple):
 
 
 class Turns:
-    """Messages that ended, by key of the sample, and who generated the last one."""
+    """Messages that ended, by key of the sample, and the engine that generated the last one."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Turns:
         self._ended: dict[int, int] = {}
         self._homes: dict[int, Home] = {}
         self._starts: dict[int, int] = {}
-        """Tokens that stand before the message at hand."""
+        """Tokens before the current message, by key of the sample."""
 
     @classmethod
     def of(
@@ -47,7 +47,7 @@ class Turns:
         responses: Responses,
         carried: CarriedTurns | None,
     ) -> Turns | None:
-        """None: samples are single responses."""
+        """The turns of a run. None: samples are single responses."""
         trajectories = workload.trajectories
         if trajectories is None:
             return None
@@ -60,7 +60,8 @@ class Turns:
         self._starts.clear()
 
     def launch(self, keys: Iterable[int], version: int) -> dict[int, int]:
-        """The first message of these begins. Tokens that it has been left, where it has any."""
+        """Begin the first message of these samples. Returns the tokens that it has left, by key,
+        where it has any."""
         if self._carried is not None:
             self._carried.launch(keys, version)
         found = {}
@@ -70,19 +71,19 @@ class Turns:
         return found
 
     def start(self, key: int) -> int:
-        """Tokens that stand before the message at hand."""
+        """Tokens before the current message."""
         return self._starts[key]
 
     def end(self, key: int, home: Home) -> bool:
-        """A message has ended in this engine; whether it was cut off."""
+        """End a message in this engine. Returns whether it was cut off."""
         turn = self._ended[key] = self._ended.get(key, 0) + 1
         self._homes[key] = home
         noise = self._responses.noises[key]
         return self._trajectories.turns(noise)[turn - 1].is_cut_off
 
     def begin(self, key: int) -> int:
-        """What the environment gave stands behind what the sample has, and its next message begins.
-        Tokens that it has then, those that were left of the message included."""
+        """Begin the sample's next message, behind the tokens that the environment gave. Tokens that
+        it has then, those that were left of the message included."""
         responses = self._responses
         turns, turn = self._trajectories.turns(responses.noises[key]), self._ended[key]
         has = responses.lengths[key] + turns[turn - 1].given
@@ -90,8 +91,8 @@ class Turns:
         return has + self._take_up(key, has)
 
     def to_compute(self, key: int, home: Home) -> int | None:
-        """Of these, so many this engine has to take in first: those that were given or left. None:
-        all, and the prompt."""
+        """Tokens that this engine has to take in before it generates: those that were given or
+        left. None: all of the sample's, and the prompt."""
         if not self._keep_rows or self._homes[key] != home:
             return None
         turns = self._trajectories.turns(self._responses.noises[key])
@@ -99,7 +100,8 @@ class Turns:
         return turns[self._ended[key] - 1].given + left
 
     def _take_up(self, key: int, start: int) -> int:
-        """A message begins behind so many tokens. Those of it that need not be decoded."""
+        """Begin a message behind so many tokens. Returns how many of its own tokens need not be
+        decoded."""
         responses = self._responses
         self._starts[key] = start
         same = 0 if self._carried is None else self._carried.same[key]

@@ -27,9 +27,9 @@ PIECE_BYTES = 1 << 20
 """Largest number of bytes that are sent at a time."""
 BEAT_S = 1.0
 SILENT_S = 5.0
-"""A host that says nothing for so long is lost to the one that asks."""
+"""Seconds of silence after which a host is lost to the one that asks."""
 UNKNOWN_S = 5.0
-"""So long those that ask too early wait until a shipment is known here."""
+"""Seconds that those who ask too early wait until a shipment is known here."""
 _REQUEST = struct.Struct(">QQQ")
 _LENGTH = struct.Struct(">I")
 _FAILED, _CHANGED = 0xFFFFFFFF, 0xFFFFFFFE
@@ -112,7 +112,8 @@ class WeightPort:
             connection.sendall(_LENGTH.pack(self._send(connection, number, start, end)))
 
     def _send(self, connection: socket.socket, number: int, start: int, end: int) -> int:
-        """Returns how it ends, if not with the last byte. Raises `OSError` of the connection."""
+        """Send bytes of a shipment once it is known here. Returns how that ends, if not with the
+        last byte. Raises `OSError` of the connection."""
         until = time.monotonic() + UNKNOWN_S
         while time.monotonic() < until:
             with self._changed:
@@ -127,7 +128,8 @@ class WeightPort:
 
 
 def _send(connection: socket.socket, streamed: Streamed, start: int, end: int) -> int:
-    """Returns how it ends, if not with the last byte. Raises `OSError` of the connection."""
+    """Send bytes of a version as they come here. Returns how that ends, if not with the last byte.
+    Raises `OSError` of the connection."""
     try:
         file = streamed.open()
     except StaleWeightsError:

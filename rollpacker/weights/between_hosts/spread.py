@@ -40,7 +40,7 @@ class Member(Protocol):
 
     name: str
     address: str
-    """Where other hosts reach it."""
+    """The address at which other hosts reach it."""
 
     def agent(self) -> tuple[object, Call]:
         """Return what stands for the host's present agent, and the calls of that agent, which raise
@@ -62,11 +62,11 @@ class _Held(NamedTuple):
     """The version that a host has."""
 
     source: WeightSource
-    """Where the trainer has written it."""
+    """The place where the trainer has written it."""
     head: bytes
     """The first bytes of the trainer's buffer at that time."""
     there: WeightSource
-    """Where it lies on the host that took it."""
+    """The place where it lies on the host that took it."""
 
 
 class Spread:
@@ -130,7 +130,7 @@ class Spread:
         return ended
 
     def _found(self, source: WeightSource, agent: object) -> WeightSource | None:
-        """Where the host has this version; None if it does not have it."""
+        """Return where the host has this version, or None if it does not have it."""
         held = self._held.get(agent)
         try:
             head = self._head(source)

@@ -28,9 +28,9 @@ from rollpacker.workers.hosts.facts import HostFacts, facts
 from rollpacker.workers.hosts.pump import Pump
 
 HEAR_S = 0.5
-"""How long `hear` waits for news."""
+"""Seconds that `hear` waits for news."""
 ENDED_S = 2.0
-"""How long it may take to learn how a process ended that has hung up."""
+"""Seconds that it may take to learn how a process ended that has hung up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +103,9 @@ class Report:
 
 
 def pause_s(num_processes: int) -> float:
-    """So many seconds at least pass between two calls of a kind, of which each costs the run about
-    a millisecond of processor time: the more processes a host has, the more of them one call is
-    for. What comes after a longer silence goes at once."""
+    """Return the least seconds between two calls of a kind, of which each costs the run about a
+    millisecond of processor time. The more processes a host has, the more of them one call is for.
+    What comes after a longer silence goes at once."""
     return min(0.002 * num_processes, 0.05)
 
 

@@ -27,7 +27,7 @@ class Pump:
         self._use.soon(line.attach, self._use.loop, heard, self._end)
 
     def post(self, message: Message) -> None:
-        """Send it after those before."""
+        """Send a message after those before."""
         self._use.soon(self._line.post, *message)
 
     def finish(self) -> None:

@@ -49,7 +49,7 @@ LEASE_S = 12.0
 """An agent that nobody calls for so long ends with all that it has."""
 PROBE_S = 1.0
 ASK_S = 60.0
-"""Within which a host must say what it has: ray starts a process for it first."""
+"""Seconds within which a host must say what it has: ray starts a process for it first."""
 GROUPS = {"say": "say", "hear": "hear"}
 """Methods with a thread of their own, so that they never wait for the rest (`bulk`)."""
 
@@ -240,7 +240,8 @@ class _RayAnswer:
 
 
 def _numbers(address: str) -> list[tuple[int, str]]:
-    """So that 10.0.0.9 comes before 10.0.0.10, and IPv6 as it is written."""
+    """Return the key by which addresses are sorted: 10.0.0.9 comes before 10.0.0.10, and IPv6 as it
+    is written."""
     return [(int(part) if part.isdigit() else 0, part) for part in re.split(r"[.:]", address)]
 
 

@@ -23,7 +23,7 @@ LOWEST = (2, 54)
 """Ray's first version with token authentication that needs no dashboard."""
 REACH_S = 5.0
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-"""Where `ray start` says which cluster this machine belongs to."""
+"""The file in which `ray start` says which cluster this machine belongs to."""
 _LONGEST = 1000
 """Bytes of that file that are read; an address has fewer."""
 LOCAL = "local"
@@ -162,7 +162,7 @@ def _own_signals() -> Iterator[None]:
 
 
 def say_short(error: Exception) -> str:
-    """The one sentence of ray's many lines that says what happened."""
+    """Return the one sentence of ray's many lines that says what happened."""
     text = " ".join(str(error).split())
     found = re.search(r"The actor (?:is dead|died)[^.]*\.", text)
     return found.group() if found else text[:200]

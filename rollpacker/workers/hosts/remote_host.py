@@ -47,7 +47,7 @@ busy host is slow."""
 SILENT_S = 2 * HEAR_S
 """An agent that has not answered for so long is silent: it always has something to answer."""
 RETRY_S = 1.0
-"""Between two tries to get a new agent."""
+"""Seconds between two tries to get a new agent."""
 
 
 class Unavailable(Exception):
@@ -209,7 +209,7 @@ class _Session:
         self._changed = threading.Condition()
         self._why = ""
         self._heard_s = time.monotonic()
-        """When the agent last answered."""
+        """Time when the agent last answered."""
         threading.Thread(target=self._run, args=(connect,), daemon=True).start()
 
     # -- what owners do ----------------------------------------------------------------------------

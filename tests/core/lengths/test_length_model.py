@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.product_limit import kaplan_meier_mean
 from rollpacker.core.lengths.bins import bin_starts
 from rollpacker.core.lengths.counts import PromptLengths
 from rollpacker.core.lengths.fit import choose_length_model, fit_length_model
 from rollpacker.core.lengths.model import LengthModel
+from tests.core.lengths.product_limit import kaplan_meier_mean
 
 CAP = 4096
 

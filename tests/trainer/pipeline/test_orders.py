@@ -15,6 +15,7 @@ from rollpacker.core.packs import plan_packs
 from rollpacker.pipeline.plan.choosers import ORDERS, Op, Order, StageState, live_token_caps
 from rollpacker.pipeline.plan.order import orders_to_csv
 from rollpacker.pipeline.plan.plan import plan_1f1b
+from rollpacker.pipeline.plan.split import plan_budget
 from rollpacker.pipeline.plan.virtual_time import run
 from rollpacker.pipeline.plan.work import (
     Link,
@@ -34,7 +35,7 @@ from rollpacker.pipeline.stages.orders import (
     SweepChooser,
 )
 from rollpacker.pipeline.stages.overseer import Arrangement
-from rollpacker.pipeline.stages.stage import Stage, expected, expected_budget
+from rollpacker.pipeline.stages.stage import Stage, expected
 from rollpacker.trainer.flops import FlopModel
 from rollpacker.trainer.policy import Policy
 from rollpacker.trainer.trainer import PipelineConfig, TrainConfig, TrainerError
@@ -350,7 +351,7 @@ def budget_of(rows: Sequence[int], num_stages: int, most: int = 4096) -> int:
     """Of a model with eight layers."""
     flops = FlopModel.of(tiny_model(num_layers=8))
     cost = expected(flops, [8 // num_stages] * num_stages)
-    return expected_budget(rows, cost, most_tokens=most, packs=plan_packs)
+    return plan_budget(rows, cost.stages, cost.links, most_tokens=most)
 
 
 def test_a_deeper_pipeline_has_smaller_micro_batches() -> None:

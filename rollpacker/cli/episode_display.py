@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollpacker.core.ids import SampleId
     from rollpacker.data.dataset import PromptRow
     from rollpacker.dialogue.template import DialogueTemplate
-    from rollpacker.run.parts.environments import Turns
+    from rollpacker.run.parts.environments import TurnParts
     from rollpacker.run.ports.playing import Generate
 
 _DRAWN, _GIVEN = "green", "dim"
@@ -30,7 +30,7 @@ _WHY = {
 }
 
 
-class Stage:
+class EpisodeDisplay:
     """Stands between the player and the environments, and shows what passes. Belongs to one event
     loop, and to one episode."""
 
@@ -119,7 +119,7 @@ class Stage:
 
     # -- the dialogue ------------------------------------------------------------------------------
 
-    def starts(self, sample: SampleId, row: PromptRow, turns: Turns) -> None:
+    def starts(self, sample: SampleId, row: PromptRow, turns: TurnParts) -> None:
         """Show what is about to be played."""
         self._told(f"prompt {sample.prompt}, {row.where}; > is drawn and would be trained on")
         for tool in self.tools:

@@ -17,7 +17,7 @@ _EVERY_S = 0.2
 
 
 @contextlib.contextmanager
-def stages(log: EventLog) -> Iterator[Callable[[str], None]]:
+def log_progress(log: EventLog) -> Iterator[Callable[[str], None]]:
     """Call what it yields with the name of each stage. During the first one `log` is read: the bar
     shows how much of it. The others have no measure but their seconds."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn

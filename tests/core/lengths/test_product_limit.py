@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.product_limit import kaplan_meier_mean
+from tests.core.lengths.product_limit import kaplan_meier_mean
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 
