@@ -115,7 +115,9 @@ class Schedule(Generic[E]):
         self.num_waiting = 0
         """In all queues, dropped ones that nobody has looked at since included."""
         self._configs = kinds
-        self._max_retries = max_retries
+        self.max_retries = max_retries
+        """How often a deed is started again whose machinery failed (cause "infrastructure"), rather
+        than the response."""
         self._say = say
         self._is_right = is_right
         self._kinds: dict[str, _Kind] = {}
@@ -173,10 +175,6 @@ class Schedule(Generic[E]):
         kind = self._kinds.get(prompt.source)
         if kind is not None:
             kind.by_prompt.look_again(prompt)
-
-    def may_ask_again(self, event: E, retry: int) -> bool:
-        """Whether the machinery failed, rather than the response, and may get another try."""
-        return event.cause == "infrastructure" and retry < self._max_retries
 
     def ask_again(self, sample: SampleId, retry: int) -> Command:
         """The deed once more, at once: its worker has just become free."""

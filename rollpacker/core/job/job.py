@@ -61,9 +61,8 @@ from rollpacker.core.fleet.parallelism import ParallelismPlanner
 from rollpacker.core.fleet.routing import Known
 from rollpacker.core.fleet.stream_plan import StreamPlan
 from rollpacker.core.job.config import JobConfig
-from rollpacker.core.job.ledger import Ledger
 from rollpacker.core.job.phases import WAITS_FOR, Phase, ProtocolError, expect
-from rollpacker.core.job.progress import MAX_EMPTY_STEPS, Progress
+from rollpacker.core.job.progress import MAX_EMPTY_STEPS, Ledger, Progress
 from rollpacker.core.lengths.learned import Learned
 from rollpacker.core.rounds.dynamic_sampling import StepGroups, split_by_signal
 from rollpacker.core.rounds.groups import RoundPlan
@@ -316,7 +315,8 @@ class Job:
             raise StrayEventError(f"a verdict on {event.sample}, which nobody asked for")
         round_ = self._round
         if event.cause:
-            if round_ is not None and self.rewards.may_ask_again(event, retry):
+            is_chance = event.cause == "infrastructure" and retry < self.rewards.max_retries
+            if round_ is not None and is_chance:
                 if round_.awaits(event.sample):
                     return [self.rewards.ask_again(event.sample, retry)]
             elif event.cause == "cancelled" and (round_ is None or not round_.awaits(event.sample)):

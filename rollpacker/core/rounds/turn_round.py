@@ -117,7 +117,7 @@ class TurnRound(Round):
             return self._start_waiting(sample)
         if event.turn != episode.turns or event.cause == "cancelled":
             raise StrayEventError(f"{event} in turn {episode.turns} of a sample that is needed")
-        if self._acting.may_ask_again(event, retry):
+        if event.cause == "infrastructure" and retry < self._acting.max_retries:
             return [self._acting.ask_again(sample, retry)]
         episode.acts = False
         self.num_acting -= 1
