@@ -1,4 +1,4 @@
-"""What the core is told of a run's configuration."""
+"""The part of a run's configuration that the core decides by."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class JobConfig:
     """Samples take turns with environments. None: one response each."""
 
     shares_pools: bool = field(default=False, metadata=OMIT_DEFAULT)
-    """Its devices are those of pools that other jobs use too (`core/job/pooled_job.py`)."""
+    """True if the job's devices belong to pools that other jobs use too
+    (`core/job/pooled_job.py`)."""
 
     def __post_init__(self) -> None:
         if self.stream.enabled and self.tail_batching.debias != "none":
@@ -81,7 +82,7 @@ class JobConfig:
         return next(found, self.layouts[0])
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The configuration as a mapping that JSON can hold."""
         return to_plain(self)
 
     @classmethod
