@@ -75,9 +75,10 @@ class RayCluster:
     def nodes(self) -> dict[str, RayNode]:
         """The hosts that are there now, by address: the run's own first, the others in the order of
         their addresses."""
+        own = _own_address()
         alive = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
         found = {}
-        for address in sorted(alive, key=lambda one: (one != self.own_address, _numbers(one))):
+        for address in sorted(alive, key=lambda one: (one != own, _numbers(one))):
             resources = alive[address]["Resources"]
             found[address] = RayNode(
                 address=address,
@@ -89,29 +90,16 @@ class RayCluster:
     @property
     def own_address(self) -> str:
         """Address of the host of this process."""
-        address: str = ray.util.get_node_ip_address()
-        return address
+        return _own_address()
 
     def facts(self, address: str) -> HostFacts:
         """Return the facts of that host. Raises `ValueError` if it cannot be asked."""
-        found: HostFacts = self._ask(address, facts)
+        found: HostFacts = _ask(address, facts)
         return found
 
     def sees(self, address: str, path: str) -> bool:
         """Whether there is such a file or folder on that host. Raises `ValueError`."""
-        return bool(self._ask(address, os.path.exists, path))
-
-    def _ask(self, address: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        there = {"num_cpus": 0, "resources": {f"node:{address}": 0.001}, "max_retries": 0}
-        try:
-            asked = ray.remote(function).options(**there).remote(*arguments)
-            return ray.get(asked, timeout=ASK_S)
-        except (GetTimeoutError, RayError) as error:
-            raise ValueError(
-                f"{address} is in ray's cluster, and cannot be asked what it has: "
-                f"{say_short(error) or f'no answer within {ASK_S:g} s'}. Is RollPacker installed "
-                "there, in the environment that ray was started from?"
-            ) from error
+        return bool(_ask(address, os.path.exists, path))
 
     def reserve(self, wanted: Mapping[str, Mapping[str, float]], *, within_s: float) -> None:
         """Have these resources (`CPU`, `GPU`) of each host, by address, for as long as this process
@@ -123,17 +111,9 @@ class RayCluster:
             remove_placement_group(self._group)
             self._group = None
             raise ValueError(
-                f"ray could not reserve {_said(wanted)} within {within_s:g} s. {self._taken()}. "
+                f"ray could not reserve {_said(wanted)} within {within_s:g} s. {_taken()}. "
                 "Wait for the others, or ask for fewer devices"
             )
-
-    def _taken(self) -> str:
-        left, there = ray.available_resources(), ray.cluster_resources()
-        return "Of all hosts together " + ", ".join(
-            f"{there.get(one, 0) - left.get(one, 0):g} of {there.get(one, 0):g} {one} are taken"
-            for one in ("CPU", "GPU")
-            if one in there
-        )
 
     def connect(self, address: str) -> Callable[[int], Calls]:
         """Makes new agents on that host, in the devices that were reserved."""
@@ -243,6 +223,33 @@ def _numbers(address: str) -> list[tuple[int, str]]:
     """Return the key by which addresses are sorted: 10.0.0.9 comes before 10.0.0.10, and IPv6 as it
     is written."""
     return [(int(part) if part.isdigit() else 0, part) for part in re.split(r"[.:]", address)]
+
+
+def _own_address() -> str:
+    address: str = ray.util.get_node_ip_address()
+    return address
+
+
+def _ask(address: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    there = {"num_cpus": 0, "resources": {f"node:{address}": 0.001}, "max_retries": 0}
+    try:
+        asked = ray.remote(function).options(**there).remote(*arguments)
+        return ray.get(asked, timeout=ASK_S)
+    except (GetTimeoutError, RayError) as error:
+        raise ValueError(
+            f"{address} is in ray's cluster, and cannot be asked what it has: "
+            f"{say_short(error) or f'no answer within {ASK_S:g} s'}. Is RollPacker installed "
+            "there, in the environment that ray was started from?"
+        ) from error
+
+
+def _taken() -> str:
+    left, there = ray.available_resources(), ray.cluster_resources()
+    return "Of all hosts together " + ", ".join(
+        f"{there.get(one, 0) - left.get(one, 0):g} of {there.get(one, 0):g} {one} are taken"
+        for one in ("CPU", "GPU")
+        if one in there
+    )
 
 
 def _said(wanted: Mapping[str, Mapping[str, float]]) -> str:
