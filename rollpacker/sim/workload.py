@@ -46,7 +46,6 @@ TURN_CHUNKS = 16
 """So many chunks of responses lie between the messages of one turn and of the next."""
 
 
-# size: what it is drawn by, and what is kept of that
 class Workload:
     """An endless dataset with a mix of reward stages, or the prompts of a real run."""
 

@@ -41,6 +41,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("pipeline/links/host_receiver.py", "Thread"): (2, "tensors between stages"),
     ("pipeline/links/host_sender.py", "Thread"): (1, "tensors between stages"),
     ("pipeline/links/direct_link.py", "Thread"): (2, "tensors between stages"),
+    ("environments/calls.py", "Thread"): (1, "in a process of environments: a blocking episode"),
     ("run/folder/event_log.py", "Thread"): (1, "writes the log beside the event loop"),
     ("run/ports/salvage.py", "Thread"): (1, "compares tokens beside the event loop"),
     ("run/ports/hand_over.py", "Thread"): (1, "makes an engine, which may block for minutes"),

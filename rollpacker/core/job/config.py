@@ -17,7 +17,6 @@ from rollpacker.core.rounds.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 
 
-# size: one field for each part of the core
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
     """A run's configuration, as far as it decides anything. Every log has it in its sessions."""

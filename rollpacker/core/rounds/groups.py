@@ -101,7 +101,7 @@ class Quota:
         return True
 
 
-# size: a list per fact of a sample, since rounds have thousands of them and every event reads some.
+# A list per fact of a sample, since rounds have thousands of them and every event reads some.
 class Group:
     """The samples of one prompt in this round. Lists are by sample index."""
 

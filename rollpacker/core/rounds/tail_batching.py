@@ -68,7 +68,6 @@ class Tier:
         return Factors(self.prompt_factor, self.sample_factor)
 
 
-# size: one field per key of `tail_batching.*`.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailBatchingConfig:
     """Over-start, keep the first to finish, gather the stragglers (`tail_batching.*`)."""
