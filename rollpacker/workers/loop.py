@@ -28,11 +28,7 @@ class LoopUse:
         with _lock:
             if _running is None:
                 running = _Running(asyncio.SelectorEventLoop())
-                try:
-                    running.thread.start()
-                except BaseException:  # there is no room for a thread: the next user tries again
-                    running.loop.close()
-                    raise
+                running.thread.start()  # where that fails, the next user tries again
                 _running = running
             _running.num_users += 1
             self._running = _running
