@@ -382,10 +382,40 @@ def test_close_refuses_everything_after(started):
         lambda: engine.abort([]),
         lambda: engine.start(heard, heard.on_error),
         lambda: asyncio.run(engine.update_weights(1)),
+        lambda: asyncio.run(engine.reload()),
     ):
         with pytest.raises(EngineError, match="closed"):
             call()
     assert not heard.errors
+
+
+def test_weights_that_come_after_the_last_engine_was_closed_are_refused():
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(ThisHost):
+        def weights(self, source: WeightSource) -> WeightSource:
+            begun.set()
+            goes_on.wait()
+            return source
+
+    engine, heard = ProcessEngine(setup(), host=Slow()), Heard()
+    engine.start(heard, heard.on_error)
+    layout = BufferLayout(path="", inode=0, size_bytes=128, places={})
+    refused: list[BaseException] = []
+
+    def update() -> None:
+        try:
+            asyncio.run(engine.update_weights(1, layout.source(1)))
+        except BaseException as error:
+            refused.append(error)
+
+    updating = threading.Thread(target=update)
+    updating.start()
+    begun.wait()
+    close(engine)
+    goes_on.set()
+    updating.join()
+    assert [type(error) for error in refused] == [EngineError]
 
 
 # -- what is said ----------------------------------------------------------------------------------

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
-
-import msgspec
 
 SERVICE = "service"
 """The service's box. A job's box has the job's name; who asks a question names one of its own."""
@@ -16,7 +15,11 @@ ALL = sys.maxsize
 """The number up to which letters are forgotten when nobody will read the box any more."""
 
 
-class Letter(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Letter:
+    """A letter in a box. It is no struct: a mailbox behind ray outlives the service, and one that
+    an earlier version has made sends the pickles of a dataclass, which make no struct."""
+
     number: int
     """Number among the box's letters, 1 or more. Numbers rise in the order in which letters are
     read."""
