@@ -120,7 +120,7 @@ test-adapters: $(ADAPTED:%=.venv-%/.installed)
 $(ADAPTED:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-$*
 	$(if $(TORCH),.venv-$*/bin/pip install --quiet "$(TORCH)")
-	.venv-$*/bin/pip install --quiet --editable ".[math,gymnasium,test,$*]"
+	.venv-$*/bin/pip install --quiet --editable ".[math,gymnasium,serve,test,$*]"
 	@touch $@
 
 # Never fails: without it everything but code and math rewards works, and their tests are skipped.

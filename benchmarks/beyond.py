@@ -35,7 +35,7 @@ from rollpacker.sim.scenario import Scenario, load_scenario
 from rollpacker.sim.simulate import simulate
 
 LEAST_SAVED = {"7b-8k": 0.20, "14b-16k": 0.15, "32b-32k": 0.15}
-"""Of the mean step time, by set-up."""
+"""The least share of the mean step time that is to be saved, by set-up."""
 SPECULATING = ("32b-32k",)
 """Set-ups whose engine may decode speculatively in long rounds; the paper's setting does not."""
 SPECULATION = Idea(

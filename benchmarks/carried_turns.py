@@ -51,7 +51,7 @@ SIZES = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4},
     **{"num_attention_heads": 4, "num_key_value_heads": 2},
 }
-"""Of the model: some more than in tests, so that decoding takes its time."""
+"""Sizes of the model, larger than in tests, so that decoding takes its time."""
 
 
 def write_run(steps: int) -> None:

@@ -58,7 +58,7 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass
 class Counts:
-    """What a campaign found."""
+    """Counts of one campaign of launches."""
 
     responses: int = 0
     tokens: int = 0

@@ -115,7 +115,7 @@ def rows_of(results: Mapping[str, PolicyResult]) -> dict[str, Any]:
 
 
 Seeds = Sequence[Mapping[str, Mapping[str, float]]]
-"""By seed, then arm."""
+"""Rows of numbers for each seed, by arm."""
 
 
 def mean(seeds: Seeds, arm: str, what: str) -> float:

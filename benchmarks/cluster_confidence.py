@@ -36,7 +36,7 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "shipped": {},
     "profile alone": {"learns": False, "mends": False},
 }
-"""By name: fields of the policy."""
+"""Fields of the policy that an arm sets otherwise, by its name."""
 Cell = tuple[str, float, float]
 """Arm, growth, and the share that was stated."""
 
@@ -59,7 +59,7 @@ def trace(work: tuple[Cell, int]) -> dict[str, Any]:
 
 
 def summed(cell: Cell, traces: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all traces together."""
+    """The row of one cell, over all its traces."""
     arm, growth, stated = cell
     num_jobs = sum(one["jobs"] for one in traces)
     missed = [job for one in traces for job in one["missed"]]

@@ -172,7 +172,7 @@ class _Life:
     rate: float = 0.0
     """Iterations per second now."""
     work_s: float = 0.0
-    """Of an iteration now, without waits."""
+    """Seconds of an iteration as the job is now, without waits."""
     done_work_s: float = 0.0
 
 

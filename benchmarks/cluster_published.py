@@ -197,7 +197,7 @@ def curve(kinds: Sequence[str], seed: int, spec: ClusterSpec) -> dict[str, Any]:
 
 
 def production_curve(seeds: int) -> dict[str, Any]:
-    """By mix of jobs: the band over seeds."""
+    """The band of prices over seeds, for each mix of jobs."""
     # More nodes than the published cluster had: nobody waits for one.
     spec = load_cluster(MIXED, ["pools.0.nodes=80", "pools.1.nodes=80"])
     bands: dict[str, Any] = {}

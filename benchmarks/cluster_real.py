@@ -50,7 +50,7 @@ ROLLOUT_CORE, TRAIN_CORE = 0, 1
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
 SAMPLES = 8
 JOBS = {"a": {"prompts": 10, "tokens": 200}, "b": {"prompts": 12, "tokens": 160}}
-"""Of like size, and not the same."""
+"""Prompts of a step and tokens of a response; the two jobs are of like size, and not the same."""
 SLO = 1.5
 CONFIDENCE = 0.9
 POOLS = tuple(
@@ -119,14 +119,14 @@ def _mean_iteration_s(told: Told) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What is known of a job that has ended."""
+    """A job that has ended, step by step."""
 
     times: list[Iteration]
-    """Of each step, as its run tells them: without waits and switches."""
+    """Seconds of each step's phases, as the run tells them: without waits and switches."""
     commits_s: list[float]
-    """Of each step, by the service's clock, which all jobs have in common."""
+    """When each step was committed, by the service's clock, which all jobs have in common."""
     waits_s: list[float]
-    """Of each step: for pools, with switches."""
+    """Seconds that each step waited for pools, with switches."""
 
 
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ def serving(folder: Path) -> Iterator[None]:
 
 
 def wait(folder: Path) -> None:
-    """Until all jobs have ended. Raises `RuntimeError` for one that failed."""
+    """Wait until all jobs have ended. Raises `RuntimeError` for one that failed."""
     for own in sorted(folder.glob("runs/*")):
         code = None
         while (code := ended(folder, own.name)) is None:
@@ -176,7 +176,7 @@ def ended(folder: Path, name: str) -> int | None:
 
 
 def read(folder: Path, name: str, log: Path) -> Told:
-    """What a job's log and the service's events say."""
+    """Read a job's log and the service's events of it."""
     store = Store(folder / "events.db")
     commits = [
         float(entry.event["event"]["at_s"])

@@ -44,7 +44,7 @@ ARMS: Mapping[str, Sequence[str]] = {
     "moves": ("by_stopping",),
     "stops": (),
 }
-"""What the core finds no room by."""
+"""Functions of the core that find no room in an arm."""
 PARTS = {"all_alike": ("waits", "joins", "moves"), "urgent": ("moves", "stops")}
 
 

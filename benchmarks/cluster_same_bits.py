@@ -136,7 +136,7 @@ def interrupted(config: Path, runs: Path) -> Path:
 
 
 def compared(runs: Path, seats: Path) -> dict[str, Any]:
-    """What differs from the same jobs alone."""
+    """Name the parts in which runs differ from the same jobs alone."""
     found: dict[str, Any] = {"two_at_once": two_at_once(seats), "handed_over": handed_over(seats)}
     for job in JOBS:
         alone = fingerprints(runs / f"{job}-alone")

@@ -124,7 +124,7 @@ class Queue:
         self._deferred: list[int] = []
 
     def step(self) -> tuple[list[Shown], list[int]]:
-        """What the launches of one round show, and the lengths that are trained on."""
+        """Run one round: the launches as they are shown, and the lengths that are trained on."""
         return self._long() if len(self._deferred) >= PROMPTS_PER_STEP else self._short()
 
     def _long(self) -> tuple[list[Shown], list[int]]:

@@ -50,7 +50,7 @@ class Round:
         default_factory=dict
     )
     seconds: np.ndarray = field(default_factory=lambda: np.zeros(2))
-    """Of the wall clock, and of the processor."""
+    """Seconds of the wall clock and of the processor."""
     last_tenth: np.ndarray = field(default_factory=lambda: np.zeros(2))
     steps: int = 0
     drafted: int = 0
@@ -68,7 +68,7 @@ class CountingDrafter(Drafter):
     def __init__(self, max_tokens: int) -> None:
         super().__init__(max_tokens)
         self.counts = np.zeros((len(KINDS), len(MATCHES), 2), np.int64)
-        """By source and class of match length: right, tried."""
+        """Drafts that were right and that were tried, by source and class of match length."""
 
     def judge(self, num_new: np.ndarray) -> None:
         for (kind, size, drafted), new in zip(self._proposed, num_new.tolist(), strict=True):
@@ -249,7 +249,7 @@ def compare_speed(off: Sequence[Round], on: Sequence[Round]) -> dict[str, Any]:
 
 
 def _ratio(off: Sequence[float], on: Sequence[float]) -> dict[str, Any]:
-    """Of sums, with a 95 % bootstrap interval over rounds, and the median of the rounds' own."""
+    """The ratio of sums, its 95 % bootstrap interval over rounds, and the median of the ratios."""
     ours, theirs = np.array(on), np.array(off)
     draws = np.random.default_rng(0).integers(0, len(ours), (RESAMPLES, len(ours)))
     ratios = theirs[draws].sum(axis=1) / ours[draws].sum(axis=1)

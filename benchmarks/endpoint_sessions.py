@@ -93,7 +93,7 @@ async def held(
 
 
 def faults(sessions: int, turns: int, engine: ScriptedEngine, record: Path) -> list[str]:
-    """What is recorded otherwise than the engine drew it."""
+    """Name what is recorded otherwise than the engine drew it."""
     recorded = read_recorded(record)
     found = []
     names = Counter(name for name, _ in recorded)

@@ -83,7 +83,7 @@ class Engines:
         self.lost = lost
         self._incarnation: Counter[int] = Counter()
         self._at: dict[str, int] = {}
-        """Of samples that have not ended."""
+        """The engine of each sample that has not ended."""
         self._from: dict[str, int] = {}
         """Of those that are to move: where they were."""
         self._ended: set[str] = set()
@@ -92,7 +92,7 @@ class Engines:
         """Trajectories that are over; of them a turn ends at a time."""
 
     def read(self, entry: dict[str, Any]) -> list[str]:
-        """What cannot be, in words."""
+        """Problems of the log in words; empty if it is sound."""
         problems = self._event(entry)
         for command in entry.get("commands", ()):
             samples = command.get("samples", ())
@@ -176,7 +176,7 @@ class Trainer:
         """The step that it is to train."""
 
     def read(self, entry: dict[str, Any]) -> list[str]:
-        """What cannot be, in words."""
+        """Problems of the log in words; empty if it is sound."""
         problems = []
         where = entry.get("incarnation"), entry.get("version")
         match entry["event"]:

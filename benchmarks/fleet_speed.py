@@ -77,7 +77,7 @@ class Ports:
         self.version = self.num_rows = 0
         self.began_s = 0.0
         self.seconds: list[float] = []
-        """Of the rounds so far."""
+        """Processor seconds of each round so far."""
 
     def routes(self) -> Routes:
         return {

@@ -72,7 +72,7 @@ def turns(arms: Iterable[Arm], repetitions: int) -> Iterator[tuple[int, Arm]]:
 
 
 def in_process(file: str, *arguments: str, environ: Mapping[str, str] | None = None) -> Any:
-    """What a benchmark prints as JSON in its last line, run in a process of its own.
+    """Run a benchmark in a process of its own, and return the JSON of its last line.
 
     `environ` are variables beside this process's own. Raises `RuntimeError` with what it said if
     it fails.
@@ -86,7 +86,7 @@ def in_process(file: str, *arguments: str, environ: Mapping[str, str] | None = N
 
 
 def earlier(main: Callable[..., Any], key: str) -> dict[str, Any]:
-    """What the kept result of this benchmark has under a key; empty without a result."""
+    """Return what the kept result of this benchmark has under a key; empty without a result."""
     path = RESULTS / f"{_name(main)}.json"
     return dict(json.loads(path.read_text())[key]) if path.is_file() else {}
 

@@ -33,7 +33,7 @@ EVAL_SAMPLES = {"calculator": 4, "guess": 32}
 """For each held-out prompt: 800 and 480 in all."""
 MAX_S = 600.0
 MIN_GAIN, MIN_SHARE = 0.4, 0.9
-"""Of the calculator's pass@1; of the game's best possible return."""
+"""The least gain of the calculator's pass@1, and share of the game's best possible return."""
 
 
 def rollpacker(*arguments: str) -> dict[str, float]:
@@ -87,7 +87,7 @@ def one_run(task: str, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def verdict(task: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was asked for, and whether each seed has it."""
+    """Say what was asked for, and whether each seed has it."""
     in_time = all(run["wall_s"] < MAX_S for run in runs)
     if task == "calculator":
         gains = [run["after"] - run["before"] for run in runs]

@@ -1,4 +1,4 @@
-"""What a number was measured on, and where it is kept.
+"""Facts of the machine that a number was measured on, and the file that keeps both.
 
 `write_result(name, payload)` puts the machine, the versions, the commit, the command line and the
 date beside the numbers in `benchmarks/results/NAME.json`. `lab.py` calls it for a benchmark.

@@ -54,7 +54,7 @@ from math_verify import parse
 found = parse(sys.stdin.read(), parsing_timeout=None)
 print(json.dumps(found[-1] if found and isinstance(found[-1], str) else None))
 """
-"""What math-verify takes for the answer's text."""
+"""The text that math-verify takes for the answer."""
 
 OURS = """
 import json, sys

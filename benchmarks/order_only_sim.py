@@ -25,7 +25,7 @@ from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.simulate import simulate
 
 LEAST_SPEEDUP = {"7b-8k": 2.3, "14b-16k": 2.6, "32b-32k": 2.8}
-"""Of the step over verl's, at no shift."""
+"""The least speed-up of a step over verl's, at no shift of lengths."""
 MAX_SHIFT = 0.02
 RATES = (1e-5, 1e-4, 1e-3, 1e-2)
 WARM_STEPS = 10
@@ -36,7 +36,7 @@ FIRST_SEED = 3000
 VERL, PUBLISHED = ("system=verl",), ("system=rollpacker-published",)
 OURS = ("system=rollpacker",)
 QUEUE = ("tail_batching.stragglers=queue", "tail_batching.prompt_factor=1.5")
-"""What a run does by default."""
+"""Settings of a run by default."""
 NO_COMPLEMENT = "tail_batching.complement=false"
 DRAFTS = {"alone": 0.41, "siblings": 0.57}
 """Acceptance of drafts: 1.70 and 2.32 tokens a step, published for Seer (arXiv 2511.14617)."""
@@ -134,7 +134,7 @@ def study(pool: ProcessPoolExecutor, set_up: str, steps: int, seeds: Iterable[in
 
 
 def plan_rates(pool: ProcessPoolExecutor, set_up: str, steps: int, seeds: Iterable[int]) -> Any:
-    """By rate: the setting that keeps the lengths, on fresh seeds."""
+    """Simulate the setting that keeps the lengths, for each rate, on fresh seeds."""
     found, seeds = {}, list(seeds)
     for rate in RATES:
         chosen = planned(pool, set_up, rate)

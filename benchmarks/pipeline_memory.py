@@ -97,7 +97,7 @@ class Setting:
     reference: bool = False
     micro_batch_tokens: int = 512
     num_micro_batches: int = 6
-    """Of each shard."""
+    """Micro-batches of a step, of each shard."""
 
 
 SETTINGS = {
@@ -149,7 +149,7 @@ def _compared(name: str) -> dict[str, Any]:
 
 
 def _run_ranks(name: str, folder: str, size: int) -> list[dict[str, int]]:
-    """What each of so many processes printed."""
+    """Run so many processes, and return what each printed."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, __file__, "--rank", name, "--model", folder]
     common = os.environ | RETURNED | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
@@ -302,7 +302,7 @@ def _run_config(setting: Setting, folder: str) -> RunConfig:
 
 
 def _num_samples(setting: Setting) -> int:
-    """Of each shard."""
+    """Samples of each shard."""
     return setting.num_micro_batches * (setting.micro_batch_tokens // (ROW_TOKENS - 1))
 
 

@@ -70,24 +70,24 @@ from tests.cluster.netns import Network, why_impossible
 NUM_STAGES = 2
 CPU = torch.device("cpu")
 LINK_SHARE = 0.7
-"""Of a stage's F + I + W of a micro-batch, on average: what a message takes."""
+"""Seconds of a message, as a share of a stage's F + I + W of a micro-batch, on average."""
 LINK_SHARES = (0.63, 0.77)
 """Found to be as it should."""
 COMPUTE, SLOW, PACKED = "compute", "slow", "packed"
 MARKS = {COMPUTE: 1.5, SLOW: 1.3, PACKED: 1.3}
 TOLERANCE = 1e-4
-"""Of gradients in float32, as a share of the largest element."""
+"""The largest difference of float32 gradients, as a share of the largest element."""
 CALIBRATIONS = 3
 END_S = 60.0
 SECONDS, PROCESSOR_SECONDS = 2, 3
 """Where they are in what is noted of an op: kind, micro-batch and these."""
 Steps = list[list[dict[str, Any]]]
-"""Of each step what each stage says."""
+"""Answers of each stage, for each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Of the model and of a step."""
+    """Sizes of the model and of a step."""
 
     hidden: int = 256
     intermediate: int = 768
@@ -123,7 +123,7 @@ ARMS = {
         How(name="refilled", layout="refilled"),
     ),
 }
-"""By part: what it is compared with, what a run does, and what else is measured."""
+"""Arms of each part: the one compared with, the one of a run, and what else is measured."""
 
 
 def new_model(size: Size) -> Qwen2ForCausalLM:
@@ -252,7 +252,7 @@ class BlockingSender:
 
 
 class ZeroBubble:
-    """Its order, for a sweep whose micro-batches come at once."""
+    """The zero-bubble order, for a sweep whose micro-batches come at once."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
@@ -290,7 +290,7 @@ def _noted(run_op: Callable[..., Any], kind: str, found: Ops) -> Callable[..., A
 
 
 class StageProcess:
-    """What one process does: steps of the arms that it is asked for, one line each."""
+    """One process: it takes steps of the arms that it is asked for, one line each."""
 
     def __init__(self, size: Size, host: str) -> None:
         self._samples = {part: samples_of(part, size) for part in ARMS}
@@ -414,7 +414,7 @@ class Stages:
             self._processes.append(process)
 
     def step(self, part: str, how: How, gradients: bool = False) -> list[dict[str, Any]]:
-        """What each stage says; of one process, the first alone."""
+        """Take a step, and return each stage's answer; of one process, the first alone."""
         taking_part = self._processes if how.stages else self._processes[:1]
         for rank, process in enumerate(taking_part):
             path = str(self._gradients(rank)) if gradients else None
@@ -423,7 +423,7 @@ class Stages:
         return [self._answer(process) for process in taking_part]
 
     def gradient(self, part: str, how: How) -> dict[str, Tensor]:
-        """Of all stages, by an untimed step."""
+        """The gradient of all stages, by an untimed step."""
         whole: dict[str, Tensor] = {}
         for rank in range(len(self.step(part, how, gradients=True))):
             whole |= torch.load(self._gradients(rank), weights_only=True)
@@ -480,7 +480,7 @@ def check_gradients(stages: Stages, part: str) -> float:
 
 
 def in_turn(stages: Stages, part: str, pairs: int) -> dict[str, Steps]:
-    """By arm."""
+    """Take `pairs` steps of each arm, and return the answers by arm."""
     found: dict[str, Steps] = {how.name: [] for how in ARMS[part]}
     for _ in range(pairs):
         for how in ARMS[part]:
@@ -489,7 +489,7 @@ def in_turn(stages: Stages, part: str, pairs: int) -> dict[str, Steps]:
 
 
 def work_of(steps: Steps, column: int) -> Work:
-    """Of the medians of each op's `SECONDS` or `PROCESSOR_SECONDS`."""
+    """A sweep of the medians of each op's `SECONDS` or `PROCESSOR_SECONDS`."""
     tables: dict[str, list[tuple[float, ...]]] = {}
     for kind in "FIW":
         tables[kind] = []
@@ -533,7 +533,7 @@ def besides_ops_s(steps: Steps) -> float:
 
 
 def of_arm(part: str, how: How, steps: Steps, tokens: int) -> dict[str, Any]:
-    """What is written of one arm."""
+    """The numbers of one arm, for the result."""
     seconds = [max(answer["seconds"] for answer in step) for step in steps]
     step_s = statistics.median(seconds)
     found = {"step_s": round(step_s, 4), "tokens_per_s": round(tokens / step_s, 1)}

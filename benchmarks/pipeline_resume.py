@@ -56,7 +56,7 @@ OVERRIDES = (
     *("train.eps=1e-4", "algorithm.kl_coef=0.01"),
 )
 TOLERANCE = 1e-6
-"""Of weights, whose largest is about 0.1 in the matrices and 1 in the norms."""
+"""The largest difference of weights, which are up to 0.1 in matrices and 1 in norms."""
 
 
 def run(runs: Runs, name: str, layout: str, **settings: Any) -> int:

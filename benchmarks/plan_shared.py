@@ -33,7 +33,7 @@ SEEDS, STEPS = 3, 40
 
 
 def rows() -> list[dict[str, Any]]:
-    """By setting: the step, and what it costs."""
+    """Seconds and cost of a step, for each setting."""
     cluster = load_cluster(ROOT / CLUSTER)
     scenario = on_pools(load_scenario(ROOT / SCENARIO, SETTINGS), cluster.pools)
     gpus = {"rollout": scenario.cluster.gpus, "train": scenario.cluster.trainer_gpus}
@@ -65,7 +65,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """As docs/simulation.md has it."""
+    """The table of docs/simulation.md."""
     lines = ["| setting | step | busy | price of 1,000 prompts |", "| --- | ---: | ---: | ---: |"]
     lines += [
         f"| {row['setting']} | {row['step_s']:.1f} s | {row['busy_s']:.1f} s | "

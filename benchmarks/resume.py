@@ -197,7 +197,7 @@ def carried_at_a_kill(folder: Path) -> int:
 
 
 def carried_tokens(folder: Path) -> int:
-    """Of all launches in a run's log."""
+    """Count the tokens that were carried in all launches of a run's log."""
     log = map(json.loads, (folder / "events.jsonl").open())
     commands = [command for entry in log for command in entry.get("commands", ())]
     return sum(sum(command.get("carried", ())) for command in commands)

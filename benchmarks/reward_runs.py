@@ -93,7 +93,7 @@ def sandbox_workers() -> list[Process]:
 
 
 class Warnings(logging.Handler):
-    """What was logged, with the time of each line."""
+    """A log handler that keeps each line with its time."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

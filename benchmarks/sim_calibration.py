@@ -44,7 +44,7 @@ WEIGHTS: Mapping[str, float] = {
     **{"breakdown": 1, "scaling": 1, "code alone": 1, "lengths": 1, "32B rollout": 1},
     **{"adaptive timeout": 1, "stream trainer": 0.5},
 }
-"""Of the groups of facts. The facts of a group share its weight."""
+"""Weight of each group of facts, which its facts share."""
 HUBER = math.log(1.25)
 DIFFERENCE = math.log(1.1)
 """Step of a constant's logarithm over which derivatives are taken: sandbox workers are whole."""
@@ -118,7 +118,7 @@ class Residuals:
 
 
 def weights() -> Vector:
-    """Of the facts; they add up to 1."""
+    """Weight of each fact; they add up to 1."""
     sizes = {group: sum(f.group == group for f in FACTS) for group in WEIGHTS}
     given = np.array([WEIGHTS[fact.group] / sizes[fact.group] for fact in FACTS])
     shares: Vector = given / given.sum()

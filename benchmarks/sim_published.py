@@ -41,7 +41,7 @@ SEEDS = (0, 1)
 Constants = dict[str, float]
 """Values of the fitted constants, by name."""
 MACHINE = ("launch_layer_s", "per_sequence_s", "train_utilization", "synchronous_judge_share")
-"""Those of `Calibration`."""
+"""Fitted constants that are fields of `Calibration`."""
 
 
 def shipped() -> Constants:
@@ -106,7 +106,7 @@ class Sim:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulation found, over all its seeds."""
+    """The results of a simulation over all its seeds."""
 
     results: tuple[SystemResult, ...]
     trained: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -215,7 +215,7 @@ SYSTEMS: Mapping[str, tuple[str, ...]] = {
     **{"verl": VERL, "rlhfuse": ("system=rlhfuse",)},
     **{"rollpacker": ROLLPACKER, "oracle": ("system=oracle",)},
 }
-"""As the paper names them; the oracle is ours."""
+"""Systems as the paper names them; the oracle is ours."""
 ADDED: Mapping[str, tuple[str, ...]] = {
     "+ tail batching": TAIL_ONLY,
     "+ reward scheduler": TAIL_SCORED,

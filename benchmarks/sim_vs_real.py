@@ -59,7 +59,7 @@ class Workload:
     name: str
     both: tuple[str, ...] = ()
     race: tuple[str, ...]
-    """Of the run with tail batching; the simulator is told these."""
+    """Settings of the run with tail batching, which the simulator is told."""
 
 
 WORKLOADS = (

@@ -28,25 +28,16 @@ import numpy as np
 from lab import bench
 from workload import QUICKSTART, describe_workload, load_workload
 
-from rollpacker.bus import Bus, Recorded, Routes
+from rollpacker.bus import Bus, Recorded, Routes, Unsaid
 from rollpacker.config.schema import RolloutConfig, RunConfig
 from rollpacker.core.commands import (
     Abort,
-    CancelScore,
-    Command,
     Commit,
-    Drop,
     FetchPrompts,
     Finish,
     Launch,
-    Move,
-    Place,
-    Release,
-    Replace,
-    Resize,
     RoundKind,
     Score,
-    StartGradients,
     SyncWeights,
     TrainOn,
 )
@@ -64,6 +55,7 @@ from rollpacker.core.events import (
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job.config import JobConfig
 from rollpacker.core.job.job import Job
+from rollpacker.core.messages import COMMANDS
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.data.cursor import PromptCursor
 from rollpacker.engines.engine import EngineOutput, SamplingParams
@@ -96,7 +88,7 @@ ARMS: dict[str, tuple[TailBatchingConfig, bool]] = {
 }
 """Settings, and whether the engine drafts (`rollout.engine.draft_tokens`)."""
 PROMISED = "queue 1.5, drafts"
-"""As runs are by default."""
+"""Tail batching as runs have it by default."""
 ROUNDS = {8: 90, 16: 75, 64: 30}
 """Rounds per arm, by prompts per step."""
 QUICK_ROUNDS = {8: 10}
@@ -160,7 +152,9 @@ class Arm:
         )
         self._carried = CarriedTokens(tail)
         ports = [self, self._carried, Recorded(SyncWeights)]
-        self._bus = Bus(job, RealClock(0.0), ports)
+        obeyed = {kind for port in ports for kind in port.routes()}
+        unsaid = Unsaid(*(kind for kind in COMMANDS.values() if kind not in obeyed))
+        self._bus = Bus(job, RealClock(0.0), [*ports, unsaid])
         self._round_over = threading.Event()
         self._error: BaseException | None = None
         self._launched: dict[SampleId, int] = {}
@@ -203,7 +197,6 @@ class Arm:
         self._round_over.set()
 
     def routes(self) -> Routes:
-        surprises = (CancelScore, Drop, Move, Place, Release, Replace, Resize, StartGradients)
         return {
             FetchPrompts: self._fetch,
             Launch: self._launch,
@@ -212,7 +205,6 @@ class Arm:
             TrainOn: self._end_round,
             Commit: self._commit,
             Finish: self._finish,
-            **dict.fromkeys(surprises, _surprise),
         }
 
     def _fetch(self, command: FetchPrompts) -> None:
@@ -262,10 +254,6 @@ class Arm:
 def _drafting(config: RunConfig, draft_tokens: int) -> RunConfig:
     engine = dataclasses.replace(config.rollout.engine, draft_tokens=draft_tokens)
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, engine=engine))
-
-
-def _surprise(command: Command) -> None:
-    raise AssertionError(f"not expected here: {command}")
 
 
 def _sampling(rollout: RolloutConfig, seed: int) -> SamplingParams:

@@ -57,7 +57,7 @@ ALL_TOGETHER = "padded_all_together"
 CHECKED_SAMPLES = 24
 FLOAT32_TOLERANCE = 1e-6
 FLOAT64_TOLERANCE = 1e-10
-"""Of gradients, as shares of the largest element."""
+"""The largest differences of gradients, as shares of the largest element."""
 CPU = torch.device("cpu")
 
 
@@ -110,7 +110,7 @@ def rows_of(samples: Sequence[TrainSample]) -> list[Row]:
 
 
 def add_gradient(policy: Policy, batch: MicroBatch, samples: Sequence[TrainSample]) -> None:
-    """What a plain loop does with one micro-batch."""
+    """Forward and backward of one micro-batch, as a plain loop does it."""
     log_probs, _ = policy(batch, 1.0)
     weights = torch.tensor([s.advantage * s.token_weight for s in samples], dtype=log_probs.dtype)
     weights = weights.repeat_interleave(torch.tensor(batch.num_targets))
@@ -158,7 +158,7 @@ def gradients_of(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Of any element, as a share of the largest element of `b`."""
+    """The largest difference of any element, as a share of the largest element of `b`."""
     assert a.keys() == b.keys()
     largest = max(gradient.abs().max().item() for gradient in b.values())
     return max((a[name] - b[name]).abs().max().item() for name in a) / largest

@@ -171,7 +171,7 @@ def sabotage(config: Path, overrides: Sequence[str], plan: Sequence[str]) -> tup
 
 
 def weights_of(run: Path) -> dict[str, Any]:
-    """Of the last checkpoint."""
+    """Weights of the newest checkpoint, by name."""
     files = sorted((run / "model").glob("*.safetensors"))
     assert files, run
     return {name: value for file in files for name, value in load_file(file).items()}

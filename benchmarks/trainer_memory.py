@@ -119,7 +119,7 @@ def main(
 
 
 def holds(found: dict[str, Any]) -> bool:
-    """As little memory as is claimed, and the same gradients."""
+    """Whether as little memory is taken as is claimed, for the same gradients."""
     return found["peak_share"] <= MAX_SHARE and found["gradient_error"] <= MAX_GRADIENT_ERROR
 
 

@@ -168,7 +168,7 @@ class Runs:
         return process.exitcode
 
     def checkpoint(self, name: str, step: int | None = None) -> Path:
-        """That of a step, or the last."""
+        """The checkpoint of a step; None: the last one."""
         checkpoints = self.folder / name / "checkpoints"
         if step is None:
             return checkpoints / (checkpoints / "latest").read_text().strip()

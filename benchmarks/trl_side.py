@@ -28,7 +28,7 @@ class TrlSetting:
     samples_per_pass: int | None
     options: Mapping[str, Any] = field(default_factory=dict)
     rollout: Mapping[str, Any] | None = None
-    """What `rollpacker.integrations.trl.rollout_function` is given; None: TRL alone."""
+    """Arguments of `rollpacker.integrations.trl.rollout_function`; None: TRL alone."""
 
 
 def continuous_batching(samples: int, num_blocks: int) -> dict[str, Any]:

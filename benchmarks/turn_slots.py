@@ -147,7 +147,7 @@ class Talk:
         self.over.set()
 
     def found(self) -> dict[tuple[SampleId, int], Response]:
-        """By sample and tokens before it."""
+        """Responses by sample and number of tokens before them."""
         return {(one.sample, len(one.prompt_tokens)): one for one in self.responses}
 
 

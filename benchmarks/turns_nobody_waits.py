@@ -76,7 +76,7 @@ ARMS: dict[str, tuple[str, float, tuple[str, ...], int]] = {
     "neither": (FIXED, 2 * HANG_S, (NO_RACES,), 3),
     "fixed_60_s": (FIXED, FIXED_S, (NO_RACES,), 4),
 }
-"""What is executed before, seconds that an answer may take, overrides, and steps."""
+"""Code that is executed before, seconds that an answer may take, overrides, and steps."""
 LONGEST_S = 1800.0
 NUM_ROWS = 512
 SAMPLES = 4
@@ -152,7 +152,7 @@ def trained(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
-    """What the run has kept of each sample that was trained on."""
+    """Rows that the run has kept of the samples that were trained on."""
     import pyarrow.parquet
 
     found: list[dict[str, Any]] = []

@@ -167,7 +167,7 @@ class PacedEngine:
         return EngineOutput(event, response)
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """It keeps nothing."""
+        """Do nothing, since this engine keeps nothing."""
 
     async def update_weights(self, version: int, weights: object = None) -> None:
         self._version = version

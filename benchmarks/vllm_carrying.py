@@ -37,7 +37,7 @@ from rollpacker.engines.engine import Carried, EngineConfig, GenerationRequest, 
 from rollpacker.engines.vllm.engine import VllmEngine
 
 MOVED = 1e-3
-"""By how much, in the spread of each tensor."""
+"""Standard deviation of a change of weights, in the spread of each tensor."""
 ROUNDS = 5
 
 Serving = VllmEngine | TorchEngine

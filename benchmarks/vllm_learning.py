@@ -23,7 +23,7 @@ from learning import paired_interval, rollpacker, warm_up
 
 ENGINES = {"vllm": "vllm", "embedded": "torch"}
 GAIN = 0.30
-"""By so much pass@1 should rise on every seed."""
+"""The least rise of pass@1 on every seed."""
 
 
 def train(seed: int, model: Path, folder: Path, arm: str) -> dict[str, float]:

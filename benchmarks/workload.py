@@ -34,7 +34,7 @@ def load_workload(path: Path, model: Path | None = None, threads: int = 1) -> Ru
 
 
 def describe_workload(config: RunConfig, path: Path) -> dict[str, object]:
-    """What a result says about the workload that was loaded from `path`."""
+    """Describe the workload that was loaded from `path`, for a result."""
     return {
         "config": path.name,
         "model": Path(config.model.path).name,

@@ -475,16 +475,15 @@ def calibration_table() -> str:
 
 def assumed_table() -> str:
     """What is neither fitted nor on a datasheet."""
-    machine = latency.DatasheetModel
     deadline, planner = AdaptiveDeadlineConfig(), ParallelismConfig()
     code, math_kind = presets.REWARD_KINDS["code"], presets.REWARD_KINDS["math"]
     paper = "the paper"
     rows: list[list[object]] = [
         ["training work", f"{latency.TRAIN_FLOPS_PER_PARAM:g}", "FLOP per token and parameter",
          "6 for forward and backward, 2 each for two log-prob passes"],
-        ["prompt tokens found in the cache", _default(machine, "shared_prefill_share"), "share",
+        ["prompt tokens found in the cache", latency.SHARED_PREFILL_SHARE, "share",
          "assumed: samples of one prompt share its prefill"],
-        ["memory for weights and cache", _default(machine, "kv_memory_share"), "share of a GPU's",
+        ["memory for weights and cache", latency.KV_MEMORY_SHARE, "share of a GPU's",
          "vLLM's default"],
         ["cache kept free at admission", KV_WATERMARK, "share", "assumed, as vLLM's"],
         ["release until training can begin", MIGRATION_S, "s",
@@ -507,10 +506,6 @@ def assumed_table() -> str:
          "times the preemptions, rounds", f"{paper}, section 4.2"],
     ]  # fmt: skip
     return text_table(("constant", "value", "unit", "source"), rows)
-
-
-def _default(owner: Any, name: str) -> object:
-    return owner.__dataclass_fields__[name].default
 
 
 def _only(law: Mapping[float, float] | None) -> float:

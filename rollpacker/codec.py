@@ -1,4 +1,3 @@
-# size: one codec, in one file
 """The one codec: records to plain JSON values or to bytes, and back, by their type hints.
 
     to_plain(thing)         -> dict of numbers, texts, lists and dicts, in the order of the fields

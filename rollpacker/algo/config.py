@@ -52,7 +52,6 @@ MismatchCorrection = Literal[
 Credit = Literal["trajectory", "turn"]
 
 
-# size: one field per key of `algorithm.*`.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
     """The algorithm and its switches (`algorithm.*`)."""

@@ -183,7 +183,8 @@ def _simulate_all(
 def _progress(
     name: str, count: int, *, told: bool
 ) -> AbstractContextManager[Callable[[int], None]]:
-    """Jobs that have ended: a bar on a terminal, else a line now and then; with --json none."""
+    """Show how many jobs have ended: a bar on a terminal, else a line now and then; with --json
+    nothing."""
     if not told:
         return nullcontext(lambda done: None)
     from rollpacker.run.output import progress

@@ -134,7 +134,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _shared(name: str | None) -> ClusterSpec | None:
-    """The cluster of --shared."""
+    """The cluster of --shared. None if there is none."""
     from rollpacker.cluster.sim.spec import load_cluster
 
     return None if name is None else load_cluster(name)
@@ -149,7 +149,8 @@ def _scenario(args: argparse.Namespace, shared: ClusterSpec | None) -> Scenario:
 
 
 def _run_config(args: argparse.Namespace, model: RunModel, shared: ClusterSpec | None) -> RunConfig:
-    """Raises `ValueError` for a run that can share no pools."""
+    """The run's config with the overrides; on shared pools without streamed gradients. Raises
+    `ValueError` for a run that can share no pools."""
     from rollpacker.sim import plan_ideas
 
     config = model.with_overrides(args.overrides)

@@ -87,7 +87,7 @@ class Checker:
         self._root: type = object
         """The schema of the whole config."""
         self.names_trl = False
-        """Keys of TRL's are among what is wrong."""
+        """Whether keys of TRL's are among the problems."""
         self._raw = raw
         """Texts that the user typed for overrides, for the keys that want a text."""
 

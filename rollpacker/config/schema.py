@@ -50,7 +50,7 @@ MAX_NAME_BYTES = 200
 """Longest name of a run: file systems take 255 bytes, and suffixes come on top."""
 
 
-# size: one field for each key of a config file; grouping them would rename the users' keys.
+# One field for each key of a config file: grouping them would rename the users' keys.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """Everything that a run depends on; saved beside it as it was resolved."""

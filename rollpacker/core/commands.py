@@ -87,7 +87,7 @@ class Replace(BaseCommand, frozen=True, kw_only=True):
 
     engine: int
     incarnation: int
-    """Of the new one."""
+    """Incarnation of the new engine."""
     version: int
 
 
@@ -100,7 +100,7 @@ class Resize(BaseCommand, frozen=True, kw_only=True):
     tensor_parallel: int
     """Devices of each engine."""
     incarnations: tuple[int, ...]
-    """Of the new ones, from engine 0 on; there are no others."""
+    """Incarnations of the new engines, from engine 0 on. There are no other engines."""
     version: int
 
 
@@ -140,7 +140,8 @@ class Continue(BaseCommand, frozen=True, kw_only=True):
 
     samples: tuple[SampleId, ...]
     engines: Omitted[tuple[int, ...]] = ()
-    """As in `Launch`; where it can be, the engine that generated the turn before."""
+    """Engine of each sample, as in `Launch`: where possible the one that generated the turn
+    before."""
 
 
 class LetGo(BaseCommand, frozen=True, kw_only=True):
@@ -157,8 +158,8 @@ class Conclude(BaseCommand, frozen=True, kw_only=True):
 
     sample: SampleId
     reason: str
-    """Its finish reason: "done" or what the environment says, "length" (a message was cut off), or
-    the limit that was reached: "turns", "tokens", "environment_s"."""
+    """Finish reason of the trajectory: "done" or what the environment says, "length" (a message was
+    cut off), or the limit that was reached: "turns", "tokens", "environment_s"."""
 
 
 LIMITS = frozenset(("length", "tokens", "turns", "environment_s", "truncated"))
@@ -187,8 +188,8 @@ class CancelScore(BaseCommand, frozen=True, kw_only=True):
 
 
 class Defer(BaseCommand, frozen=True, kw_only=True):
-    """These prompts join the long queue. Whatever was generated for them in this round can be let
-    go."""
+    """The prompts join the long queue. Responses that were generated for them in this round may be
+    released."""
 
     prompts: tuple[PromptId, ...]
 
@@ -201,8 +202,8 @@ class Drop(BaseCommand, frozen=True, kw_only=True):
 
 
 class Release(BaseCommand, frozen=True, kw_only=True):
-    """These devices are not needed for the rest of the round: their engines hand their requests,
-    with what was generated of them, to the others, and the trainer may use them."""
+    """The devices are not needed for the rest of the round: their engines hand their requests, with
+    what was generated of them, to the others, and the trainer may use the devices."""
 
     devices: tuple[int, ...]
 
@@ -214,7 +215,8 @@ class StartGradients(BaseCommand, frozen=True, kw_only=True):
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
     devices: Omitted[tuple[int, ...]] = ()
-    """Those that compute them: released by their engines. Empty: all that the trainer has."""
+    """Devices that compute the gradients, released by their engines. Empty: all devices of the
+    trainer."""
 
 
 class TrainOn(BaseCommand, frozen=True, kw_only=True):
@@ -251,7 +253,7 @@ class RestoreTrainer(BaseCommand, frozen=True, kw_only=True):
     all groups."""
 
     incarnation: int
-    """Of the new ones."""
+    """Incarnation of the new processes."""
     version: int
 
 

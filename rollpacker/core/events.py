@@ -28,7 +28,7 @@ class PromptsFetched(BaseEvent, frozen=True, kw_only=True):
 
     prompts: tuple[PromptId, ...]
     epoch_ended: bool
-    """These were the last prompts of their epoch."""
+    """True if these were the last prompts of their epoch."""
     data_ended: bool = False
     """No further epoch will come."""
 
@@ -47,14 +47,14 @@ class SampleGenerated(BaseEvent, frozen=True, kw_only=True):
     preemptions: int = 0
     """How often the engine had to put it back for lack of key-value cache."""
     num_kept: Omitted[int | None] = None
-    """Of the tokens carried into this launch, so many came out the same under the weights at hand.
-    None: nothing was carried, or it was not looked at."""
+    """Tokens carried into this launch that came out the same under the weights at hand. None:
+    nothing was carried, or it was not looked at."""
     num_redraws: Omitted[int] = 0
     """How often its end was drawn anew, because it came before the place where the response had
     been cut off (`tail_batching.complement`)."""
     num_reused: Omitted[int] = 0
-    """Of the tokens before it, those that the engine had not to compute for it: it had kept them
-    since an earlier turn."""
+    """Tokens before the response that the engine did not have to compute, since it had kept them
+    from an earlier turn."""
     num_held: Omitted[int] = 0
     """Tokens that it keeps now for the next turn, the prompt's among them."""
     room: Omitted[int | None] = None
@@ -111,7 +111,7 @@ class EngineReady(BaseEvent, frozen=True, kw_only=True):
     engine: int
     incarnation: int
     version: int
-    """Of its weights."""
+    """Version of its weights."""
 
 
 class EngineLost(BaseEvent, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ class TrainerReady(BaseEvent, frozen=True, kw_only=True):
 
     incarnation: int
     version: int
-    """Of its weights."""
+    """Version of its weights."""
 
 
 class ToolCall(NamedTuple):
@@ -167,12 +167,12 @@ class Acted(BaseEvent, frozen=True, kw_only=True):
     reason: str = ""
     """Why it is over, as a finish reason ("" is "done"), or why the episode was lost."""
     cause: str = ""
-    """Of a lost episode: "environment" (it raised), "deadline" (it was too slow), "infrastructure"
-    (its process died: worth another try), "prompt" (the prompt that it said cannot be taken) or
-    "cancelled"."""
+    """Cause of a lost episode: "environment" (it raised), "deadline" (it was too slow),
+    "infrastructure" (its process died: worth another try), "prompt" (the prompt that it said cannot
+    be taken) or "cancelled"."""
     calls: Omitted[tuple[ToolCall, ...]] = ()
-    """Of tools, in order; not those that an environment makes of a message by itself. Where the
-    answer was too slow, the last one had not ended."""
+    """Calls of tools, in order, without those that an environment makes of a message by itself.
+    Where the answer was too slow, the last call had not ended."""
 
 
 class SampleScored(BaseEvent, frozen=True, kw_only=True):
@@ -227,7 +227,7 @@ class Entered(BaseEvent, frozen=True, kw_only=True):
 
     pool: PoolName
     switch_s: float = 0.0
-    """Of the time since `Enter`: how long it took to wake up, with the pool at hand."""
+    """Seconds of the time since `Enter` that waking up took, once the pool was there."""
 
 
 class PoolNeeded(BaseEvent, frozen=True, kw_only=True):
@@ -240,7 +240,7 @@ class PoolNeeded(BaseEvent, frozen=True, kw_only=True):
 
 
 class PoolUnneeded(BaseEvent, frozen=True, kw_only=True):
-    """That is done."""
+    """Purpose that has ended."""
 
 
 class Reminded(BaseEvent, frozen=True, kw_only=True):

@@ -13,18 +13,18 @@ class SampleState(StrEnum):
     PLANNED = "planned"
     LAUNCHED = "launched"
     ACTING = "acting"
-    """Its turn is with the environment; the engine does not have it."""
+    """The environment has the turn; the engine does not have the sample."""
     GENERATED = "generated"
     SCORED = "scored"
     TRAINED = "trained"
     ABORTED = "aborted"
     """Surplus: its group was complete without it."""
     DEFERRED = "deferred"
-    """Its prompt joined the long queue; this response is let go."""
+    """The prompt joined the long queue; this response is not needed."""
     FAILED = "failed"
     """The engine, or its environment, could not go on with it."""
     DROPPED = "dropped"
-    """It has no verdict, or its group is not trained on."""
+    """The sample has no verdict, or its group is not trained on."""
 
 
 _S = SampleState

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkModel:
-    """What a row of some length costs, in units of one token's cost without attention."""
+    """Cost of a row of some length, in units of one token's cost without attention."""
 
     crossover_tokens: float = 48_000.0
     """The length at which attention costs as much as everything else.
@@ -31,7 +31,7 @@ class WorkModel:
 
 
 work = WorkModel()
-"""Of a model with a hidden size of 4,096."""
+"""The work model of a model with a hidden size of 4,096."""
 
 
 def assign(

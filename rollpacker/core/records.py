@@ -47,8 +47,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Samples that the engine decodes at the same time at most; None: no limit was set, or the log
     is older than this field."""
     marks: tuple[str, ...] = ()
-    """What every number of this session must be read with: "unsandboxed" if model-written code ran
-    without isolation."""
+    """Marks with which every number of this session must be read: "unsandboxed" if model-written
+    code ran without isolation."""
     data_ended: Omitted[bool | None] = None
     """Of a resumed run: whether the data has ended now. It may have ended before and go on, since
     the run was given more epochs. None: as the checkpoint says; so in older logs."""

@@ -147,7 +147,7 @@ class _Stretches:
 
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         columns = np.array(stretches, dtype=np.float64).reshape(-1, len(Stretch._fields)).T
-        self.steps, self.running, self.cached, self.admitted, _, self.seconds = columns
+        self.steps, self.running, self.cached, self.admitted, self.seconds = columns
         self.sample_steps = self.steps * self.running
 
     def beyond(self, bend: float) -> Vector:

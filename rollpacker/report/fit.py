@@ -87,10 +87,11 @@ class _Clocked:
     """Rounds that contradict a token clock."""
     reason: str = ""
     """Why the last of those rounds was skipped."""
-    drafted: ClockedRounds | None = None
-    """All rounds, by a clock that lets samples come forward at different speeds; None: theirs is
-    the clock of an engine that gives one token a step."""
+    drafted: bool = False
+    """The rounds contradict an engine that gives one token a step, so that `rounds` are by a clock
+    that lets samples come forward at different speeds."""
     _as_drafted: ClockedRounds = field(default_factory=list)
+    """All rounds by that clock, if the engine may draft."""
 
     def add(self, round_: RoundHistory) -> None:
         if self.may_draft:
@@ -112,9 +113,8 @@ class _Clocked:
         """Take the engine for one that drafts, if it may and rounds contradict the other one."""
         num_gained = len(self._as_drafted) - len(self.rounds)
         if num_gained > DRAFTED_SHARE * len(self._as_drafted):
-            self.drafted = self._as_drafted
+            self.drafted, self.rounds = True, self._as_drafted
             self.num_skipped -= num_gained
-            self.rounds = self.drafted
 
 
 @dataclass(slots=True)
@@ -238,7 +238,7 @@ def _training_s(step: StepHistory, train_on_s: float, trained_s: float) -> float
 def _fit(measured: _Measured) -> FittedRun:
     clocked, session = measured.clocked, measured.session
     parts = [part for _, parts in clocked.rounds for part in parts]
-    step = fit_line(parts) if clocked.drafted is None else fit_rounds(parts)
+    step = fit_rounds(parts) if clocked.drafted else fit_line(parts)
     checks = measured.checks
     return FittedRun(
         job={} if session is None else session.job,

@@ -40,8 +40,6 @@ class Stretch(NamedTuple):
     counted, since a log does not tell their lengths."""
     admitted: int
     """Samples that were prefilled before the first of the steps."""
-    ended: int
-    """Samples that ended, or were stopped, right before."""
     seconds: float
 
 
@@ -90,7 +88,7 @@ def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False)
     else:
         engine = _Engine(round_.samples, slots, taken_up)
     found = []
-    last_s, ended = round_.start_s, 0
+    last_s = round_.start_s
     for end in round_.ends:
         if end.num_generated == 0 and end.end is End.STOPPED:
             engine.forget(end.sample)
@@ -98,11 +96,10 @@ def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False)
         clock = engine.clock_of(end)
         if clock > engine.clock or engine.num_admitted:
             assert end.end_s is not None
-            found.append(engine.advance(clock, ended, end.end_s - last_s))
-            last_s, ended = end.end_s, 0
+            found.append(engine.advance(clock, end.end_s - last_s))
+            last_s = end.end_s
         engine.remove(end.sample)
-        ended += 1
-    if found and ended and drafted:  # the last ones ended behind the furthest
+    if found and drafted:  # the last ones ended behind the furthest
         rest_s = round_.ends[-1].end_s
         assert rest_s is not None
         found[-1] = found[-1]._replace(seconds=found[-1].seconds + rest_s - last_s)
@@ -153,14 +150,13 @@ class _Engine:
         admitted_at = self._admitted_at.get(end.sample)
         return None if admitted_at is None else admitted_at + end.num_tokens - 1
 
-    def advance(self, clock: int, ended: int, seconds: float) -> Stretch:
+    def advance(self, clock: int, seconds: float) -> Stretch:
         running = len(self._admitted_at)
         stretch = Stretch(
             steps=clock - self.clock,
             running=running,
             cached=running * (self.clock + 1) - self._sum_admitted_at,
             admitted=self.num_admitted,
-            ended=ended,
             seconds=seconds,
         )
         self.clock, self.num_admitted = clock, 0

@@ -75,7 +75,6 @@ TICK_S = 0.25
 """Seconds between two looks of a wait at its deadline, and of the observers at the log."""
 
 
-# size: a field for each part.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """Everything that the controller drives. The parts do not know each other, nor the

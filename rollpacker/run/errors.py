@@ -47,7 +47,7 @@ class FolderInUse(RunError):
 
 
 class EnginesLost(RuntimeError):
-    """Engines were lost, and those in their places too."""
+    """The run ended since engines were lost, and those in their places too."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"{why}. Mend that, then go on with --resume")
@@ -70,7 +70,7 @@ def reaching_the_cluster() -> Iterator[None]:
 
 
 class RewardsFailed(RunError):
-    """Samples get no verdicts: once that is mended, the run can be resumed."""
+    """The run ended since samples get no verdicts; once that is mended, it can be resumed."""
 
 
 class DeadlineExceeded(RuntimeError):

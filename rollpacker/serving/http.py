@@ -197,6 +197,8 @@ class _Guarded:
         async def replayed() -> Message:
             return messages.pop() if messages else await asyncio.shield(gone)
 
+        # With this version Starlette leaves it to the server to notice that a client has gone.
+        scope["asgi"] = {**scope["asgi"], "spec_version": "2.4"}
         answer = asyncio.ensure_future(self._app(scope, replayed, send))
         try:
             await asyncio.wait({gone, answer}, return_when=asyncio.FIRST_COMPLETED)

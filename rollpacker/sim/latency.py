@@ -193,6 +193,11 @@ class Calibration:
 TRAIN_FLOPS_PER_PARAM = 10.0
 """FLOP of training per token and parameter: 6 for forward and backward, 2 each for the log-probs of
 the policy and of the reference model."""
+SHARED_PREFILL_SHARE = 0.6
+"""Share of the prompt tokens that are found in the cache because a sample of the same prompt was
+there."""
+KV_MEMORY_SHARE = 0.9
+"""Share of a GPU's memory that weights and KV cache may fill together; 0.9 is vLLM's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,12 +211,6 @@ class DatasheetModel:
     calibration: Calibration = Calibration()
     prompt_tokens: int = 200
     """Mean length of a prompt."""
-    shared_prefill_share: float = 0.6
-    """Share of the prompt tokens that are found in the cache because a sample of the same prompt
-    was there."""
-    kv_memory_share: float = 0.9
-    """Share of a GPU's memory that weights and KV cache may fill together; 0.9 is vLLM's
-    default."""
     train_fixed_given_s: float | None = None
     """Seconds of a training step that do not depend on its tokens, where they are known. None: the
     power law."""
@@ -221,14 +220,6 @@ class DatasheetModel:
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1:
             raise ValueError(f"prompt_tokens must be at least 1, not {self.prompt_tokens}")
-        if not 0 <= self.shared_prefill_share <= 1:
-            raise ValueError(
-                f"shared_prefill_share must lie between 0 and 1, not {self.shared_prefill_share}"
-            )
-        if not 0 < self.kv_memory_share <= 1:
-            raise ValueError(
-                f"kv_memory_share must lie above 0 and not above 1, not {self.kv_memory_share}"
-            )
         for name in ("train_fixed_given_s", "sync_given_s"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
@@ -269,7 +260,7 @@ class DatasheetModel:
         )
 
     def kv_tokens(self, tensor_parallel: int) -> int:
-        usable = self.kv_memory_share * self.gpu.memory_gb * 1e9
+        usable = KV_MEMORY_SHARE * self.gpu.memory_gb * 1e9
         weights = self.model.weight_bytes / tensor_parallel
         tokens = int((usable - weights) // self._kv_token_bytes(tensor_parallel))
         if tokens < 1:
@@ -281,7 +272,7 @@ class DatasheetModel:
         return tokens
 
     def prefill_s(self, num_samples: int, tensor_parallel: int) -> float:
-        tokens = num_samples * self.prompt_tokens * (1 - self.shared_prefill_share)
+        tokens = num_samples * self.prompt_tokens * (1 - SHARED_PREFILL_SHARE)
         return tokens * self.recompute_token_s(tensor_parallel)
 
     def recompute_token_s(self, tensor_parallel: int) -> float:

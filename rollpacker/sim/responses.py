@@ -62,7 +62,7 @@ class Verified:
         return self.num_mismatches / self.num_tokens if self.num_tokens else 0.0
 
 
-# size: a list or a dict per fact of a response, since every event reads some.
+# A list or a dict per fact of a response, since every event reads some.
 class Responses:
     """The samples launched in a step, each with a key (a small number) and the length in tokens
     that the policy would write: of trajectories, up to the end of the message at hand. They are

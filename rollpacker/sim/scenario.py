@@ -160,7 +160,6 @@ class OracleSpec:
             )
 
 
-# size: one field for every key of the file
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """Everything that a simulation depends on."""

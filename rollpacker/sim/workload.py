@@ -46,7 +46,6 @@ TURN_CHUNKS = 16
 """So many chunks of responses lie between the messages of one turn and of the next."""
 
 
-# size: what it is drawn by, and what is kept of that
 class Workload:
     """An endless dataset with a mix of reward stages, or the prompts of a real run."""
 
@@ -101,7 +100,6 @@ class Workload:
         samples_per_prompt: int,
         stage: RewardStage | None = None,
         source: str | None = None,
-        reorder_prompts: int = 0,
         seed: int = 0,
     ) -> Workload:
         """A real run's prompts: row -> lengths of its finished responses, rows in the order in
@@ -110,8 +108,7 @@ class Workload:
         A prompt's first launch meets the recorded lengths in their order; more responses than
         recorded, a relaunch, and every pass but the first draw from the prompt's recorded ones.
         After the last row the first comes again, as the next epoch. `source` is that of the
-        prompts (None: the kind of their reward stage). `reorder_prompts` at a time are sorted by
-        their longest response (0: as recorded).
+        prompts (None: the kind of their reward stage).
 
         Raises `ValueError` if a prompt has nothing to draw from, or there is none.
         """
@@ -119,7 +116,7 @@ class Workload:
         stage = stage or RewardStage(kind="none", share=1.0)
         lengths = PoolLengths(list(pools.values()), max_response_tokens)
         parts = [_Part(stage, lengths)]
-        workload._set_up(parts, seed, tuple(pools), reorder_prompts, samples_per_prompt)
+        workload._set_up(parts, seed, tuple(pools), 0, samples_per_prompt)
         if source is not None:
             workload._sources = (source,)
         return workload

@@ -163,7 +163,6 @@ class PipelineConfig:
             )
 
 
-# size: one field per key of `train.*`.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Optimizer and micro-batches (`train.*`)."""

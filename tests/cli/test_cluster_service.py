@@ -29,7 +29,7 @@ from rollpacker.cluster.commands.desk import ServiceFacts, take_lock, write_fact
 from rollpacker.cluster.commands.submit import job_of
 from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.seats.mail_file import FileMailbox
-from rollpacker.cluster.service.runner import Order
+from rollpacker.cluster.service.runner import JobOrder
 from rollpacker.cluster.sim.spec import load_cluster
 from rollpacker.config import load
 from rollpacker.config.load import load_config
@@ -43,11 +43,11 @@ PHASES = ("--phases", "1.0,0.8")
 class NoRunner:
     """Meets `Runner`. Jobs run until they are told to stop."""
 
-    orders: dict[tuple[str, int], Order] = field(default_factory=dict)
+    orders: dict[tuple[str, int], JobOrder] = field(default_factory=dict)
     codes: dict[tuple[str, int], int] = field(default_factory=dict)
     wanted: Mapping[str, int] = field(default_factory=dict)
 
-    def start(self, order: Order) -> None:
+    def start(self, order: JobOrder) -> None:
         self.orders.setdefault((order.job, order.incarnation), order)
 
     def stop(self, job: str, incarnation: int) -> None:

@@ -23,7 +23,7 @@ from rollpacker.trainer.trainer import ModelConfig
 from rollpacker.weights.between_hosts.spread import OwnHost, Spread
 from rollpacker.weights.buffer import StaleWeightsError, WeightBuffer, WeightReader
 from rollpacker.workers.host import ThisHost
-from rollpacker.workers.hosts.ray_agents import Cluster, join
+from rollpacker.workers.hosts.ray_agents import RayCluster, join
 from rollpacker.workers.hosts.remote_host import RemoteHost
 from rollpacker.workers.hosts.token import demand_token
 from tests.trainer.test_process_trainer import samples_of, setup_of, weights
@@ -33,7 +33,7 @@ MODEL_BYTES = 50_000_000
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[RayCluster]:
     demand_token()
     cluster = join()
     cluster.reserve({address: {"CPU": 1.0} for address in cluster.nodes}, within_s=120.0)
@@ -42,7 +42,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def hosts(cluster: Cluster) -> Iterator[list[RemoteHost]]:
+def hosts(cluster: RayCluster) -> Iterator[list[RemoteHost]]:
     """All but this one."""
 
     spread = Spread()
@@ -145,10 +145,10 @@ def test_weights_take_as_long_as_the_slowest_link_does(hosts):
     assert took <= limit_s
 
 
-def test_published_weights_leave_this_host_once(cluster, hosts):
+def test_published_weights_leave_this_host_once(hosts):
     """The interface's bytes, with all that ray says meanwhile."""
     spread = hosts[0]._spread
-    own, asked = OwnHost(spread, address=cluster.own_address), written(1)
+    asked = written(1)
     counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
     before = int(counter.read_text())
     assert spread.publish([asked.layout.source(1)], hosts) == {}
@@ -157,7 +157,6 @@ def test_published_weights_leave_this_host_once(cluster, hosts):
     for host in hosts:
         with WeightReader().reading(host.weights(asked.layout.source(1))) as tensors:
             assert torch.equal(tensors["weights"], asked.tensors["weights"])
-    own.close()
     assert MODEL_BYTES <= across <= 1.01 * MODEL_BYTES
 
 

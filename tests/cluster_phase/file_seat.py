@@ -23,10 +23,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from rollpacker.cluster.seats import mailbox_seat as seats
 from rollpacker.cluster.seats.seat import SEAT_VARIABLE, Iteration, LeaseLost, Seat
@@ -75,7 +76,7 @@ class FileSeat:
 
     def committed(self, iteration: Iteration) -> None:
         self._last_step = iteration.step
-        self._write("committed", **asdict(iteration))
+        self._write("committed", **structs.asdict(iteration))
 
     def watch(self, lost: Callable[[str], None], stop: Callable[[str], None]) -> None:
         threading.Thread(target=self._watch, args=(lost, stop), daemon=True).start()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.service.book import node_name
-from rollpacker.cluster.service.runner import NoHost, Order
+from rollpacker.cluster.service.runner import JobOrder, NoHost
 from rollpacker.cluster.service.service import Service
 from rollpacker.cluster.service.starts_alive import HOSTLESS_S, SILENT_S
 from tests.cluster_service.test_service import (
@@ -29,7 +29,7 @@ class Away(Pretended):
     """Nodes without a host."""
     wishes: list[Mapping[str, int]] = field(default_factory=list)
 
-    def start(self, order: Order) -> None:
+    def start(self, order: JobOrder) -> None:
         self._check()
         for node in (*order.train_nodes, *order.rollout_nodes):
             if node_name(node) in self.away:

@@ -17,7 +17,7 @@ import pytest
 from rollpacker.cluster.seats import mail_file
 from rollpacker.cluster.seats.mail_file import FileMailbox, check_local, file_system, open_mailbox
 from rollpacker.cluster.seats.mailbox import ALL, Letter
-from rollpacker.cluster.service.store import Entry, Position, Store
+from rollpacker.cluster.service.store import Position, Store, StoredEvent
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/root rw
@@ -226,7 +226,7 @@ def test_events_come_back_with_the_position_of_letters(tmp_path: Path) -> None:
     store = Store(tmp_path / "events.db")
     assert store.position == Position("", 0)
     assert store.began_s(5.0) == 5.0
-    store.write([Entry({"kind": "A"}, 1), Entry({"kind": "B"}, 2)], Position("e", 7))
+    store.write([StoredEvent({"kind": "A"}, 1), StoredEvent({"kind": "B"}, 2)], Position("e", 7))
     store.write([], Position("e", 8))
     store.close()
     again = Store(tmp_path / "events.db")

@@ -19,7 +19,7 @@ import pytest
 from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.service import keeper
 from rollpacker.cluster.service.local_runner import ENDING, ROLLOUT_NODES, LocalRunner
-from rollpacker.cluster.service.runner import Order
+from rollpacker.cluster.service.runner import JobOrder
 from rollpacker.workers.child import state
 
 FAMILY = """
@@ -62,8 +62,8 @@ def runner(tmp_path: Path) -> Iterator[LocalRunner]:
     runner.kill("job", 1)
 
 
-def order(tmp_path: Path, code: str, incarnation: int = 1) -> Order:
-    return Order(
+def order(tmp_path: Path, code: str, incarnation: int = 1) -> JobOrder:
+    return JobOrder(
         job="job",
         incarnation=incarnation,
         command=[sys.executable, "-c", code],
@@ -128,7 +128,7 @@ def test_it_outlives_who_started_it(runner: LocalRunner, tmp_path: Path) -> None
         "import sys; from pathlib import Path\n"
         "from rollpacker.cluster.service.local_runner import *\n"
         "runner = LocalRunner(Path(sys.argv[1]))\n"
-        "runner.start(Order(job='job', incarnation=1, command=['sleep', '1000'], environ={}, "
+        "runner.start(JobOrder(job='job', incarnation=1, command=['sleep', '1000'], environ={}, "
         "folder=sys.argv[1], rollout_nodes=[], train_nodes=[]))\n"
         "print('started', flush=True); import time; time.sleep(1000)"
     )
@@ -251,7 +251,7 @@ def test_it_is_asked_to_end_by_a_signal(runner: LocalRunner, tmp_path: Path) -> 
 
 def test_what_cannot_be_started_says_so(runner: LocalRunner, tmp_path: Path) -> None:
     one = order(tmp_path, "")
-    missing = Order(
+    missing = JobOrder(
         job="job",
         incarnation=1,
         command=["no-such-command"],
@@ -265,7 +265,7 @@ def test_what_cannot_be_started_says_so(runner: LocalRunner, tmp_path: Path) -> 
     assert "no-such-command" in runner.last_lines("job")
     with pytest.raises(OSError, match="nowhere"):
         runner.start(
-            Order(
+            JobOrder(
                 job="job",
                 incarnation=2,
                 command=["true"],

@@ -22,7 +22,7 @@ from rollpacker.cluster.seats.mailbox_seat import LEASE_S, START_LEASE_S
 from rollpacker.cluster.seats.seat import SEAT_VARIABLE, START
 from rollpacker.cluster.service import book, service
 from rollpacker.cluster.service import starts_alive as losses
-from rollpacker.cluster.service.runner import Order
+from rollpacker.cluster.service.runner import JobOrder
 from rollpacker.cluster.service.service import Service
 from rollpacker.codec import to_plain
 from tests.cluster_service import lab
@@ -34,21 +34,21 @@ Start = tuple[str, int]
 class Pretended:
     """Meets `Runner`; outlives the services of a test."""
 
-    orders: dict[Start, Order] = field(default_factory=dict)
+    orders: dict[Start, JobOrder] = field(default_factory=dict)
     codes: dict[Start, int] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
     wanted: Mapping[str, int] = field(default_factory=dict)
     is_cut_off: bool = False
     is_slow: bool = False
     """What is started comes once nobody waits for it any more: `begin_late`."""
-    late: list[Order] = field(default_factory=list)
+    late: list[JobOrder] = field(default_factory=list)
 
     def begin_late(self) -> None:
         for order in self.late:
             if (order.job, order.incarnation) not in self.codes:  # killed before it began
                 self.orders[order.job, order.incarnation] = order
 
-    def start(self, order: Order) -> None:
+    def start(self, order: JobOrder) -> None:
         self._check()
         start = (order.job, order.incarnation)
         if self.is_slow:

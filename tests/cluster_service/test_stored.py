@@ -19,7 +19,7 @@ from rollpacker.cluster.decide.events import (
 )
 from rollpacker.cluster.decide.job import ClusterJob, RoundTimes, Times
 from rollpacker.cluster.decide.nodes import Node
-from rollpacker.cluster.service.store import Entry, checksum, entry_of, happened
+from rollpacker.cluster.service.store import StoredEvent, checksum, entry_of, happened
 
 CHEAP, FAST = (Node("cheap", 0), Node("cheap", 12)), (Node("fast", 3),)
 ROUNDS = (RoundTimes(rollout_s=(2.0, 1.0), train_s=(1.0,)),)
@@ -48,14 +48,14 @@ WRITTEN = {
 @pytest.mark.parametrize("text", WRITTEN, ids=lambda text: text[10:16])
 def test_events_are_read_and_written_as_they_were(text: str) -> None:
     event, facts = WRITTEN[text]
-    assert happened(Entry(json.loads(text), 0)) == (event, facts)
+    assert happened(StoredEvent(json.loads(text), 0)) == (event, facts)
     assert json.loads(json.dumps(entry_of(event, facts, []).event)) == json.loads(text)
 
 
 def test_an_event_with_a_field_that_nobody_knows_is_refused() -> None:
     plain = {"kind": "Ended", "event": {"at_s": 1.0, "job": "a", "colour": 1}, "facts": {}}
     with pytest.raises((TypeError, ValueError), match="colour"):
-        happened(Entry(plain, 0))
+        happened(StoredEvent(plain, 0))
 
 
 def test_commands_have_the_checksum_that_they_had() -> None:

@@ -16,8 +16,7 @@ from rollpacker.core.fleet.routing import Known
 from rollpacker.core.fleet.stream_plan import SavedPlan
 from rollpacker.core.job.config import JobConfig
 from rollpacker.core.job.job import Job
-from rollpacker.core.job.ledger import Ledger
-from rollpacker.core.job.progress import Progress
+from rollpacker.core.job.progress import Ledger, Progress
 from rollpacker.core.lengths.factor_plan import SavedPlanner
 from rollpacker.core.lengths.window import LengthWindow, SavedWindow
 from rollpacker.core.messages import COMMANDS, EVENTS

@@ -14,7 +14,7 @@ from rollpacker.cluster.on_ray import wardens as ray_wardens
 from rollpacker.cluster.on_ray.jobs import RayRunner, pool_resource
 from rollpacker.cluster.on_ray.wardens import MARGIN_S, Wardens
 from rollpacker.cluster.service.keeper import FENCE_S
-from rollpacker.cluster.service.runner import Order
+from rollpacker.cluster.service.runner import JobOrder
 from rollpacker.workers.hosts.ray_agents import LEASE_S
 from rollpacker.workers.hosts.token import MODE, PATH
 
@@ -151,8 +151,8 @@ def started(folder: Path) -> tuple[RayRunner, Hosts]:
     return lab, hosts
 
 
-def order(incarnation: int, job: str = "one", train: int = 0) -> Order:
-    return Order(
+def order(incarnation: int, job: str = "one", train: int = 0) -> JobOrder:
+    return JobOrder(
         job=job,
         incarnation=incarnation,
         command=["true"],

@@ -81,9 +81,9 @@ def test_a_step_and_a_stretch_cost_the_same():
         for n, cached, steps in ((3, 7, 40), (200, 900, 90)):
             run = np.arange(steps)
             one_by_one = fit.step_s(np.full(steps, n), cached + n * run).sum()
-            # Stretch: steps, running, cached, admitted, ended, seconds
+            # Stretch: steps, running, cached, admitted, seconds
             parts = stretches(next(iterate_rounds(CostedRun(bent).run(1))), slots=None)
-            part = parts[0]._replace(steps=steps, running=n, cached=cached, admitted=0, ended=0)
+            part = parts[0]._replace(steps=steps, running=n, cached=cached, admitted=0)
             assert fit.seconds([part])[0] == pytest.approx(one_by_one, rel=1e-9)
 
 

@@ -432,14 +432,6 @@ def test_recorded_prompts_are_drawn_evenly() -> None:
         assert counts[length] / counts.total() == pytest.approx(0.25, abs=0.01)
 
 
-def test_recorded_prompts_for_the_oracle() -> None:
-    pools = {row: [1000 - row, 3] for row in range(30)}
-    workload = Workload.from_pools(
-        pools, max_response_tokens=2000, samples_per_prompt=2, reorder_prompts=10
-    )
-    assert [p.row for p in workload.take(20)[0]] == [*range(9, -1, -1), *range(19, 9, -1)]
-
-
 @pytest.mark.parametrize("pools", [{}, {3: []}])
 def test_nothing_recorded(pools: dict[int, list[int]]) -> None:
     with pytest.raises(ValueError, match="at least one recorded length"):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from tests.structure.layers import circles, row_of
-from tests.structure.source import Definition, Function, Package
+from tests.structure.source import Function, Package
 
 MAX_FUNCTION_LINES = 60
 MIN_MODULE_LINES = 60
@@ -22,29 +22,29 @@ RECORDS = {"Protocol", "NamedTuple", "TypedDict", "Enum", "StrEnum", "IntEnum", 
 
 BUDGETS = {
     "": 1_300,
-    "algo": 1_950,
-    "cli": 4_450,
+    "algo": 1_850,
+    "cli": 4_250,
     "cluster": 50,
     "cluster.commands": 1_100,
-    "cluster.decide": 3_450,
+    "cluster.decide": 3_350,
     "cluster.on_ray": 750,
     "cluster.profile": 600,
     "cluster.seats": 1_150,
     "cluster.service": 2_000,
-    "cluster.sim": 1_150,
+    "cluster.sim": 1_200,
     "config": 2_100,
     "core": 1_350,
     "core.checks": 750,
     "core.fleet": 1_550,
     "core.job": 1_300,
-    "core.lengths": 2_250,
+    "core.lengths": 1_900,
     "core.placement": 600,
     "core.rounds": 1_550,
     "data": 1_400,
     "dialogue": 1_550,
     "endpoints": 400,
-    "engines": 1_750,
-    "engines.embedded": 3_500,
+    "engines": 1_650,
+    "engines.embedded": 3_400,
     "engines.vllm": 1_650,
     "environments": 2_350,
     "integrations": 50,
@@ -52,20 +52,22 @@ BUDGETS = {
     "integrations.trl": 1_000,
     "pipeline": 150,
     "pipeline.links": 1_350,
-    "pipeline.plan": 2_250,
+    "pipeline.plan": 2_150,
     "pipeline.sim": 850,
-    "pipeline.stages": 2_600,
-    "report": 8_500,
-    "rewards": 7_900,
-    "run": 8_200,
-    "run.parts": 2_700,
+    "pipeline.stages": 2_550,
+    "report": 8_100,
+    "rewards": 7_850,
+    "run": 2_000,
+    "run.folder": 1_100,
+    "run.parts": 2_800,
+    "run.ports": 5_400,
     "sandbox": 3_750,
-    "serving": 1_200,
-    "sim": 8_450,
+    "serving": 1_150,
+    "sim": 8_150,
     "trackers": 650,
-    "trainer": 10_250,
+    "trainer": 10_050,
     "weights": 450,
-    "weights.between_hosts": 850,
+    "weights.between_hosts": 750,
     "workers": 2_400,
     "workers.hosts": 1_300,
 }
@@ -74,25 +76,15 @@ of a module counts. A room that needs more argues for it in its `__init__.py`.""
 
 
 def long_functions(package: Package) -> Iterator[str]:
-    """Functions of more than 60 lines without a comment `# size: ...` above that says why."""
+    """Functions of more than 60 lines."""
     for module in package.modules.values():
         for name, node in module.definitions:
             if isinstance(node, ast.ClassDef):
                 continue
             assert node.end_lineno is not None
             length = node.end_lineno - node.lineno + 1
-            if length > MAX_FUNCTION_LINES and not _has_reason(node, module.lines):
+            if length > MAX_FUNCTION_LINES:
                 yield f"{module.path} {name}"
-
-
-def _has_reason(node: Definition, lines: list[str]) -> bool:
-    """The comment stands above the decorators, if there are some."""
-    above = min([node.lineno, *(one.lineno for one in node.decorator_list)]) - 2
-    while above >= 0 and lines[above].lstrip().startswith("#"):
-        if lines[above].lstrip().startswith("# size: "):
-            return True
-        above -= 1
-    return False
 
 
 def starred_literals(package: Package) -> Iterator[str]:
@@ -109,8 +101,10 @@ def starred_literals(package: Package) -> Iterator[str]:
 
 
 def lone_bases(package: Package, others: Iterable[str] = ()) -> Iterator[str]:
-    """Base classes that have one subclass and that neither the package nor the `others` (texts of
-    tests, benchmarks, examples) make. Protocols are contracts and are left out."""
+    """Base classes that have one subclass, where neither the package nor the `others` (texts of
+    tests, benchmarks, examples) make the base itself and no text of the `others` derives from it,
+    as users do from `rollpacker.Callback`. Protocols are contracts and are left out."""
+    others = [*others]
     subclasses: dict[str, set[str]] = {}
     for name in package.classes:
         for base in package.bases(name):
@@ -120,7 +114,9 @@ def lone_bases(package: Package, others: Iterable[str] = ()) -> Iterator[str]:
     for base, below in sorted(subclasses.items()):
         module, node = package.classes[base]
         is_contract = any(ast.unparse(one).startswith("Protocol") for one in node.bases)
-        if len(below) == 1 and not is_contract and not _is_made(node.name, texts):
+        derived = re.compile(rf"class \w+\((?:[\w.]+\.)?{node.name}[,)]")
+        is_extended = any(derived.search(text) for text in others)
+        if len(below) == 1 and not (is_contract or is_extended or _is_made(node.name, texts)):
             yield f"{module.path} {node.name}"
 
 

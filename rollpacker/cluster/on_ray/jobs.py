@@ -36,7 +36,7 @@ from rollpacker.workers.hosts.token import MODE, PATH
 
 if TYPE_CHECKING:
     from rollpacker.cluster.decide.nodes import Node
-    from rollpacker.cluster.service.runner import Order
+    from rollpacker.cluster.service.runner import JobOrder
 
 NODES_FILE = "nodes.json"
 """File of the cluster's folder that says which host is which node."""
@@ -154,7 +154,7 @@ class RayRunner:
 
     # -- jobs ----------------------------------------------------------------------------
 
-    def start(self, order: Order) -> None:
+    def start(self, order: JobOrder) -> None:
         """See `Runner`. The job's first process is on the host of its first training node, which
         writes its checkpoints."""
         start = (order.job, order.incarnation)

@@ -14,7 +14,7 @@ from rollpacker.cluster.service import keeper
 from rollpacker.cluster.service.local_runner import LocalRunner
 
 if TYPE_CHECKING:
-    from rollpacker.cluster.service.runner import Order
+    from rollpacker.cluster.service.runner import JobOrder
 
 HOSTS = {"rollout": "ROLLPACKER_ROLLOUT_HOSTS", "train": "ROLLPACKER_TRAIN_HOSTS"}
 """Variables of the environment of a job's first process, by role. They have the addresses of its
@@ -43,7 +43,7 @@ class Warden(LocalRunner):
         self._look()
         threading.Thread(target=self._look_on, name="contact", daemon=True).start()
 
-    def begin(self, order: Order, ray: Mapping[str, str]) -> None:
+    def begin(self, order: JobOrder, ray: Mapping[str, str]) -> None:
         """See `start`. Of ray's variables the job has these and none of this process's, which are
         an actor's. Raises `OSError` on a host that is cut off."""
         if keeper.silent_s(self._contact) > keeper.FENCE_S:

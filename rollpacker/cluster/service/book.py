@@ -39,7 +39,7 @@ from rollpacker.cluster.decide.job import ClusterJob, Phase, Times
 from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.seats.mailbox import SERVICE
 from rollpacker.cluster.seats.seat import SEAT_VARIABLE, seat_variable
-from rollpacker.cluster.service.runner import Order
+from rollpacker.cluster.service.runner import JobOrder
 
 Facts = Mapping[str, Any]
 NUM_NOTES = 200
@@ -73,7 +73,7 @@ class Turn(msgspec.Struct):
     """Purpose of the ask, in the job's word."""
 
 
-class Record(msgspec.Struct):
+class JobRecord(msgspec.Struct):
     """A job since it was submitted."""
 
     job: ClusterJob
@@ -122,13 +122,13 @@ class Book:
     """All jobs by name, and what has happened of late."""
 
     def __init__(self) -> None:
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, JobRecord] = {}
         self.notes: deque[Note] = deque(maxlen=NUM_NOTES)
         self.drained: set[Node] = set()
         self.hostless: set[Node] = set()
         """Those of the drained nodes that may have jobs again once they have a host."""
 
-    def placed(self) -> Sequence[Record]:
+    def placed(self) -> Sequence[JobRecord]:
         """Return the jobs that have nodes."""
         return [one for one in self.records.values() if one.is_placed]
 
@@ -163,7 +163,7 @@ class Book:
                     "or give this one another name=..."
                 )
 
-    def known(self, name: str) -> Record:
+    def known(self, name: str) -> JobRecord:
         """Raises `ValueError` for a name of no job."""
         record = self.records.get(name)
         if record is None:
@@ -184,7 +184,7 @@ class Book:
         name = event.job.name
         before = self.records.pop(name, None)  # an ended one: starts are counted on
         starts = [] if before is None else before.starts
-        self.records[name] = Record(
+        self.records[name] = JobRecord(
             event.job,
             facts,
             event.at_s,
@@ -195,7 +195,7 @@ class Book:
         )
         self.note(event.at_s, f"{name} was submitted")
 
-    def _of_job(self, record: Record, event: Event, facts: Facts) -> None:
+    def _of_job(self, record: JobRecord, event: Event, facts: Facts) -> None:
         at_s, turn, name = event.at_s, record.turn, record.job.name
         match event:
             case Asked():
@@ -224,26 +224,26 @@ class Book:
             case Ended():
                 self._end(record, at_s, facts)
 
-    def _start_waited_s(self, record: Record, at_s: float) -> float:
+    def _start_waited_s(self, record: JobRecord, at_s: float) -> float:
         """Return the seconds that the job's start took, which count as waiting after its first
         start."""
         is_first = not record.told and record.steps == record.job.steps_before
         return 0.0 if is_first else at_s - record.waits_since_s
 
-    def _awaits_s(self, record: Record, at_s: float) -> float:
+    def _awaits_s(self, record: JobRecord, at_s: float) -> float:
         """Return the seconds for which the job has waited for a pool, or for nodes."""
         if not record.is_placed:
             return at_s - record.waits_since_s
         return at_s - record.turn.since_s if record.turn.phase and not record.turn.token else 0.0
 
-    def _end(self, record: Record, at_s: float, facts: Facts) -> None:
+    def _end(self, record: JobRecord, at_s: float, facts: Facts) -> None:
         record.waited_s += self._awaits_s(record, at_s)
         record.outcome, record.told = str(facts["outcome"]), facts
         record.is_placed, record.turn, record.ended_s = False, Turn(), at_s
         why = f": {facts['why']}" if facts.get("why") else ""
         self.note(at_s, f"{record.job.name} {_ENDED[record.outcome]}{why}")
 
-    def _cancelled(self, record: Record, at_s: float) -> None:
+    def _cancelled(self, record: JobRecord, at_s: float) -> None:
         """A job without nodes is gone at once."""
         record.is_cancelled = True
         if not record.is_placed and not record.outcome:
@@ -285,7 +285,7 @@ class Book:
                     why += f". The last line that it printed: {lines[-1].strip()}"
                 self._end(record, at_s, {**record.told, "outcome": "failed", "why": why})
 
-    def _start(self, record: Record, start: Start, at_s: float) -> None:
+    def _start(self, record: JobRecord, start: Start, at_s: float) -> None:
         if not record.is_placed:
             record.waited_s += at_s - record.waits_since_s
         record.starts.append(start)
@@ -297,11 +297,11 @@ class Book:
 _ENDED = {"done": "is done", "failed": "failed", "cancelled": "was cancelled"}
 
 
-def order_of(record: Record, address: str) -> Order:
+def order_of(record: JobRecord, address: str) -> JobOrder:
     """Return the order for a job's last start. `address` is that of the mailbox."""
     start, facts = record.starts[-1], record.facts
     seat = seat_variable(address, record.job.name, record.incarnation)
-    return Order(
+    return JobOrder(
         job=record.job.name,
         incarnation=record.incarnation,
         command=[*facts["command"], *(facts["resume"] if record.incarnation > 1 else ())],
@@ -324,7 +324,7 @@ def node_of(name: str) -> Node:
     return Node(pool, int(number))
 
 
-def committed(at_s: float, record: Record, facts: Facts) -> Committed | None:
+def committed(at_s: float, record: JobRecord, facts: Facts) -> Committed | None:
     """The event that a job tells; None: it counts already. Raises `ValueError`."""
     times, step, last = times_of(facts), int(facts["step"]), facts.get("last")
     if step <= record.steps:
@@ -341,7 +341,7 @@ def committed(at_s: float, record: Record, facts: Facts) -> Committed | None:
     )
 
 
-def _last_of(record: Record) -> int:
+def _last_of(record: JobRecord) -> int:
     """The number of the last step that was submitted."""
     return record.job.steps_before + record.job.steps
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.service import keeper
-from rollpacker.cluster.service.runner import Order
+from rollpacker.cluster.service.runner import JobOrder
 
 MARK = "ROLLPACKER_START"
 """The variable of a start's environment that names its folder."""
@@ -49,7 +49,7 @@ class LocalRunner:
         self._folder = folder.absolute() / "jobs"
         self._contact = "" if contact is None else str(contact.absolute())
 
-    def start(self, order: Order) -> None:
+    def start(self, order: JobOrder) -> None:
         place = self._place(order.job, order.incarnation)
         if (place / keeper.KEEPER).exists() or _code(place) is not None:
             return  # it was, or it was killed before it could be

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from rollpacker.cluster.decide import cluster as core
 from rollpacker.cluster.service import book
-from rollpacker.cluster.service.store import Entry, Position, Store, checksum, happened
+from rollpacker.cluster.service.store import Position, Store, StoredEvent, checksum, happened
 from rollpacker.core import ids
 
 EVERY = 10_000
@@ -31,7 +31,7 @@ _NAME = "snapshot"
 logger = logging.getLogger(__name__)
 
 
-class State(NamedTuple):
+class Replayed(NamedTuple):
     """The state after all events up to one of them."""
 
     cluster: core.Cluster
@@ -48,11 +48,11 @@ class Past:
         self.store = Store(folder / "events.db")
         self._path = folder / _NAME
         self._origin = _digest_of_code() + pickle.dumps(cluster)
-        self._began = State(cluster, book.Book(), 0.0)
+        self._began = Replayed(cluster, book.Book(), 0.0)
         self._number = 0
         """Number of the event after which the snapshot was taken."""
 
-    def replay(self) -> State:
+    def replay(self) -> Replayed:
         """Return the state after all that has happened. Raises `ValueError` if events would lead to
         something else now, and `OSError` where they cannot be read."""
         state = self._read() or self._began
@@ -73,13 +73,13 @@ class Past:
         self._keep(state)
         return state
 
-    def write(self, entries: Sequence[Entry], position: Position, state: State) -> None:
+    def write(self, entries: Sequence[StoredEvent], position: Position, state: Replayed) -> None:
         """Write down what has happened, and up to which letter all are dealt with. `state` is the
         one after that. Raises `OSError`."""
         self.store.write(entries, position)
         self._keep(state)
 
-    def _keep(self, state: State) -> None:
+    def _keep(self, state: Replayed) -> None:
         """Take a snapshot of the state, if there are many events behind the last one."""
         number = self.store.num_events
         if number - self._number < EVERY:
@@ -93,7 +93,7 @@ class Past:
         except OSError as error:  # what matters is written
             logger.warning("%s is not kept: %s", self._path, error)
 
-    def _read(self) -> State | None:
+    def _read(self) -> Replayed | None:
         try:
             head, digest, payload = self._path.read_bytes().split(b"\n", 2)
             number = int(head)
@@ -102,7 +102,7 @@ class Past:
         if digest != self._digest(number, payload):
             return None
         self._number = number
-        state: State = pickle.loads(payload)
+        state: Replayed = pickle.loads(payload)
         return state
 
     def _digest(self, number: int, payload: bytes) -> bytes:

@@ -10,7 +10,7 @@ from rollpacker.cluster.decide.nodes import Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class JobOrder:
     """A job that is to run."""
 
     job: str
@@ -38,7 +38,7 @@ class Runner(Protocol):
     """Knows jobs by name and incarnation, also those that an earlier service has started. Calls may
     be repeated. They raise `OSError` where nothing can be asked."""
 
-    def start(self, order: Order) -> None:
+    def start(self, order: JobOrder) -> None:
         """Start it, unless this very start was made before. Raises `NoHost`."""
         ...
 

@@ -28,12 +28,12 @@ from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.seats.mailbox import ALL, SERVICE, Letter, Mailbox
 from rollpacker.cluster.seats.mailbox_seat import LEASE_S
-from rollpacker.cluster.service.book import Record, committed, node_name, node_of, order_of
-from rollpacker.cluster.service.past import Past, State
+from rollpacker.cluster.service.book import JobRecord, committed, node_name, node_of, order_of
+from rollpacker.cluster.service.past import Past, Replayed
 from rollpacker.cluster.service.runner import NoHost, Runner
 from rollpacker.cluster.service.starts_alive import Alive, why_ended
 from rollpacker.cluster.service.status import Status
-from rollpacker.cluster.service.store import Entry, Position, entry_of
+from rollpacker.cluster.service.store import Position, StoredEvent, entry_of
 from rollpacker.codec import from_plain
 from rollpacker.core.ids import PoolName
 
@@ -115,7 +115,7 @@ class Service:
         self._past = Past(folder, cluster)
         self._began_s = self._past.store.began_s(time.time())
         self._position = self._past.store.position
-        self._written: list[Entry] = []
+        self._written: list[StoredEvent] = []
         self._commands: list[Command] = []
         self._answers: list[tuple[Letter, str, Callable[[], Facts]]] = []
         self._looked_s = time.monotonic()
@@ -190,7 +190,7 @@ class Service:
         """Write what has happened, then obey."""
         changes_nodes = bool(self._written and self._book.hostless)
         if self._written:
-            state = State(self._cluster, self._book, self._now_s)
+            state = Replayed(self._cluster, self._book, self._now_s)
             self._past.write(self._written, self._dealt_with(), state)
             self._written.clear()
         while self._commands:
@@ -293,7 +293,7 @@ class Service:
                     self._happen(event, facts)
         return None
 
-    def _asked(self, record: Record, facts: Facts) -> None:
+    def _asked(self, record: JobRecord, facts: Facts) -> None:
         """Take in an ask, which counts once. It says that the one before is over."""
         number = facts["ask"]
         if facts["pool"] not in get_args(PoolName):
@@ -303,7 +303,7 @@ class Service:
             event = events.Asked(self._now_s, record.job.name, facts["pool"])
             self._happen(event, {"ask": number, "purpose": facts["purpose"]})
 
-    def _left(self, record: Record, upto: int) -> None:
+    def _left(self, record: JobRecord, upto: int) -> None:
         """Take in that asks up to this number are over."""
         turn, name = record.turn, record.job.name
         if turn.phase is None or turn.ask > upto:
@@ -384,16 +384,16 @@ class Service:
             if incarnation < record.incarnation or not record.is_placed or record.is_cancelled:
                 self._post_stop(record, incarnation, reason)
 
-    def _post_grant(self, record: Record) -> None:
+    def _post_grant(self, record: JobRecord) -> None:
         turn, name = record.turn, record.job.name
         facts = {"ask": turn.ask, "pool": turn.phase, "token": turn.token}
         self._post(record, record.incarnation, f"grant {name} {turn.token}", "grant", facts)
 
-    def _post_stop(self, record: Record, incarnation: int, reason: str) -> None:
+    def _post_stop(self, record: JobRecord, incarnation: int, reason: str) -> None:
         key = f"stop {record.job.name} {incarnation}"
         self._post(record, incarnation, key, "stop", {"reason": reason})
 
-    def _post(self, record: Record, incarnation: int, key: str, kind: str, facts: Facts) -> None:
+    def _post(self, record: JobRecord, incarnation: int, key: str, kind: str, facts: Facts) -> None:
         facts = {**facts, "incarnation": incarnation}
         self._mailbox.post(record.job.name, SERVICE, f"{self._past.store.id} {key}", kind, facts)
 
@@ -446,13 +446,13 @@ class Service:
         else:
             self._lost(record, why_ended(code), code)
 
-    def _lost(self, record: Record, why: str, code: int | None) -> None:
+    def _lost(self, record: JobRecord, why: str, code: int | None) -> None:
         name = record.job.name
         last_lines = self._runner.last_lines(name)
         facts = {"why": why, "exit_code": code, "last_lines": last_lines}
         self._happen(events.Lost(self._now_s, name, counts=code != BUSY), facts)
 
-    def _end(self, record: Record, outcome: str, code: int | None) -> None:
+    def _end(self, record: JobRecord, outcome: str, code: int | None) -> None:
         facts: dict[str, Any] = {"outcome": outcome, "exit_code": code}
         if outcome == "failed" and code is not None:
             lines = self._runner.last_lines(record.job.name)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.seats.mailbox_seat import lease_s
-from rollpacker.cluster.service.book import Book, Record, node_name
+from rollpacker.cluster.service.book import Book, JobRecord, node_name
 from rollpacker.cluster.service.runner import Runner
 
 HOSTLESS_S = 300.0
@@ -227,7 +227,7 @@ class Alive:
                 self._pressed.add(start)
                 self._runner.stop(*start)
 
-    def due(self, now_s: float) -> Iterator[Record]:
+    def due(self, now_s: float) -> Iterator[JobRecord]:
         """Jobs that are to be started now: nothing of their earlier starts is left, nobody who is
         to leave is on their nodes, and their pause after a loss is over."""
         crowded = self.nodes_of_leaving()
@@ -250,7 +250,7 @@ class Alive:
             for node in record.nodes(record.incarnation)
         }
 
-    def in_the_way(self, record: Record) -> str:
+    def in_the_way(self, record: JobRecord) -> str:
         """Say whose end the start of a job that has nodes waits for. Empty if it waits for none."""
         name = record.job.name
         if self.is_started(record):
@@ -272,10 +272,10 @@ class Alive:
             return [node for node in sorted(nodes) if self._runner.has_host(node)]
         return []
 
-    def _is_attempted(self, record: Record) -> bool:
+    def _is_attempted(self, record: JobRecord) -> bool:
         return (record.job.name, record.incarnation) in self._attempted
 
-    def is_started(self, record: Record) -> bool:
+    def is_started(self, record: JobRecord) -> bool:
         return (record.job.name, record.incarnation) in self.incarnations
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from rollpacker.cluster.decide.cluster import Cluster
 from rollpacker.cluster.decide.nodes import Node, Pool
 from rollpacker.cluster.seats.seat import START
-from rollpacker.cluster.service.book import Book, Record, node_name
+from rollpacker.cluster.service.book import Book, JobRecord, node_name
 from rollpacker.cluster.service.starts_alive import Alive
 
 NUM_NOTES = 50
@@ -41,7 +41,7 @@ class Status:
             ],
         }
 
-    def of_job(self, record: Record) -> dict[str, Any]:
+    def of_job(self, record: JobRecord) -> dict[str, Any]:
         job, turn = record.job, record.turn
         start = record.starts[-1] if record.is_placed else None
         holds = turn.phase if turn.token else None
@@ -76,7 +76,7 @@ class Status:
             "last_lines": str(record.told.get("last_lines", "")).splitlines(),
         }
 
-    def _why(self, record: Record) -> str:
+    def _why(self, record: JobRecord) -> str:
         """Say why the job is in its state. Empty if there is nothing to say."""
         turn, name = record.turn, record.job.name
         if record.outcome == "done" and record.steps == record.job.steps_before:
@@ -102,7 +102,7 @@ class Status:
         awaited = self._alive.in_the_way(record)
         return f"starts once {awaited}" if awaited else "starts"
 
-    def _held_for_long(self, record: Record) -> str:
+    def _held_for_long(self, record: JobRecord) -> str:
         held_s = self._now_s - record.turn.since_s
         worst = record.job.worst
         longest_s = worst.rollout_s if record.turn.phase == "rollout" else worst.train_s
@@ -114,7 +114,7 @@ class Status:
         )
 
 
-def _state(record: Record) -> str:
+def _state(record: JobRecord) -> str:
     if record.outcome:
         return record.outcome
     if record.is_cancelled:
@@ -122,7 +122,7 @@ def _state(record: Record) -> str:
     return "running" if record.is_placed else "waiting"
 
 
-def _slowdown(record: Record, now_s: float) -> float | None:
+def _slowdown(record: JobRecord, now_s: float) -> float | None:
     """Return elapsed time over elapsed time without waits. None if nothing but waits has passed."""
     now_s = record.ended_s or now_s
     waited_s = record.waited_s
@@ -136,7 +136,7 @@ def _slowdown(record: Record, now_s: float) -> float | None:
     return elapsed_s / (elapsed_s - waited_s) if elapsed_s - waited_s > 1e-9 else None
 
 
-def _what_is_missing(record: Record, cluster: Cluster, book: Book, now_s: float) -> str:
+def _what_is_missing(record: JobRecord, cluster: Cluster, book: Book, now_s: float) -> str:
     for pool in cluster.pools:
         hostless = sorted(node_name(node) for node in book.hostless if node.pool == pool.name)
         if hostless:

@@ -38,7 +38,7 @@ CREATE TABLE IF NOT EXISTS events (
 _EVENTS: dict[str, type[Any]] = {one.__name__: one for one in get_args(events.Event)}
 
 
-class Entry(msgspec.Struct, frozen=True):
+class StoredEvent(msgspec.Struct, frozen=True):
     event: dict[str, Any]
     """The event and its facts, as values that JSON has."""
     checksum: int
@@ -52,13 +52,13 @@ class Position(msgspec.Struct, frozen=True):
     number: int
 
 
-def entry_of(event: events.Event, facts: Mapping[str, Any], commands: object) -> Entry:
+def entry_of(event: events.Event, facts: Mapping[str, Any], commands: object) -> StoredEvent:
     """`facts`: what is to be known of it besides."""
     plain = {"kind": type(event).__name__, "event": to_plain(event), "facts": dict(facts)}
-    return Entry(plain, checksum(commands))
+    return StoredEvent(plain, checksum(commands))
 
 
-def happened(entry: Entry) -> tuple[events.Event, Mapping[str, Any]]:
+def happened(entry: StoredEvent) -> tuple[events.Event, Mapping[str, Any]]:
     """Return the event, and what is to be known of it besides."""
     plain = entry.event
     event: events.Event = from_plain(_EVENTS[plain["kind"]], plain["event"])
@@ -125,14 +125,14 @@ class Store:
             found: tuple[str, int] | None = self._base.execute(query, (number,)).fetchone()
         return found
 
-    def entries(self, after: int = 0) -> Iterator[Entry]:
+    def entries(self, after: int = 0) -> Iterator[StoredEvent]:
         """Iterate over the events with higher numbers than this one. The first is 1."""
         query = "SELECT event, commands FROM events WHERE number > ? ORDER BY number"
         with self._errors():
             for event, commands in self._base.execute(query, (after,)):
-                yield Entry(json.loads(event), commands)
+                yield StoredEvent(json.loads(event), commands)
 
-    def write(self, entries: Sequence[Entry], position: Position) -> None:
+    def write(self, entries: Sequence[StoredEvent], position: Position) -> None:
         """Write all of it, or nothing."""
         rows = [(json.dumps(one.event), one.checksum) for one in entries]
         facts = [("epoch", position.epoch), ("position", str(position.number))]

@@ -30,7 +30,7 @@ NO_TURNS = ("dedicated", "colocated")
 
 
 @dataclass(frozen=True, slots=True)
-class Alone(Stays):
+class OwnGroups(Stays):
     """Every job in a group of its own, on the cheapest nodes."""
 
     tail_release: bool = False
@@ -68,7 +68,7 @@ class MostIdle(Stays):
                 idle.append((load / cycle, number, first))
         if idle:
             return min(idle, key=lambda one: one[:2])[2]
-        return Alone().place(state, job)
+        return OwnGroups().place(state, job)
 
 
 def policy(name: str, spec: ClusterSpec) -> Policy:
@@ -81,7 +81,7 @@ def policy(name: str, spec: ClusterSpec) -> Policy:
         case "most_idle":
             return MostIdle()
         case "dedicated" | "colocated":
-            return Alone()
+            return OwnGroups()
     assert name == SHIPPED, name
     orders = ORDERS if spec.order == "auto" else (spec.order,)
     return CheapestWork(confidence=spec.slo_confidence, orders=orders)

@@ -1,1 +1,1 @@
-"""What samples wait for outside of an engine: checks of responses and answers of environments."""
+"""Checks of responses and answers of environments: samples wait for them outside of an engine."""

@@ -56,17 +56,18 @@ class ActingConfig:
     begins: bool = False
     """Environments say the prompt: an episode is begun before its sample is launched."""
     is_deterministic: bool = False
-    """The same messages bring the same answers: a lost episode is played again. False: its sample
-    has failed."""
+    """True if the same messages bring the same answers, so that a lost episode is played again.
+    False: the sample of a lost episode has failed."""
     order: Order = "longest"
-    """Who is next where so many act at a time as may; as of checks (`RewardScheduleConfig`)."""
+    """Order in which samples act where no more may act at a time; its values are those of
+    `RewardScheduleConfig.order`."""
     max_retries: int = 1
     """How often a lost episode is played again before its sample has failed."""
     kinds: Mapping[str, KindConfig] = field(default_factory=dict)
-    """By the source of the prompt: how many act at a time, and the deadline of an answer."""
+    """Source of the prompt -> how many samples act at a time, and the deadline of an answer."""
     work_by_turn: bool = field(default=True, metadata=absent(False))
-    """What a trajectory carries is work for the engine turn by turn. False: all of it at its
-    launch, as in older logs."""
+    """True: tokens that a trajectory carries are counted as work of the engine turn by turn. False:
+    all of them at its launch, as in older logs."""
     leaves_pool: bool = field(default=True, metadata=absent(False))
     """A round whose samples all act for long leaves a rollout pool that it shares (`stay.py`).
     False: it stays, as in older logs."""
@@ -101,8 +102,9 @@ class Retracing:
         self.goes_on = num_kept == num_tokens and self.kept < self.carried
 
     def stopped(self, start: int, num_tokens: int, num_kept: int | None) -> bool:
-        """The same of a turn that was stopped on its way; None: nobody has looked. Whether its
-        tokens count: else they, if there are any, are those that were left."""
+        """Take in a turn that was stopped on its way; `num_kept` is None if nobody compared its
+        tokens. Returns whether the tokens of this turn count. If not, the tokens that an earlier
+        launch left still stand for it."""
         if num_kept is not None:
             self.drawn(start, num_tokens, num_kept)
         return num_tokens > 0 and not (self.goes_on and num_kept is None)
@@ -142,7 +144,7 @@ class Acting(Schedule[Acted]):
         )
         self.config = config
         self.episodes: dict[SampleId, Episode] = {}
-        """Of the round at hand, by sample."""
+        """Episodes of the round at hand, by sample."""
         self.kept = KeptRows()
 
     def begin_round(self) -> None:

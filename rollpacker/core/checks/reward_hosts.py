@@ -18,13 +18,13 @@ class RewardHosts:
     def __init__(self, count: int, max_losses: int = MAX_LOSSES) -> None:
         assert count > 0 and max_losses > 0
         self.given_up: dict[int, str] = {}
-        """Those that judge no more, and why, in words."""
+        """Hosts that judge no more -> the reason, in words."""
         self.num_lost = 0
         """Losses so far, of all."""
         self._count, self._max_losses = count, max_losses
         self._under_way = [0] * count
         self._reasons: list[list[str]] = [[] for _ in range(count)]
-        """Of each, its losses since its last finished check."""
+        """Host -> reasons of its losses since its last finished check."""
         self._ready: set[int] = set()
 
     @property
@@ -44,15 +44,15 @@ class RewardHosts:
         return self.num_ready + len(self.given_up) == self._count
 
     def ready(self, number: int) -> None:
-        """It can judge."""
+        """The host can judge."""
         self._ready.add(number)
 
     def hold(self, number: int) -> None:
-        """It is being found out what became of it: nothing is dealt to it meanwhile."""
+        """Deal nothing to the host while its driver finds out what became of it."""
         self._ready.discard(number)
 
     def deal(self, num_samples: int) -> int | None:
-        """Who judges these samples; None: nobody is ready."""
+        """The host that is to judge these samples. None: no host is ready."""
         if not self._ready:
             return None
         number = min(self._ready, key=lambda one: (self._under_way[one], one))
@@ -60,7 +60,7 @@ class RewardHosts:
         return number
 
     def ended(self, number: int, num_samples: int, *, judged: bool) -> None:
-        """They are not under way any more; `judged`: they got their verdicts there."""
+        """Samples of a host are not under way any more. `judged`: they have their verdicts."""
         self._under_way[number] -= num_samples
         if judged:
             self._reasons[number].clear()
@@ -81,6 +81,6 @@ class RewardHosts:
         return False
 
     def give_up(self, number: int, reason: str) -> None:
-        """It judges no more."""
+        """The host judges no more."""
         self._ready.discard(number)
         self.given_up[number] = reason

@@ -22,11 +22,11 @@ class RewardScheduleConfig:
     """Check a response while others are still generated. False: all of a round's together, when
     the last one is generated."""
     order: Order = "fifo"
-    """Who is next when a worker becomes free. "closest": the prompt that lacks the fewest verdicts,
-    so that a race on verdicts completes prompts instead of beginning all of them. "longest": the
-    check that is expected to take longest, so that it does not end up last and alone; expected is
-    what the longest check of the same prompt took, before that the kind's mean, and among equals
-    the longest response comes first."""
+    """Check that starts when a worker becomes free. "closest": a check of the prompt that lacks the
+    fewest verdicts, so that a race on verdicts completes prompts instead of beginning all of them.
+    "longest": the check that is expected to take longest, so that it does not end up last and
+    alone. The expectation is the longest check so far of the same prompt, before that the mean of
+    the kind; among equals the longest response comes first."""
     cancel: bool = True
     """End checks that run for samples which are not needed any more, so that their workers are
     free."""
@@ -34,7 +34,7 @@ class RewardScheduleConfig:
     """How often a check is asked for again when the machinery failed (not the response); then there
     is no verdict."""
     kinds: Mapping[str, RewardKindConfig] = field(default_factory=dict)
-    """By the source of the prompt."""
+    """Source of the prompt -> its kind of check."""
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:

@@ -67,9 +67,9 @@ class _Kind:
         """None: no bound."""
         self.deadline = None if config.deadline is None else AdaptiveDeadline(config.deadline)
         self.queue: deque[SampleId] = deque()
-        """Who waits, where the order is "fifo"."""
+        """Samples that wait, where the order is "fifo"."""
         self.by_prompt = PromptQueue()
-        """Who waits, in the other orders."""
+        """Samples that wait, in the other orders."""
         self.dropped: set[SampleId] = set()
         """Still in the queue, but not needed any more."""
         self.ranks: dict[PromptId, float] = {}
@@ -88,7 +88,7 @@ class _Kind:
 
     @property
     def mean_s(self) -> float:
-        """Of the deeds that ended by themselves."""
+        """Mean seconds of the deeds that ended by themselves."""
         return self.total_s / self.num_seen if self.num_seen else 0.0
 
 
@@ -115,7 +115,9 @@ class Schedule(Generic[E]):
         self.num_waiting = 0
         """In all queues, dropped ones that nobody has looked at since included."""
         self._configs = kinds
-        self._max_retries = max_retries
+        self.max_retries = max_retries
+        """How often a deed is started again whose machinery failed (cause "infrastructure"), rather
+        than the response."""
         self._say = say
         self._is_right = is_right
         self._kinds: dict[str, _Kind] = {}
@@ -173,10 +175,6 @@ class Schedule(Generic[E]):
         kind = self._kinds.get(prompt.source)
         if kind is not None:
             kind.by_prompt.look_again(prompt)
-
-    def may_ask_again(self, event: E, retry: int) -> bool:
-        """Whether the machinery failed, rather than the response, and may get another try."""
-        return event.cause == "infrastructure" and retry < self._max_retries
 
     def ask_again(self, sample: SampleId, retry: int) -> Command:
         """The deed once more, at once: its worker has just become free."""

@@ -117,11 +117,11 @@ class Fleet:
         `Seats`."""
         self.config = config
         self.engines = [Engine(number) for number in range(config.num_engines)]
-        """Those that there are, at the degree of the round."""
+        """Engines at the degree of the round."""
         self.given_up = ""
         """Why the run cannot go on, in words; nothing is to be heeded any more."""
         self._slots = list(self.engines)
-        """Those of all degrees that there were."""
+        """Engines of all degrees that the run has had."""
         self._degree = (config.num_devices or config.num_engines) // config.num_engines
         """Devices of one engine."""
         self.devices = Devices(
@@ -133,10 +133,9 @@ class Fleet:
         self._router = Router(config.routing)
         self._late = Counter[str]() if late is None else late
         self._seats = Seats(by_turn=by_turn)
-        """Of the round."""
+        """Places of the round's samples."""
         self.unanswered = deque[SampleAborted]()
-        """What the job is to hear, by `direct`, of samples that were aborted and that nobody will
-        answer for."""
+        """Aborted samples that no engine will answer for. `direct` tells the job of them."""
         self._gathering: set[int] = set()
         """Engines of a new layout that are still to come; all samples wait for them."""
         self._round = 0
@@ -153,7 +152,7 @@ class Fleet:
 
     @property
     def known(self) -> Known:
-        """What a checkpoint holds of the fleet: lengths. The engines of a run that is resumed are
+        """Lengths that a checkpoint holds of the fleet. The engines of a run that is resumed are
         new ones."""
         return self._seen if self._seen.num_finished else self._known
 
@@ -405,7 +404,7 @@ class Fleet:
         return Resize(tensor_parallel=self._degree, incarnations=incarnations, version=version)
 
     def _release(self, command: Release) -> list[Command]:
-        """What the released engines have, or were to be given, goes on in others."""
+        """Samples that the released engines have, or were to be given, go on in other engines."""
         for number in {device // self._degree for device in command.devices}:
             self.engines[number].released = True
         seats = self._seats

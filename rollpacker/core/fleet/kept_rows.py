@@ -18,7 +18,8 @@ from rollpacker.core.ids import SampleId
 
 class _Away(NamedTuple):
     engine: tuple[int, int]
-    """And its incarnation."""
+    """Number and incarnation of the engine that holds the row. An engine that was replaced has a
+    new incarnation."""
     num_tokens: int
     since_s: float
 
@@ -29,7 +30,8 @@ class KeptRows:
     def __init__(self) -> None:
         self._away: dict[SampleId, _Away] = {}
         self._answers: dict[str, tuple[int, float]] = {}
-        """By the source of prompts: how many came, and the seconds until they did."""
+        """Source of prompts -> number of answers so far, and the seconds that they took
+        together."""
 
     def begin_round(self) -> None:
         """Nobody is away."""
@@ -53,7 +55,8 @@ class KeptRows:
         return found
 
     def back(self, sample: SampleId, time_s: float | None = None) -> None:
-        """It goes on, or is over. `time_s`: its environment has answered."""
+        """The row of the sample is not held any more: the sample goes on, or is over. `time_s` is
+        when its environment answered; None: it did not."""
         away = self._away.pop(sample, None)
         if away is not None and time_s is not None:
             count, seconds = self._answers.get(sample.prompt.source, (0, 0.0))
@@ -61,8 +64,8 @@ class KeptRows:
             self._answers[sample.prompt.source] = count + 1, seconds
 
     def _by_absence(self, engine: tuple[int, int], now_s: float) -> list[SampleId]:
-        """Those that this engine has, who is expected back last first; of equals the shortest,
-        which is the cheapest to compute again."""
+        """Rows that this engine holds. The one whose answer is expected last comes first; of equals
+        the shortest, which is the cheapest to compute again."""
 
         def expected_s(sample: SampleId) -> float:
             count, seconds = self._answers.get(sample.prompt.source, (0, 0.0))

@@ -78,7 +78,8 @@ class TrainerLosses:
         return [RestoreTrainer(incarnation=self.incarnation, version=version)]
 
     def on_ready(self, event: TrainerReady, version: int) -> None:
-        """It is back. Raises `AssertionError` if it is not where it was."""
+        """The trainer is back. Raises `AssertionError` if its version or incarnation is not the one
+        that was asked for."""
         assert (event.incarnation, event.version) == (self.incarnation, version), (
             f"{event} with version {version} of incarnation {self.incarnation}"
         )

@@ -35,15 +35,15 @@ class Engine:
     incarnation: int = 0
     """How often it was replaced. That of the one to come, from the moment of a loss on."""
     ready: bool = True
-    """It is there, with the weights of the round."""
+    """True if the engine has the weights of the round and generates."""
     released: bool = False
-    """Its devices are the trainer's until the next round."""
+    """True if the engine's devices are the trainer's until the next round."""
     tokens: int = 0
     """Work: what its samples are expected to take, in tokens."""
 
     @property
     def takes(self) -> bool:
-        """It may be given samples."""
+        """Whether the engine may be given samples."""
         return self.ready and not self.released
 
 

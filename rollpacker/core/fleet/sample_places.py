@@ -13,7 +13,7 @@ from rollpacker.core.ids import SampleId
 
 
 class Seats:
-    """Of one round."""
+    """Where the samples of one round are."""
 
     __slots__ = ("_by_turn", "carried", "engine", "source", "stopping", "work")
 
@@ -24,14 +24,16 @@ class Seats:
         """The number of the engine that has it, or has been told to take it; also of those that
         have ended."""
         self.work: dict[SampleId, int] = {}
-        """Of those that have not ended, in launch order: tokens that are counted for each."""
+        """Tokens that are counted as the work of each sample that has not ended, in launch
+        order."""
         self.source: dict[SampleId, int] = {}
-        """Of those that move: the engine that each comes from, and that may still end it."""
+        """Sample that moves -> the engine that it comes from, and that may still end it."""
         self.carried: dict[SampleId, int] = {}
         """Tokens that its launch gave it; none where that says nothing of it, or a later turn has
         begun."""
         self.stopping: set[SampleId] = set()
-        """They were told to stop; of those that have not ended the answer is awaited."""
+        """Samples that were told to stop. Those that have not ended are still to be answered
+        for."""
 
     def clear(self) -> None:
         self.engine.clear()

@@ -117,7 +117,7 @@ class DeviceLayout:
 
 @dataclass(slots=True)
 class _RoundUnderWay:
-    """What the plan knows of the round."""
+    """Facts of the round under way."""
 
     kind: RoundKind
     layout: DeviceLayout
@@ -278,11 +278,9 @@ class StreamPlan:
         return chosen
 
     def groups_to_stream(self, groups: Sequence[Group], *, engine_empty: bool) -> tuple[Group, ...]:
-        """Which of these groups (finished, scored, certain to be trained on, not streamed yet) the
-        trainer may start on now: the first ones, up to `max_share` of the step's samples.
-
-        What is returned counts as streamed. `engine_empty`: nothing of the round is still being
-        generated."""
+        """Groups, of these complete ones that are not streamed yet, that the trainer may start on
+        now: the first ones, up to `max_share` of the step's samples. They count as streamed from
+        then on. `engine_empty`: nothing of the round is still being generated."""
         now = self._current()
         if not self.may_stream(engine_empty=engine_empty):
             return ()
@@ -403,7 +401,7 @@ class StreamPlan:
         )
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """As it was when `state` was taken, between rounds."""
+        """Take over the `state` of an earlier plan, between two rounds."""
         saved = from_plain(SavedPlan, state)
         self.num_tries, self.num_releases = saved.num_tries, saved.num_releases
         self.num_refused_kv = saved.num_refused_kv

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 class Cadence:
     checkpoint_every_steps: int
     evaluates: bool = False
-    """There are held-out prompts."""
+    """True if the run has held-out prompts to evaluate."""
     eval_every_steps: int | None = None
     """None: only before the first and after the last step."""
 

@@ -1,4 +1,4 @@
-"""What the core is told of a run's configuration."""
+"""The part of a run's configuration that the core decides by."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from rollpacker.core.rounds.dynamic_sampling import DynamicSamplingConfig
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 
 
-# size: one field for each part of the core
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
     """A run's configuration, as far as it decides anything. Every log has it in its sessions."""
@@ -58,7 +57,8 @@ class JobConfig:
     """Samples take turns with environments. None: one response each."""
 
     shares_pools: bool = field(default=False, metadata=OMIT_DEFAULT)
-    """Its devices are those of pools that other jobs use too (`core/job/pooled_job.py`)."""
+    """True if the job's devices belong to pools that other jobs use too
+    (`core/job/pooled_job.py`)."""
 
     def __post_init__(self) -> None:
         if self.stream.enabled and self.tail_batching.debias != "none":
@@ -81,7 +81,7 @@ class JobConfig:
         return next(found, self.layouts[0])
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The configuration as a mapping that JSON can hold."""
         return to_plain(self)
 
     @classmethod

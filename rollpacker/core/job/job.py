@@ -61,9 +61,8 @@ from rollpacker.core.fleet.parallelism import ParallelismPlanner
 from rollpacker.core.fleet.routing import Known
 from rollpacker.core.fleet.stream_plan import StreamPlan
 from rollpacker.core.job.config import JobConfig
-from rollpacker.core.job.ledger import Ledger
 from rollpacker.core.job.phases import WAITS_FOR, Phase, ProtocolError, expect
-from rollpacker.core.job.progress import MAX_EMPTY_STEPS, Progress
+from rollpacker.core.job.progress import MAX_EMPTY_STEPS, Ledger, Progress
 from rollpacker.core.lengths.learned import Learned
 from rollpacker.core.rounds.dynamic_sampling import StepGroups, split_by_signal
 from rollpacker.core.rounds.groups import RoundPlan
@@ -123,7 +122,7 @@ class Job:
         self.trainer = TrainerLosses(config.max_trainer_losses)
         self._round: Round | None = None
         self._gathered: StepGroups | None = None
-        """What the rounds of this step have brought; None between steps."""
+        """Groups that the rounds of this step have brought. None between steps."""
         self._stop_reason: str | None = None
 
     def handle(self, event: Event) -> list[Command]:
@@ -216,7 +215,7 @@ class Job:
         return self.lengths.factors.num_prompts(self._num_wanted)
 
     def _num_to_fetch(self) -> int:
-        """Those of them that are missing."""
+        """Prompts to fetch before the next race has all that it launches."""
         num_waiting = self.queues.num_racing(self._num_to_race)
         return self._num_to_race - num_waiting - len(self.queues.fresh)
 
@@ -316,7 +315,8 @@ class Job:
             raise StrayEventError(f"a verdict on {event.sample}, which nobody asked for")
         round_ = self._round
         if event.cause:
-            if round_ is not None and self.rewards.may_ask_again(event, retry):
+            is_chance = event.cause == "infrastructure" and retry < self.rewards.max_retries
+            if round_ is not None and is_chance:
                 if round_.awaits(event.sample):
                     return [self.rewards.ask_again(event.sample, retry)]
             elif event.cause == "cancelled" and (round_ is None or not round_.awaits(event.sample)):
@@ -375,7 +375,8 @@ class Job:
         return []
 
     def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
-        """What every event of a round ends with: stream what can be, close it if it is over."""
+        """Finish the answer to an event of the round: stream groups that can be, and close the
+        round if it is over."""
         if round_.num_under_way:
             return commands + self._stream(round_) if self.stream.may_stream_early else commands
         self.lengths.engine_is_empty()
@@ -485,8 +486,8 @@ class Job:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, part by part, as JSON has it. Only between `Commit` and
-        `Committed`, when nothing is in flight."""
+        """State of the job for a checkpoint, part by part, as JSON has it. Only between `Commit`
+        and `Committed`, when nothing is in flight."""
         if self.phase is not Phase.COMMITTING:
             raise ProtocolError(f"a job cannot be saved in phase {self.phase}")
         return {

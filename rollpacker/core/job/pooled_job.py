@@ -82,29 +82,31 @@ class PooledJob(Job):
     def __init__(self, config: JobConfig) -> None:
         super().__init__(config)
         self.pool: PoolName | None = None
-        """That is the job's now."""
+        """Pool that the job has now. None: it has none."""
         self.entering: PoolName | None = None
-        """That was asked for."""
+        """Pool that the job has asked for and waits for. None: it waits for none."""
         self.waited_s = 0.0
         """For pools, and until parked processes had woken up; since the job began or was
         restored."""
         self._asked_s = 0.0
         self._held: list[Command] = []
-        """Until their pool is there: `TrainOn`, and what comes along."""
+        """Commands that are held back until their pool is there: `TrainOn`, and the commands that
+        come with it."""
         self._begins = False
         """A step is to begin as soon as the rollout pool is there."""
         self._refill: NextRound | None = None
-        """The same of a round that refills a step."""
+        """Round that refills a step and begins as soon as the rollout pool is there. None: no
+        refill waits."""
         self._answered: list[Launch | Continue] = []
-        """Of samples whose environments have answered since a round left the rollout pool. Engines
-        are named for them when it is there."""
+        """Commands for samples whose environments have answered since a round left the rollout
+        pool. Their engines are named when the pool is there."""
         self._stay = Stay()
         self._may_leave = config.acting is not None and config.acting.leaves_pool
         """While environments work."""
         self._checkpointed = False
         """So was the last commit."""
         self._needed: PoolNeeded | None = None
-        """By the driver itself."""
+        """Pool that the driver itself needs, and its purpose. None: it needs none."""
 
     def handle(self, event: Event) -> list[Command]:
         """See `Job.handle`."""

@@ -15,7 +15,7 @@ or not since it was resumed, stays.
 from __future__ import annotations
 
 ROUNDING_S = 1e-6
-"""By so much a stamp may be too early."""
+"""Seconds by which a stamp may be too early, since logs round it."""
 
 
 class Stay:
@@ -33,7 +33,7 @@ class Stay:
         self._due_s: float | None = None
         """Then it is over. None: the engines have something to do."""
         self._is_reminded = False
-        """It will look again then."""
+        """True if a reminder for the end of the stay is under way."""
 
     def woke(self, switch_s: float) -> None:
         """The engines did, in so many seconds."""
@@ -44,11 +44,11 @@ class Stay:
         self._began_s = now_s
 
     def trained(self, now_s: float) -> None:
-        """It does not need it any more for this step."""
+        """The job does not need the training pool any more in this step."""
         self._trained_s = now_s - self._began_s
 
     def reminded(self) -> None:
-        """As it was asked for, or before: look anew."""
+        """A reminder has come, perhaps before its time: `look` decides anew."""
         self._is_reminded = False
 
     def look(self, now_s: float, *, rests: bool) -> float | None:

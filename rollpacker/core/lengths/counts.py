@@ -1,4 +1,4 @@
-"""What launches have shown of lengths, counted per prompt and bin for the fit."""
+"""Lengths that launches have shown, counted per prompt and bin for the fit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BLOCK = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLengths:
-    """What all launches of one prompt have shown, in tokens."""
+    """Lengths in tokens that all launches of one prompt have shown."""
 
     finished: tuple[int, ...] = ()
     """Lengths of complete responses."""
     stopped: tuple[int, ...] = ()
-    """What stopped ones had reached: each would have become longer."""
+    """Tokens that stopped responses had reached. Each would have become longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ class Debias:
         return self.weigh(trained_lengths) if early is None else early
 
     def weigh(self, lengths: Sequence[int]) -> list[float] | None:
-        """What samples of these lengths weigh now; None where `step` gives None."""
+        """Weights of samples of these lengths now. None where `step` gives None."""
         table = self._table_in_force()
         if table is None:
             return None
@@ -74,7 +74,7 @@ class Debias:
         return weights
 
     def metrics(self) -> dict[str, float]:
-        """Those of the window, and what the weights make of the trained lengths."""
+        """Metrics of the window, and of the trained lengths as the weights make them."""
         metrics, table = self.window.metrics(), self._table_in_force()
         if table is None or not metrics:
             return metrics

@@ -38,7 +38,8 @@ GRID = (1.0, 1.0625, 1.125, 1.1875, 1.25, 1.375, 1.5)
 MIN_GAIN = 0.02
 """A change must save this share of the step."""
 SLACK = 0.01
-"""Of pairs that are within this share of the fastest, the one with the least length shift wins."""
+"""Share of the fastest step within which pairs count as equally fast; the one with the least length
+shift wins."""
 MAX_ROUNDS = 64
 """Rounds, and fixed parts of steps, remembered."""
 MIN_ROUNDS = 2
@@ -49,7 +50,7 @@ when the rounds so far cannot tell the two apart."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """What a step costs."""
+    """Seconds of a step, by what takes them."""
 
     per_step_s: float
     """Seconds of one decoding step, whatever runs."""
@@ -111,8 +112,8 @@ class FactorPlanner:
         self.current: tuple[float, float] | None = None
         """The factors chosen last."""
         self._rounds: dict[str, deque[tuple[int, int, float]]] = {}
-        """By kind: tokens of the longest response, all tokens, seconds. Rare kinds are not crowded
-        out."""
+        """Kind of round -> tokens of the longest response, all tokens and seconds of its last
+        rounds. Rare kinds are not crowded out."""
         self._fixed: deque[float] = deque(maxlen=MAX_ROUNDS)
 
     def observe_round(
@@ -170,7 +171,7 @@ class FactorPlanner:
         return to_plain(saved)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """As it was when `state` was taken."""
+        """Take over the `state` of an earlier planner."""
         saved = from_plain(SavedPlanner, state)
         self.current = saved.current
         self._rounds = {kind: deque(of, maxlen=MAX_ROUNDS) for kind, of in saved.rounds.items()}
@@ -234,11 +235,9 @@ def predict(
     samples_per_prompt: int,
     pairs: Sequence[tuple[float, float]] = tuple(itertools.product(GRID, GRID)),
 ) -> list[Choice]:
-    """What each (prompt_factor, sample_factor) would do, in the order of `pairs`. A pair that
-    launches the same numbers as one before it is left out.
-
-    Raises `ValueError` for a factor below 1.
-    """
+    """Predict what each (prompt_factor, sample_factor) does, in the order of `pairs`. A pair that
+    launches the same numbers as one before it is left out. Raises `ValueError` for a factor below
+    1."""
     if min(itertools.chain.from_iterable(pairs)) < 1:
         raise ValueError("a factor cannot be less than 1")
     launched: dict[tuple[int, int], tuple[float, float]] = {}

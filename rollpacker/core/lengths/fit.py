@@ -148,8 +148,8 @@ def fit_length_model(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """What the EM improves. With K = 2 every class m has the twin (1, m) with density
-    (1 - stray_rate) * bodies[m] + stray_rate * stray; with K = 1 there are no twins."""
+    """Mixture that the EM improves. With K = 2 every class m has the twin (1, m) with density (1 -
+    stray_rate) * bodies[m] + stray_rate * stray; with K = 1 there are no twins."""
 
     weights: FloatArray
     """(K, M) shares of the prompts."""

@@ -26,7 +26,7 @@ class Learned:
     def __init__(self, config: JobConfig) -> None:
         tail, cap = config.tail_batching, config.max_response_tokens
         self.factors = tail.factors
-        """Of the short rounds, now."""
+        """Factors of the short rounds that are in force."""
         self.debias: Debias | None = None
         self.window: LengthWindow | None = None
         """The policy's own lengths: those that the weights are made of, if there are weights."""
@@ -58,7 +58,8 @@ class Learned:
         self._now = round(time_s, 6)
 
     def _seconds(self) -> float:
-        """Of the phase, to the microsecond: the same whenever in the run it comes."""
+        """Seconds of the phase, rounded to the microsecond: the same whenever in the run it
+        comes."""
         return round(self._now - self._since, 6)
 
     def begin_round(self) -> None:

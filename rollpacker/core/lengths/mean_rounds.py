@@ -1,5 +1,4 @@
-"""What a race comes to on average: computed, not drawn, by order statistics on a common token
-clock."""
+"""Mean outcome of a race: computed, not drawn, by order statistics on a common token clock."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class Law:
         """(M, X + 1) share of a class's responses that end by a point."""
 
     def integral(self, values: FloatArray) -> float:
-        """Of `values` (X + 1,) over the points."""
+        """Integral of `values` (X + 1,) over the points."""
         return total_of((values[1:] + values[:-1]) * np.diff(self.points)) / 2
 
 
@@ -80,7 +79,7 @@ class PromptRace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanRound:
-    """What a round comes to on average."""
+    """Mean outcome of a round."""
 
     longest: float
     """Position at which the last response finishes."""

@@ -133,7 +133,7 @@ class LengthModel:
         return lengths
 
     def to_plain(self) -> dict[str, Any]:
-        """As plain lists and numbers, exactly, for a checkpoint."""
+        """The model as plain lists and numbers, exactly, for a checkpoint."""
         return to_plain(self)
 
     @classmethod

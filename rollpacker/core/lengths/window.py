@@ -22,7 +22,7 @@ from rollpacker.core.lengths.fit import choose_length_model
 from rollpacker.core.lengths.model import LengthModel
 
 MAX_PROMPTS_PER_STEP = 192
-"""Of a step that starts more, so many are watched, evenly spread: the fit gets no better and the
+"""Most prompts of a step that are watched, evenly spread: with more the fit gets no better, and the
 cost stays bounded."""
 MIN_PROMPTS = 32
 """With fewer nothing is said."""
@@ -39,10 +39,10 @@ COLD_GROWTH = 3
 
 @dataclass(slots=True)
 class _StepLengths:
-    """What one step has shown."""
+    """Lengths that one step has shown."""
 
     prompts: dict[PromptId, PromptLengths]
-    """Those first launched in this step, with what all their launches have shown."""
+    """Prompts first launched in this step, with the lengths that all their launches have shown."""
     ignored: list[PromptId]
     """Prompts of this step that are not watched."""
     counts: FloatArray
@@ -74,7 +74,7 @@ class SavedWindow:
     """A `LengthWindow` in a checkpoint."""
 
     method: str = "none"
-    """Of the loss weights that are made of the window; "none": there are none."""
+    """Method of the loss weights that are made of the window. "none": there are no weights."""
     cap: int | None
     steps: list[SavedStep]
     ignored: list[list[PromptId]]

@@ -1,1 +1,1 @@
-"""Which device does what: engines, training replicas and a judge, on the devices of all hosts."""
+"""Placement of engines, training replicas and a judge on the devices of all hosts."""

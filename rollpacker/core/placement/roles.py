@@ -29,9 +29,10 @@ class Host:
     address: str = ""
     """Where others reach it. Empty: it is this one."""
     shm_bytes: int | None = None
-    """Of its `/dev/shm`. None: not known."""
+    """Bytes of the host's `/dev/shm`. None: not known."""
     held_bytes: int = 0
-    """Of its memory, what others hold: on a CPU the run's own process on the first host."""
+    """Bytes of the host's memory that others hold: on a CPU the run's own process on the first
+    host."""
 
     @property
     def left_bytes(self) -> int:
@@ -49,7 +50,7 @@ class Need(NamedTuple):
     turn: int
     """Held besides while it works. Of colocated roles only one works at a time."""
     of: str = ""
-    """Which part of it takes that, where others take less."""
+    """Name of the part of the role that takes so much, where other parts take less."""
 
     @property
     def most(self) -> int:
@@ -61,20 +62,21 @@ NOTHING = Need(0, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """What is to be placed under one name: engines, training replicas, a judge."""
+    """Units to be placed under one name: engines, training replicas, a judge."""
 
     name: str
     """The key of its line in `placement`."""
     unit: str
-    """What one of its units is called: engine, replica."""
+    """Word for one unit of the role: engine, replica."""
     devices: Literal["all"] | int | tuple[int, ...]
-    """As many units as fit beside the others; so many devices; or these."""
+    """"all": as many units as fit beside the other roles. A number: so many devices. A tuple: these
+    devices."""
     per_unit: int = 1
     """Devices of one unit."""
     per_key: str | None = None
     """The key that says so. None: there is none."""
     needs: Callable[[int], Need | None] = field(default=lambda per_unit: None, compare=False)
-    """What a unit of so many devices takes on each of them; None: not known."""
+    """Bytes that a unit of so many devices takes on each of them. None: not known."""
     across_hosts: bool = False
     """One unit may have devices on several hosts."""
 
@@ -98,7 +100,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """Which roles, and which of them take turns."""
+    """Roles to be placed, and which of them take turns."""
 
     roles: tuple[Role, ...]
     colocate: frozenset[str] = frozenset()
@@ -140,11 +142,11 @@ class PlacedDevice:
     number: int
     host: str
     local: int
-    """Its number on that host."""
+    """Number of the device on its host."""
     units: tuple[str, ...]
     """Names of those that it is part of."""
     used_bytes: int
-    """What these take here, at most, as far as it is known."""
+    """Most bytes that the units here take, as far as it is known."""
     memory_bytes: int | None
     """None: it is a core, which shares its host's."""
 
@@ -156,7 +158,7 @@ class PlacedHost:
     name: str
     used_bytes: int
     held_bytes: int
-    """By others besides."""
+    """Bytes that others hold besides."""
     memory_bytes: int | None
     """All that the host has; None: each GPU has its own."""
 
@@ -195,8 +197,8 @@ def as_ranges(devices: Sequence[int]) -> str:
 
 
 def as_line(devices: Literal["all"] | int | Sequence[int]) -> str:
-    """What a role's line says: `all`, a number, or ranges; of one device `3-3`, since `3` is a
-    number of devices."""
+    """Text of a role's line: `all`, a number, or ranges; of one device `3-3`, since `3` is a number
+    of devices."""
     if isinstance(devices, str | int):
         return str(devices)
     return f"{devices[0]}-{devices[0]}" if len(devices) == 1 else as_ranges(devices)

@@ -44,7 +44,7 @@ def split_by_signal(
 
 
 class StepGroups:
-    """What the rounds of one step have brought so far."""
+    """Groups that the rounds of one step have brought so far."""
 
     def __init__(self, target: int) -> None:
         self.target = target
@@ -89,14 +89,14 @@ class StepGroups:
         )
 
     def note_streamed(self, num_samples: int, why_not: str) -> None:
-        """What was streamed of one more round."""
+        """Add the samples of one more round that were streamed, and why none was."""
         self.streamed = (self.streamed[0] + num_samples, why_not)
 
 
 def updates_of(num_groups: int, num_updates: int) -> tuple[int, ...]:
-    """Which of a step's optimizer steps trains on each group, numbered from 0. Groups are dealt out
-    in turn: whatever order they came in, every update has some of all of it, and numbers of groups
-    differ by at most one. A step that is short of groups has fewer updates rather than empty ones.
-    """
+    """Optimizer step, numbered from 0 inside the step, that trains on each group. Groups are dealt
+    out in turn: whatever order they came in, every update has some of all of it, and numbers of
+    groups differ by at most one. A step that is short of groups has fewer updates rather than empty
+    ones."""
     assert num_groups >= 0 and num_updates >= 1, (num_groups, num_updates)
     return tuple(group % num_updates for group in range(num_groups))

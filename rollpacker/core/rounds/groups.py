@@ -1,4 +1,4 @@
-"""What a round is to do, and the groups that race in it."""
+"""Plan of a round, and the groups that race in it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ UNDER_WAY = -1
 
 
 class CarriedLength(NamedTuple):
-    """What an earlier launch left of one response."""
+    """Tokens that an earlier launch left of one response."""
 
     tokens: int
     whole: bool
-    """It is complete."""
+    """True if the response is complete."""
 
     def under(self, cut_off_at: int | None) -> CarriedLength:
-        """The same where responses may go on from this length, at which they had been cut off."""
+        """This length under a larger cap: a response that was cut off at `cut_off_at` tokens is not
+        complete any more. None: the cap has not grown."""
         is_over = cut_off_at is not None and self.tokens >= cut_off_at
         return CarriedLength(self.tokens, whole=False) if is_over else self
 
@@ -40,14 +41,14 @@ class Waiting(NamedTuple):
 
     prompt: PromptId
     attempt: int = 0
-    """Which launch its next one is: how often it was deferred."""
+    """Number of the prompt's next launch, from 0: how often it was deferred."""
     carried: tuple[CarriedLength, ...] = ()
-    """What its launches have left of each response, by place; empty if they left nothing."""
+    """Tokens that its launches have left of each response, by place. Empty: they left nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
-    """What a round is to do."""
+    """Prompts that a round launches, and when it is over."""
 
     number: int
     kind: RoundKind
@@ -69,7 +70,7 @@ class RoundPlan:
     min_verdicts: int = 2
     """A group with fewer is dropped: 2 where samples are compared with each other, else 1."""
     defers_to: int = 0
-    """Which queue its deferred prompts join; see `NextRound`."""
+    """Queue that its deferred prompts join; see `NextRound`."""
 
 
 class Quota:
@@ -100,7 +101,7 @@ class Quota:
         return True
 
 
-# size: a list per fact of a sample, since rounds have thousands of them and every event reads some.
+# A list per fact of a sample, since rounds have thousands of them and every event reads some.
 class Group:
     """The samples of one prompt in this round. Lists are by sample index."""
 
@@ -116,10 +117,10 @@ class Group:
         """The round does not end without it."""
         self.quota: Quota
         self.places: list[int] = []
-        """Whose noise and carried tokens it has: its own index, or that of the failed sample that
-        it replaces."""
+        """Place of each sample, which decides its noise and carried tokens: its own index, or the
+        place of the failed sample that it replaces."""
         self.kept_tokens: list[int | None] = []
-        """Of its carried tokens, so many came out the same; None: not looked at."""
+        """Carried tokens of each sample that came out the same. None: nobody compared them."""
         self.samples: list[SampleId] = []
         self.states: list[SampleState] = []
         self.lengths: list[int] = []
@@ -129,7 +130,8 @@ class Group:
         self.values: list[float | None] = []
         """Verdicts."""
         self.finished: list[int] = []
-        """Those that count in the race, first come first; never more than needed."""
+        """Indices of the samples that count in the race, first come first, never more than
+        needed."""
         self.num_generating = 0
         self.num_unscored = 0
         """Generated, verdict awaited."""
@@ -172,18 +174,19 @@ class Group:
         return max([carried.tokens for carried in self.carried], default=0)
 
     def carried_at(self, index: int) -> CarriedLength:
-        """What this sample took up. One that replaces a failed one begins anew."""
+        """Tokens of an earlier launch that this sample began with. A sample that replaces a failed
+        one begins anew."""
         if index < len(self.carried) and self.places[index] == index:
             return self.carried[index]
         return NOTHING_CARRIED
 
     def new_tokens(self, index: int) -> int:
-        """What this launch has generated of the sample, which has left the engine."""
+        """Tokens that this launch has generated of the sample, which has left the engine."""
         kept = self.kept_tokens[index]
         return self.lengths[index] - (self.carried_at(index).tokens if kept is None else kept)
 
     def to_carry(self) -> tuple[CarriedLength, ...]:
-        """What a deferred group leaves to its next launch, by place."""
+        """Tokens that a deferred group leaves to its next launch, by place."""
         left = [NOTHING_CARRIED] * (max(self.places) + 1)
         for index, place in enumerate(self.places):
             if self.states[index] is not SampleState.FAILED:

@@ -29,7 +29,7 @@ from rollpacker.core.rounds.groups import RoundPlan, Waiting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextRound:
-    """What a round is to launch and to bring."""
+    """Prompts that the next round launches, and groups that it should bring."""
 
     kind: RoundKind
     prompts: tuple[Waiting, ...]
@@ -109,8 +109,8 @@ class Queues:
         return min(len(self.long), most) if self._pooled and not self.draining else 0
 
     def take_racing(self, most: int) -> tuple[Waiting, ...]:
-        """What the next race launches: deferred prompts of the pool, and those that were fetched
-        beside them."""
+        """Prompts of the next race: deferred ones of the pool, and those that were fetched beside
+        them."""
         return _first(self.long, self.num_racing(most)) + self.take_fresh()
 
     def take_fresh(self) -> tuple[Waiting, ...]:
@@ -182,7 +182,7 @@ class SavedQueues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tier_queues: list[list[Waiting]]
     draining: bool
     max_response_tokens: int | None = None
-    """What they had been cut off at, if anything. None: no bound, or not known."""
+    """Cap in tokens at which responses had been cut off. None: no bound, or not known."""
 
 
 def _first(queue: deque[Waiting], count: int) -> tuple[Waiting, ...]:

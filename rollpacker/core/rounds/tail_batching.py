@@ -68,7 +68,6 @@ class Tier:
         return Factors(self.prompt_factor, self.sample_factor)
 
 
-# size: one field per key of `tail_batching.*`.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailBatchingConfig:
     """Over-start, keep the first to finish, gather the stragglers (`tail_batching.*`)."""
@@ -108,8 +107,8 @@ class TailBatchingConfig:
     """Further races: what the short round defers races again at these factors, and only what fails
     in the last race waits for a long round. Fewer long rounds; pays where length is luck."""
     race: Race = "generated"
-    """What counts as finishing first. "scored" is what the published code does: a slow reward can
-    then push a prompt into a long round, and runs are no longer repeatable bit by bit."""
+    """Event that counts as finishing first. "scored" is what the published code does: a slow reward
+    can then push a prompt into a long round, and runs are no longer repeatable bit by bit."""
     balance_sources: bool = False
     """Each source of prompts (`PromptId.source`) keeps its share of what a race trains on, so that
     a source with slow rewards or long answers is not raced out of the batch."""
@@ -177,7 +176,7 @@ class TailBatchingConfig:
             raise ValueError(f"max_deferrals must be at least 1, not {self.max_deferrals}")
 
     def _check_order_only(self) -> None:
-        """What selection, carrying and the pool ask of each other."""
+        """Check the rules between selection, carrying and the pool."""
         if self.selection == "none":
             for factor in (self.sample_factor, *(tier.sample_factor for tier in self.tiers)):
                 if factor != 1:
@@ -220,8 +219,8 @@ class TailBatchingConfig:
         return self.max_deferrals if self.pooled else None
 
     def noise_of(self, sample: SampleId) -> SampleId:
-        """Whose noise the sample draws with: its own, whatever the attempt, or with
-        selection=published that of the attempt."""
+        """The sample whose noise this one draws with: that of the first attempt at its place, or
+        with selection=published the sample itself."""
         if self.selection == "published" or not sample.attempt:
             return sample
         return SampleId(sample.prompt, sample.index, 0)

@@ -57,7 +57,7 @@ class TurnRound(Round):
         self._num_told = 0
         """Launched, as far as the stream knows."""
         self.num_acting = 0
-        """Of those under way: their environments have the turn, or will have it."""
+        """Samples under way whose environments have the turn, or will have it."""
 
     def launch(self) -> list[Command]:
         """See `Round.launch`. Where episodes begin first, the launches come one by one."""
@@ -117,7 +117,7 @@ class TurnRound(Round):
             return self._start_waiting(sample)
         if event.turn != episode.turns or event.cause == "cancelled":
             raise StrayEventError(f"{event} in turn {episode.turns} of a sample that is needed")
-        if self._acting.may_ask_again(event, retry):
+        if event.cause == "infrastructure" and retry < self._acting.max_retries:
             return [self._acting.ask_again(sample, retry)]
         episode.acts = False
         self.num_acting -= 1

@@ -66,7 +66,6 @@ class DrawnDelays:
             raise ValueError(f"hold_s must be two rising numbers above 0, not {low:g} and {high:g}")
 
 
-# size: one field for every key of the section
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpec:
     """The trainer's layers cut into stages (`train.pipeline.*`), each of

@@ -17,7 +17,6 @@ OWN_FIELDS = ("messages", "model", "stream", "n", "response_format", "temperatur
 """Fields of a request that the judge sets itself."""
 
 
-# size: a config has a field for each of its keys
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeConfig:
     """The model that judges, its rubric, and how often it is asked. Raises `ValueError` for what

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rollpacker.core.placement.roles import Host
     from rollpacker.workers.hosts.facts import HostFacts
-    from rollpacker.workers.hosts.ray_agents import Cluster
+    from rollpacker.workers.hosts.ray_agents import RayCluster
 
 
 def rooms() -> list[Host]:
@@ -20,7 +20,7 @@ def rooms() -> list[Host]:
         cluster.close()
 
 
-def join_cluster() -> Cluster:
+def join_cluster() -> RayCluster:
     """The ray cluster that RAY_ADDRESS names, or this machine is of. Raises `ValueError`."""
     from rollpacker.imports import require
 
@@ -33,7 +33,7 @@ def join_cluster() -> Cluster:
     return join()
 
 
-def facts_of(cluster: Cluster) -> dict[str, HostFacts]:
+def facts_of(cluster: RayCluster) -> dict[str, HostFacts]:
     """Facts about every host, by address, this one's first. Raises `ValueError` if hosts differ in
     something that must be the same."""
     from rollpacker.workers.hosts.facts import differences
@@ -44,7 +44,7 @@ def facts_of(cluster: Cluster) -> dict[str, HostFacts]:
     return facts
 
 
-def rooms_of(cluster: Cluster, facts: Mapping[str, HostFacts]) -> list[Host]:
+def rooms_of(cluster: RayCluster, facts: Mapping[str, HostFacts]) -> list[Host]:
     """The hosts as placement asks for them: on a CPU with as many devices as ray has cores of
     each."""
     from rollpacker.core.placement.roles import Host

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from rollpacker.weights.buffer import WeightSource
     from rollpacker.workers.host import Host
     from rollpacker.workers.hosts.facts import HostFacts
-    from rollpacker.workers.hosts.ray_agents import Cluster
+    from rollpacker.workers.hosts.ray_agents import RayCluster
 
 LOOK_S = 2.0
 HEAD_S = 15.0
-"""Ray's head may be silent for so long; ray ends this process a minute after it was lost."""
+"""Seconds that ray's head may be silent; ray ends this process a minute after its head was lost."""
 RESERVE_S = 60.0
 """Seconds that ray may take to reserve the devices, which others may have."""
 SHM_BYTES = 64 << 20
@@ -147,7 +147,7 @@ def nodes_of(environ: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _on_cluster(
-    config: RunConfig, cluster: Cluster, plan: Placement, facts: Mapping[str, HostFacts]
+    config: RunConfig, cluster: RayCluster, plan: Placement, facts: Mapping[str, HostFacts]
 ) -> Hosts:
     from rollpacker.weights.between_hosts.spread import OwnHost, Spread
     from rollpacker.workers.hosts.remote_host import RemoteHost
@@ -203,7 +203,7 @@ def _devices_on(host: str, plan: Placement) -> dict[str, float]:
 
 
 def _check(
-    config: RunConfig, cluster: Cluster, plan: Placement, facts: Mapping[str, HostFacts]
+    config: RunConfig, cluster: RayCluster, plan: Placement, facts: Mapping[str, HostFacts]
 ) -> None:
     """Check that each host has what it must have. Raises `ValueError` with the first that lacks
     something."""
@@ -226,8 +226,9 @@ def _check(
         _check_shared(config, cluster, others)
 
 
-def _check_shared(config: RunConfig, cluster: Cluster, hosts: Sequence[str]) -> None:
-    """Processes of the trainer on several hosts write one checkpoint."""
+def _check_shared(config: RunConfig, cluster: RayCluster, hosts: Sequence[str]) -> None:
+    """Check that these hosts see the run's folder, since the trainer's processes on them write one
+    checkpoint. Raises `ValueError`."""
     runs = Path(config.runs_dir).expanduser().resolve()
     runs.mkdir(parents=True, exist_ok=True)
     probe = runs / f".seen-by-all-{os.getpid()}"

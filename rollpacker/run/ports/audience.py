@@ -28,7 +28,8 @@ from rollpacker.run.folder.samples import SampleWriter
 logger = logging.getLogger(__name__)
 
 NOTE = "callbacks"
-"""The note of the seconds that callbacks took, and of what they logged for a step."""
+"""Name of the note in the log with the seconds that callbacks took, and with what they logged for a
+step."""
 
 SLOW_TRACKER_S = 5.0
 """A tracker that keeps the run waiting for longer is named, once."""
@@ -117,7 +118,8 @@ class Audience:
         stop: Callable[[str], None],
         observe: Callable[[], None],
     ) -> None:
-        """Belong to this run from now on. `observe` lets its observers see what there is."""
+        """Belong to this run from now on. `stop` ends the run with a reason; `observe` lets its
+        observers see what is in the log."""
         self._bus, self._samples, self._observe = bus, samples, observe
         self._run.on_stop = stop
 

@@ -32,7 +32,6 @@ CLOSE_S = 10.0
 """Seconds that the writing of a checkpoint may still take when the run is ended at once."""
 
 
-# size: everything that a step leaves on the disk comes together here.
 @dataclass(eq=False, slots=True)
 class Commits:
     """Commits on the main task. The job's state is taken at once, and what is carried with it, in

@@ -37,8 +37,9 @@ class KnownSample:
 
 
 class Desk:
-    """The engine's thread lays responses down, the event loop adds what becomes known. Whoever goes
-    through all samples does so while the engine is empty, or under the bus's lock."""
+    """What is known of each sample. The engine's thread lays responses down, the event loop adds
+    what becomes known. Whoever goes through all samples does so while the engine is empty, or under
+    the bus's lock."""
 
     def __init__(self) -> None:
         self._known: dict[SampleId, KnownSample] = {}

@@ -107,8 +107,8 @@ class Engines:
     def __init__(
         self, engines: Sequence[Engine], make: MakeEngine | None = None, tensor_parallel: int = 1
     ) -> None:
-        """`make` fills the place of one that is lost. None: it stays empty, and the run ends.
-        `tensor_parallel`: devices of each of these engines."""
+        """`make` makes an engine in place of one that is lost. None: the place stays empty, and the
+        run ends. `tensor_parallel`: devices of each of these engines."""
         self.make = make
         self.handles = {number: Handle(number, 0, engine) for number, engine in enumerate(engines)}
         """The engine that filled each slot last."""

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Publish = Callable[["WeightSource"], Mapping[str, Exception]]
-"""Brings weights to all hosts with engines; returns which could not be reached, and why."""
+"""Brings weights to all hosts with engines. Returns the hosts that could not be reached, and
+why."""
 
 WRITTEN_S = 0.02
 """Seconds between two looks of an engine that waits for weights whether the trainer has written

@@ -137,10 +137,11 @@ class AssignedSample:
     """Number of the engine in which the sample is to go on, once the engine that has it has stopped
     it. None if it stays."""
     anew: bool = False
-    """Whether it goes on there from what its launch gave it, and not from the tokens that it has by
-    now."""
+    """Whether the sample starts in the other engine from what its launch gave it, instead of from
+    the tokens that it has by now."""
     is_unwanted: bool = False
-    """Whether it was aborted since, so that it does not even start there."""
+    """Whether the sample was aborted since it was told to move, so that it does not start in the
+    other engine."""
     num_kept: int | None = None
     """Number of carried tokens that an engine which has looked at them kept, and which the sample
     has left since. None if no engine has looked at them."""

@@ -182,10 +182,11 @@ class Player:
         max_prompt_tokens: int,
         takes_rewrites: bool = False,
     ) -> None:
-        """`limits`: of trajectories; the core has the same. `timeout_s`: of an answer, for who
-        plays without the core. `max_prompt_tokens`: of a prompt that an environment says.
-        `takes_rewrites`: where the template rewrites earlier turns, each turn has what it makes of
-        all messages for its prompt, as where the model is served."""
+        """`limits`: limits of trajectories, which are the core's, too. `timeout_s`: seconds that an
+        answer may take where the core does not play. `max_prompt_tokens`: most tokens of a prompt
+        that an environment says. `takes_rewrites`: where the template rewrites earlier turns, each
+        turn has for its prompt what the template makes of all messages, as where the model is
+        served."""
         self.environments = environments
         self.limits = limits
         self.timeout_s = timeout_s

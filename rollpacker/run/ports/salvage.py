@@ -87,8 +87,9 @@ class Salvage:
     def __init__(
         self, folder: Path, checkpoint: Path | None = None, version: int = 0, *, in_order: bool
     ) -> None:
-        """`folder`: the run's. `checkpoint`: the one that a resume goes on from, whose weights have
-        this version. None: a new run, which has nothing to lose before its first."""
+        """`folder`: the run's folder. `checkpoint`: the checkpoint that a resume goes on from,
+        whose weights have this `version`. None for a new run, which has nothing to lose before its
+        first checkpoint."""
         self.wake: Callable[[], None] = lambda: None
         """Called when something waits in `outputs`."""
         self._path = folder / FILE

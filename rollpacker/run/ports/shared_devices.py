@@ -100,8 +100,8 @@ class SharedDevices:
             await self._watch.by("train_s", reload, "the trainer to take its devices")
 
     async def to_engines(self) -> None:
-        """Replicas let go of all devices, and the engines take them back, with the weights that
-        they had. One that cannot is lost."""
+        """Have the replicas let go of all devices, and the engines take them back, with the weights
+        that they had. An engine that cannot is lost."""
         if not self._lent or not self._is_colocated:
             return
         with self._timing("to_engines"):

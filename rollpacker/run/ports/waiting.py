@@ -48,8 +48,9 @@ async def failures(
     what: str,
     within_s: float | None,
 ) -> dict[K, BaseException]:
-    """Call it with each of these arguments at once, in threads of their own. What was raised where
-    it failed, or an `EngineError` where it did not do what it should within these seconds."""
+    """Call the function with each of these arguments at once, in threads of their own. Returns what
+    was raised where it failed, or an `EngineError` where it did not end within these seconds.
+    `within_s`: None for no limit."""
     doing = {key: in_daemon_thread(function, *of_one) for key, of_one in arguments.items()}
     if doing:
         await asyncio.wait(doing.values(), timeout=within_s)

@@ -54,7 +54,6 @@ class Lane:
         """Take out the response that finishes at `engine.next_finish`."""
 
 
-# size: what it knows of a round, and of engines that are lost
 class Rollout:
     """Obeys `Launch`, `Abort`, `Release` and what is said of engines."""
 

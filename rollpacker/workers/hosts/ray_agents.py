@@ -1,9 +1,9 @@
 """Ray: which hosts there are, their devices for this run, one agent on each, and its calls.
 
-    join(address)              connect, by token only (`ray_connection.py`)
-    Cluster.nodes              address -> what ray knows of it
-    Cluster.reserve(wanted)    so many devices on each of these hosts, or say who has them
-    Cluster.connect(address)   a new agent there
+    join(address)                 connect, by token only (`ray_connection.py`)
+    RayCluster.nodes              address -> what ray knows of it
+    RayCluster.reserve(wanted)    so many devices on each of these hosts, or say who has them
+    RayCluster.connect(address)   a new agent there
 
 Actors are never restarted by ray and no call is repeated by it. A placement group's bundle is tied
 to its host by the resource `node:ADDRESS` and not by the node's id: a raylet that comes back has
@@ -55,7 +55,7 @@ GROUPS = {"say": "say", "hear": "hear"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class RayNode:
     """A host as ray knows it."""
 
     address: str
@@ -63,7 +63,7 @@ class Node:
     num_gpus: int
 
 
-class Cluster:
+class RayCluster:
     """A cluster of ray's that this process has joined (`join`)."""
 
     def __init__(self) -> None:
@@ -72,14 +72,15 @@ class Cluster:
         self._head: str = ray.get_runtime_context().gcs_address
 
     @property
-    def nodes(self) -> dict[str, Node]:
+    def nodes(self) -> dict[str, RayNode]:
         """The hosts that are there now, by address: the run's own first, the others in the order of
         their addresses."""
+        own = _own_address()
         alive = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
         found = {}
-        for address in sorted(alive, key=lambda one: (one != self.own_address, _numbers(one))):
+        for address in sorted(alive, key=lambda one: (one != own, _numbers(one))):
             resources = alive[address]["Resources"]
-            found[address] = Node(
+            found[address] = RayNode(
                 address=address,
                 num_cpus=int(resources.get("CPU", 0)),
                 num_gpus=int(resources.get("GPU", 0)),
@@ -89,29 +90,16 @@ class Cluster:
     @property
     def own_address(self) -> str:
         """Address of the host of this process."""
-        address: str = ray.util.get_node_ip_address()
-        return address
+        return _own_address()
 
     def facts(self, address: str) -> HostFacts:
         """Return the facts of that host. Raises `ValueError` if it cannot be asked."""
-        found: HostFacts = self._ask(address, facts)
+        found: HostFacts = _ask(address, facts)
         return found
 
     def sees(self, address: str, path: str) -> bool:
         """Whether there is such a file or folder on that host. Raises `ValueError`."""
-        return bool(self._ask(address, os.path.exists, path))
-
-    def _ask(self, address: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        there = {"num_cpus": 0, "resources": {f"node:{address}": 0.001}, "max_retries": 0}
-        try:
-            asked = ray.remote(function).options(**there).remote(*arguments)
-            return ray.get(asked, timeout=ASK_S)
-        except (GetTimeoutError, RayError) as error:
-            raise ValueError(
-                f"{address} is in ray's cluster, and cannot be asked what it has: "
-                f"{say_short(error) or f'no answer within {ASK_S:g} s'}. Is RollPacker installed "
-                "there, in the environment that ray was started from?"
-            ) from error
+        return bool(_ask(address, os.path.exists, path))
 
     def reserve(self, wanted: Mapping[str, Mapping[str, float]], *, within_s: float) -> None:
         """Have these resources (`CPU`, `GPU`) of each host, by address, for as long as this process
@@ -123,17 +111,9 @@ class Cluster:
             remove_placement_group(self._group)
             self._group = None
             raise ValueError(
-                f"ray could not reserve {_said(wanted)} within {within_s:g} s. {self._taken()}. "
+                f"ray could not reserve {_said(wanted)} within {within_s:g} s. {_taken()}. "
                 "Wait for the others, or ask for fewer devices"
             )
-
-    def _taken(self) -> str:
-        left, there = ray.available_resources(), ray.cluster_resources()
-        return "Of all hosts together " + ", ".join(
-            f"{there.get(one, 0) - left.get(one, 0):g} of {there.get(one, 0):g} {one} are taken"
-            for one in ("CPU", "GPU")
-            if one in there
-        )
 
     def connect(self, address: str) -> Callable[[int], Calls]:
         """Makes new agents on that host, in the devices that were reserved."""
@@ -245,6 +225,33 @@ def _numbers(address: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdigit() else 0, part) for part in re.split(r"[.:]", address)]
 
 
+def _own_address() -> str:
+    address: str = ray.util.get_node_ip_address()
+    return address
+
+
+def _ask(address: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    there = {"num_cpus": 0, "resources": {f"node:{address}": 0.001}, "max_retries": 0}
+    try:
+        asked = ray.remote(function).options(**there).remote(*arguments)
+        return ray.get(asked, timeout=ASK_S)
+    except (GetTimeoutError, RayError) as error:
+        raise ValueError(
+            f"{address} is in ray's cluster, and cannot be asked what it has: "
+            f"{say_short(error) or f'no answer within {ASK_S:g} s'}. Is RollPacker installed "
+            "there, in the environment that ray was started from?"
+        ) from error
+
+
+def _taken() -> str:
+    left, there = ray.available_resources(), ray.cluster_resources()
+    return "Of all hosts together " + ", ".join(
+        f"{there.get(one, 0) - left.get(one, 0):g} of {there.get(one, 0):g} {one} are taken"
+        for one in ("CPU", "GPU")
+        if one in there
+    )
+
+
 def _said(wanted: Mapping[str, Mapping[str, float]]) -> str:
     return ", ".join(
         f"{amount:g} {resource} on {address}"
@@ -253,11 +260,11 @@ def _said(wanted: Mapping[str, Mapping[str, float]]) -> str:
     )
 
 
-def join(address: str | None = None) -> Cluster:
+def join(address: str | None = None) -> RayCluster:
     """Connect to the cluster at `address` (that of its head, HOST:PORT), or to the one that this
     machine belongs to, or to one of this machine alone that ends with this process.
 
     Raises `ValueError` with one message for what the user can mend.
     """
     connect(address or find_head() or LOCAL, log_to_driver=True)
-    return Cluster()
+    return RayCluster()

@@ -7,8 +7,11 @@ import http.client
 import json
 import os
 import shutil
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -352,3 +355,15 @@ def test_a_browser_that_goes_away_is_nothing(tmp_path: Path, capfd: Any) -> None
         time.sleep(1)
         assert ask(port, "/")[0] == 200
     assert capfd.readouterr().err == ""
+
+
+def test_ctrl_c_ends_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rollpacker.cli.main", "dash", str(tmp_path), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert "0 runs in" in process.stdout.readline()
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
