@@ -340,16 +340,16 @@ def test_it_does_not_outlive_the_run():
         pid = int(owner.stdout.readline())
         assert state(pid) != ""
         owner.kill()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while state(pid) and time.monotonic() < until:
         time.sleep(0.02)
     assert state(pid) == ""
 
 
 def test_nothing_is_left_of_engines_that_were_closed_or_killed():
-    def left() -> tuple[set[str], list[int], int]:
-        descriptors = {os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in fds()}
-        return descriptors, children(os.getpid()), threading.active_count()
+    def left() -> set[object]:
+        kinds = {os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in fds()}
+        return {*kinds, *children(os.getpid()), *threading.enumerate()}
 
     def fds() -> list[str]:
         return [fd for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").exists()]
@@ -366,7 +366,8 @@ def test_nothing_is_left_of_engines_that_were_closed_or_killed():
             heard.wait_for_error()
         close(engine)
         close(engine)
-    assert left() == before and len(fds()) == num_before
+    # What tests before this one have left may end meanwhile: fewer is as good.
+    assert left() <= before and len(fds()) <= num_before
 
 
 def test_close_refuses_everything_after(started):
