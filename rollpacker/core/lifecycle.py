@@ -18,11 +18,11 @@ class SampleState(StrEnum):
     SCORED = "scored"
     TRAINED = "trained"
     ABORTED = "aborted"
-    """Surplus: its group was complete without it."""
+    """The sample was surplus: its group was complete without it."""
     DEFERRED = "deferred"
-    """The prompt joined the long queue; this response is not needed."""
+    """The prompt was left for a later round, which does not need this response."""
     FAILED = "failed"
-    """The engine, or its environment, could not go on with it."""
+    """The engine, or the sample's environment, could not go on with the sample."""
     DROPPED = "dropped"
     """The sample has no verdict, or its group is not trained on."""
 
@@ -50,7 +50,7 @@ class LifecycleError(AssertionError):
 
 
 def check(before: SampleState, after: SampleState) -> SampleState:
-    """`after`, if the table allows it."""
+    """Returns `after` if the table allows the transition, and raises `LifecycleError` otherwise."""
     if after not in TRANSITIONS[before]:
         raise LifecycleError(f"a sample cannot go from {before} to {after}")
     return after

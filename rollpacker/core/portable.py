@@ -32,9 +32,10 @@ FloatArray = NDArray[np.float64]
 FloatOrArray = TypeVar("FloatOrArray", float, FloatArray)
 
 LEAST_EXPONENT, GREATEST_EXPONENT = -708.0, 709.0
-"""`exp` is 0 below the first, and counts an argument above the second as the second."""
+"""Bounds of the argument of `exp`: below the first it is 0, and above the second it is that of the
+second."""
 _CHUNK = 8192
-"""Numbers whose `exps` are computed at once: they and what is made of them fit a cache."""
+"""Number of values whose `exps` are computed at once: they and what is made of them fit a cache."""
 
 
 def _split(value: Decimal, bits: int) -> tuple[float, float]:
@@ -60,7 +61,8 @@ _COS = tuple((-1) ** n / math.factorial(2 * n) for n in range(8, 0, -1))
 
 
 def _polynomial(coefficients: Sequence[float], x: FloatOrArray) -> FloatOrArray:
-    """The highest power comes first, the constant last (Horner's rule)."""
+    """The value of a polynomial at `x`, coefficients from the highest power to the constant
+    (Horner)."""
     value = coefficients[0] * x + coefficients[1]
     for coefficient in coefficients[2:]:
         value = value * x + coefficient

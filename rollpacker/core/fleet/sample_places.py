@@ -13,24 +13,26 @@ from rollpacker.core.ids import SampleId
 
 
 class Seats:
-    """Where the samples of one round are."""
+    """The engine of each sample of one round, and the sample's expected work in tokens."""
 
     __slots__ = ("_by_turn", "carried", "engine", "source", "stopping", "work")
 
     def __init__(self, *, by_turn: bool) -> None:
-        """`by_turn`: what a launch gives is that of a trajectory, of which only a turn is next."""
+        """`by_turn`: carried-over tokens are those of a trajectory, of which only one turn comes
+        next."""
         self._by_turn = by_turn
         self.engine: dict[SampleId, int] = {}
-        """The number of the engine that has it, or has been told to take it; also of those that
-        have ended."""
+        """Number of the engine that has each sample, or was told to take it; ended samples keep
+        theirs."""
         self.work: dict[SampleId, int] = {}
         """Tokens that are counted as the work of each sample that has not ended, in launch
         order."""
         self.source: dict[SampleId, int] = {}
-        """Sample that moves -> the engine that it comes from, and that may still end it."""
+        """Number of the engine that each moving sample comes from, which may still end the
+        sample."""
         self.carried: dict[SampleId, int] = {}
-        """Tokens that its launch gave it; none where that says nothing of it, or a later turn has
-        begun."""
+        """Tokens that its launch gave each sample; missing if the launch gave none, or a later turn
+        has begun."""
         self.stopping: set[SampleId] = set()
         """Samples that were told to stop. Those that have not ended are still to be answered
         for."""
@@ -45,8 +47,9 @@ class Seats:
     def launch(
         self, samples: Sequence[SampleId], carried: Sequence[int], mean_tokens: int
     ) -> Sequence[int]:
-        """The work of each of these, which are still to be given engines. `carried` is aligned with
-        them, or empty; `mean_tokens` is expected of each."""
+        """Notes the expected work of these samples, which have no engines yet, and returns it.
+        `carried` has each sample's carried-over tokens, or is empty; `mean_tokens` is the expected
+        length of a response."""
         work = [mean_tokens] * len(samples)
         if carried:
             self.carried.update(zip(samples, carried, strict=True))
@@ -56,7 +59,8 @@ class Seats:
         return work
 
     def under_way(self, engines: Set[int]) -> list[SampleId]:
-        """In one of these engines, not ended and not told to stop; in launch order."""
+        """Samples in one of these engines that have not ended and were not told to stop, in launch
+        order."""
         engine, stopping = self.engine, self.stopping
         return [
             sample for sample in self.work if engine[sample] in engines and sample not in stopping
