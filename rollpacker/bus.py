@@ -31,8 +31,7 @@ Routes = Mapping[type[Command], Callable[[Any], None]]
 quick; work that takes time is begun here and answered by an event later."""
 
 Sink = Callable[[Entry], None]
-"""Function that is given every entry of the event log, in order, under the lock; it must be
-quick."""
+"""Function that is given every entry of the event log, in order, under the lock; must be quick."""
 
 
 class Clock(Protocol):
@@ -149,8 +148,7 @@ class Bus:
 
 
 class Recorded:
-    """A port for commands for which nothing is to be done: it is enough that they are in the
-    log."""
+    """A port for commands for which nothing is to be done but to have them in the log."""
 
     def __init__(self, *kinds: type[Command]) -> None:
         self._kinds = kinds
@@ -173,7 +171,7 @@ class Unsaid:
 
 
 class OwnPools:
-    """A port for pools of devices that no other job uses: they are entered at once, and nothing
+    """A port for pools of devices that no other job uses: they are had at once, and nothing
     parks."""
 
     def __init__(self, take: Callable[[Event], None]) -> None:

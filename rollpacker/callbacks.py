@@ -16,8 +16,8 @@ Metrics = Mapping[str, Any]
 
 
 class CallbackError(RuntimeError):
-    """Raised when a callback raised; the message names class, method and step. The run can be
-    resumed."""
+    """Raised when a callback raised; the message names class, method and step. The run can
+    resume."""
 
 
 class RunningRun(Protocol):
@@ -78,8 +78,7 @@ class Callback:
         what still comes; a tracker is called later and gets the whole row."""
 
     def on_evaluation(self, run: RunningRun, step: int, metrics: Metrics) -> None:
-        """Called when the policy was evaluated after `step` steps, before `on_step` of that
-        step."""
+        """Called when the policy was evaluated after `step` steps, before that step's `on_step`."""
 
     def on_end(self, run: RunningRun, reason: str | None) -> None:
         """Called once when the run has ended, if `on_start` was called. `reason`: why it ended,

@@ -65,8 +65,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 def _bytes_of(written: str) -> bytes:
-    """The bytes of a token. If a letter stands for no byte, as in an added token, the text itself
-    counts."""
+    """The bytes of a token; the text's own if a letter stands for no byte, as in an added token."""
     letters = byte_letters()
     try:
         return bytes([letters[letter] for letter in written])
@@ -91,8 +90,7 @@ def _is_byte_level(backend: Any) -> bool:
 
 
 def _decodes_plainly(tokenizer: Any) -> bool:
-    """Whether the tokenizer decodes as transformers itself does, without additions of its own
-    class."""
+    """Whether the tokenizer decodes as transformers itself does, and does no more."""
     methods = (getattr(type(tokenizer), name, None) for name in ("decode", "_decode"))
     return not getattr(tokenizer, "clean_up_tokenization_spaces", True) and all(
         getattr(one, "__module__", "").startswith("transformers.tokenization_utils")
@@ -134,7 +132,7 @@ class SpecialTokens:
         self._texts = [text for text in {*marks, *tokenizer.all_special_tokens} if len(text) > 1]
 
     def spelt_out(self, text: str) -> str:
-        """The text with a space inside of each special token's text, so that it is read as plain
+        """The text with a space inside of each special token's text, which makes it plain
         letters."""
         for one in self._texts:
             if one in text:

@@ -128,7 +128,7 @@ def from_plain(cls: type[T], plain: Mapping[str, Any]) -> T:
 
 
 def part_of(cls: type[T], plain: Mapping[str, Any]) -> T:
-    """An instance of `cls` made, as by `from_plain`, of those entries of a mapping that are its
+    """An instance of `cls`, as by `from_plain`, of those entries of a mapping that are its
     fields."""
     names = (_FORMS.get(cls) or _add_form(cls)).names
     return from_plain(cls, {name: plain[name] for name in names if name in plain})
@@ -378,8 +378,7 @@ class Codec:
             raise ValueError(f"no message can hold it: {error}") from None
 
     def decode(self, data: bytes) -> Any:
-        """The value that `encode` was given. Raises `ValueError` for bytes that it cannot have
-        made."""
+        """The value that `encode` was given. Raises `ValueError` for bytes it cannot have made."""
         try:
             return self._decoder.decode(data)
         except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
@@ -409,8 +408,7 @@ class Codec:
     def _ext(
         self, value: Any, is_plain: Callable[[Collection[Any]], bool] | None = None
     ) -> msgspec.msgpack.Ext:
-        """The extension for a value of a listed type, or for an array. Raises `TypeError` for other
-        types."""
+        """The extension for an array or a value of a listed type. Raises `TypeError` for others."""
         if isinstance(value, np.ndarray):
             if value.dtype.name not in _DTYPES:
                 raise TypeError(f"no message can hold an array of {value.dtype}")

@@ -25,8 +25,7 @@ from rollpacker.did_you_mean import did_you_mean, did_you_mean_file
 
 
 class ImportSpecError(ValueError):
-    """Raised for a function of a config that cannot be loaded; the message says why and what to
-    do."""
+    """Raised for a function of a config that cannot be loaded; the message says what to do."""
 
 
 class MissingPackageError(ValueError):
@@ -41,7 +40,7 @@ _given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxy
 
 @contextmanager
 def giving(objects: Mapping[str, Any]) -> Iterator[None]:
-    """A context in which `given` finds these objects, by name, as `<python>:name` in this
+    """A context in which `given` finds these objects, by name, as `<python>:name`, in this
     thread."""
     token = _given.set({**_given.get(), **objects})
     try:
@@ -55,8 +54,7 @@ def is_given(spec: str) -> bool:
 
 
 def given(spec: str) -> Any:
-    """The object that a program gave as `<python>:name`. Raises `ImportSpecError` if none gave
-    it."""
+    """The object that a program gave as `<python>:name`. Raises `ImportSpecError` without it."""
     name = spec.removeprefix(GIVEN)
     objects = _given.get()
     if name not in objects:
@@ -87,12 +85,8 @@ def pickled_given(spec: str, destination: str) -> bytes:
 
 
 def missing(package: str, *, extra: str, what: str) -> str | None:
-    """The sentence that names the extra to install, or None if `package` can be imported. `what`
-    begins the sentence, such as "drawing the timeline" or "the reward math". Nothing is imported.
-
-    `what` begins the sentence, such as "drawing the timeline" or "the reward math". Nothing is
-    imported.
-    """
+    """The sentence that names the extra to install, or None if `package` can be imported, which is
+    not done. `what` begins the sentence, such as "drawing the timeline" or "the reward math"."""
     try:
         found = importlib.util.find_spec(package)
     except ModuleNotFoundError:

@@ -89,8 +89,7 @@ class Checker:
         self.names_trl = False
         """True if one of the problems is a key of TRL's."""
         self._raw = raw
-        """Texts that the user typed for overrides, by key: a field that wants a text gets the
-        text."""
+        """Texts that the user typed for overrides, by key, for fields whose value is a text."""
 
     def build(self, schema: type, value: Any, path: Path_) -> Any:
         """An instance of `schema`, or the sentinel `_FAILED` after adding to `problems`."""
@@ -233,8 +232,7 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 
 def allowed_value(kind: Any) -> str:
-    """A description of the values that a type allows, as `allowed`, also for types with schemas in
-    them."""
+    """A description of the values that a type allows, as `allowed`, with schemas in it too."""
     schema = nested_schema(kind) or item_schema(kind)
     if schema is None:
         return allowed(kind)
@@ -272,8 +270,7 @@ def _prepared(kind: Any, value: Any) -> Any:
 
 
 def _prepared_key(kind: Any, key: Any) -> Any:
-    """The key of a mapping, which YAML has as a text, as a whole number if the type asks for
-    one."""
+    """A mapping's key, which YAML has as a text, as a whole number if the type wants one."""
     if kind is int and isinstance(key, str) and key.isdecimal():
         return int(key)
     return _prepared(kind, key)

@@ -70,7 +70,7 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """A text's node. Next line (U+0085) becomes an escape: the loader would make a space of
+        """A text's node. Next line (U+0085) is escaped, since the loader would make a space of
         it."""
         return self.represent_scalar(_TEXT_TAG, data, style='"' if "\x85" in data else None)
 

@@ -230,8 +230,7 @@ def changes_since(old: Mapping[str, Any], config: object) -> list[tuple[str, obj
 
 
 def _completed(old: Any, config: Any) -> Any:
-    """`old` with defaults for the keys that it lacks, where `config` shows which schema holds
-    there."""
+    """`old` with defaults for the keys it lacks, where `config` shows which schema holds there."""
     if dataclasses.is_dataclass(config) and isinstance(old, Mapping):
         found = dict(old)
         for field in dataclasses.fields(config):

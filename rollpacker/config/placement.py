@@ -77,8 +77,7 @@ class PlacementConfig:
     train: TrainPlacement = field(default_factory=TrainPlacement)
     judge: JudgePlacement | None = None
     colocate: tuple[RoleName, ...] = ()
-    """Roles that may share devices, where they take turns. All other roles have devices of their
-    own."""
+    """Roles that may share devices, where they take turns. Other roles have devices alone."""
     across_hosts: tuple[RoleName, ...] = ()
     """Roles of which one unit, an engine or a replica, may have devices on several hosts."""
 
@@ -102,8 +101,7 @@ class PlacementConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardHostsConfig:
-    """Where rewards run (`rewards_hosts.*`): with `runtime=ray` beside the engines, on every
-    host."""
+    """Where rewards run (`rewards_hosts.*`): with `runtime=ray`, on every host beside engines."""
 
     per_host: int = 1
     """Processes on each host, each with the whole set of rewards, their workers and sandboxes."""

@@ -66,7 +66,7 @@ class RolloutConfig:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether two runs generate the same, bit for bit, which one engine in the run's process
+        """Whether two runs generate the same, bit for bit, as one engine in the run's process
         does."""
         return self.engines == 1 and self.engine.name == "torch"
 

@@ -51,8 +51,7 @@ class EvalConfig:
     """Held-out evaluation (`eval.*`)."""
 
     every_steps: int | None = 10
-    """Steps between two evaluations. None: evaluate only before the first and after the last
-    step."""
+    """Steps between two evaluations. None: only before the first and after the last step."""
     samples_per_prompt: int = 1
     """Responses to each prompt. More than one gives pass@k besides pass@1, for k = 2, 4, 8, ...
     below this number and for this number."""

@@ -41,8 +41,7 @@ OF_RELEASES = ("kinds", "window", "every", "released_share", "min_new_share")
 run whose engines and trainer have devices of their own from beginning to end."""
 
 MAX_TRAINER_LOSSES = 3
-"""Number of losses of the trainer's processes, without a committed step between them, that end the
-run."""
+"""Losses of the trainer's processes, without a committed step between them, that end the run."""
 
 ENVIRONMENT = "environment"
 """Name of the built-in reward whose value is the one that the environment returns."""
@@ -322,8 +321,7 @@ class RunConfig:
 
     @property
     def without_effect(self) -> str | None:
-        """A sentence that names settings which change nothing in a real run. None if there is
-        none."""
+        """A sentence that names settings without effect in a real run. None if there is none."""
         stream, default = self.stream_trainer, StreamConfig()
         keys = [k for k in OF_RELEASES if getattr(stream, k) != getattr(default, k)]
         if self.train.colocate and stream.enabled and not self._releases:
@@ -367,8 +365,8 @@ class RunConfig:
 
     @property
     def routed(self) -> bool:
-        """Whether rewards choose rows by their task, so that each task is a source of prompts of
-        its own."""
+        """Whether rewards choose rows by task, so that each task is a source of prompts of its
+        own."""
         return any(reward.tasks is not None for reward in self.rewards)
 
     def num_steps(self, num_prompts: int) -> int:

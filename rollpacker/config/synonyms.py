@@ -49,8 +49,8 @@ class Synonym:
 
     @property
     def value(self) -> str:
-        """Value of the other framework's key that the line is for, `*` for any but none. Empty: all
-        values."""
+        """Pattern of the other framework's values that the line is for. Empty: the line is for
+        all."""
         return self.theirs.partition("=")[2]
 
     @property
@@ -91,8 +91,7 @@ def of_others(
 
 
 def of_value(path: Collection[str | int], known: Collection[str], value: Any) -> list[Synonym]:
-    """The line of the table for a value of our key that a framework knows and we do not; at most
-    one."""
+    """The line of the table for a value of our key that only a framework knows; at most one."""
     ours = ".".join(str(part) for part in path if not isinstance(part, int))
     for_any = {one.theirs: one.keys for one in synonyms() if not one.value}
     return [

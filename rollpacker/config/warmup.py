@@ -27,8 +27,7 @@ class WarmupConfig:
     """Longer texts that are also single tokens of that tokenizer, such as the marks of
     `chat_template`."""
     chat_template: str | None = None
-    """Chat template of that tokenizer, in Jinja. The end of a turn is `<eos>`. None: it has
-    none."""
+    """Chat template of that tokenizer, in Jinja. None: none. The end of a turn is `<eos>`."""
     seed: int = 0
     threads: int | Literal["auto"] = "auto"
 
@@ -68,8 +67,7 @@ class WarmupStage:
     warmup_steps: int = 50
     max_grad_norm: float = 1.0
     max_loss: float | None = None
-    """Largest mean loss of the last 20 steps; the stage fails with a message above it. None: no
-    bound."""
+    """Largest mean loss of the last 20 steps; above it the stage fails. None: no bound."""
 
     @property
     def source(self) -> str:

@@ -19,14 +19,11 @@ class RoundKind(StrEnum):
     SHORT = "short"
     """More samples are launched than needed; the first to finish are kept."""
     CASCADE = "cascade"
-    """Prompts that an earlier race left unfinished race once more, with their tier's own
-    factors."""
+    """Prompts that an earlier race left unfinished race again, with their tier's own factors."""
     LONG = "long"
-    """Prompts that a race left unfinished are launched again, and the round waits for all of
-    them."""
+    """Prompts that a race left unfinished are launched again, and all of them are awaited."""
     FLUSH = "flush"
-    """A long round, possibly smaller, that empties the queue at the end of an epoch or of the
-    run."""
+    """A LONG round of any size that empties the queue at the end of an epoch or of the run."""
 
 
 NOWHERE = -1
@@ -40,7 +37,7 @@ class FetchPrompts(BaseCommand, frozen=True, kw_only=True):
 
 
 class Launch(BaseCommand, frozen=True, kw_only=True):
-    """Start generating these samples. Samples of one prompt are adjacent and share their prompt's
+    """Start generating these samples. Those of one prompt are adjacent and share their prompt's
     prefill."""
 
     round: int
@@ -167,8 +164,8 @@ class Conclude(BaseCommand, frozen=True, kw_only=True):
 
 
 LIMITS = frozenset(("length", "tokens", "turns", "environment_s", "truncated"))
-"""Finish reasons of responses and trajectories that a limit ended. "truncated" is a limit of the
-environment's own."""
+"""Finish reasons of responses and trajectories that a limit ended; "truncated" is an
+environment's."""
 
 OF_TURNS = (Act, CancelAct, Continue, LetGo, Conclude)
 """Commands that are given only where samples take turns with environments (`JobConfig.acting`)."""
@@ -179,8 +176,8 @@ class Score(BaseCommand, frozen=True, kw_only=True):
 
     sample: SampleId
     timeout_s: float | None = None
-    """Seconds that the check may run (for a program: each of its tests). None: the reward's own
-    limit holds."""
+    """Seconds that the check may take (a program's: each of its tests). None: the reward's own
+    limit."""
     retry: int = 0
     """How often this verdict was asked for before, because a worker or an endpoint failed."""
 
@@ -221,7 +218,7 @@ class StartGradients(BaseCommand, frozen=True, kw_only=True):
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
     devices: Omitted[tuple[int, ...]] = ()
-    """Devices that compute the gradients, released by their engines. Empty: all devices of the
+    """Devices that compute the gradients, released by engines. Empty: all devices of the
     trainer."""
 
 
@@ -238,13 +235,11 @@ class TrainOn(BaseCommand, frozen=True, kw_only=True):
     """Weight of each sample's loss, aligned with `groups`. The weights undo the selection by
     length, and their mean is 1 over many steps, not in one. None: all are 1."""
     num_missing: int = 0
-    """Number of groups that the step lacks because dynamic sampling gave up replacing them. 0:
-    none."""
+    """Number of groups that the step lacks since dynamic sampling gave up replacing them."""
     num_streamed: int = 0
     """Number of samples whose gradients were computed before, by `StartGradients`."""
     not_streamed: str = ""
-    """Why no gradients were computed early, in words. Empty: some were, or none should have
-    been."""
+    """Why no gradients were computed early, in words. Empty: some were, or none were due."""
 
 
 class SyncWeights(BaseCommand, frozen=True, kw_only=True):
@@ -289,8 +284,7 @@ class Enter(BaseCommand, frozen=True, kw_only=True):
 
     pool: PoolName
     purpose: str
-    """Use that the run has for the pool: "round", "step", "turns", or the purpose of a
-    `PoolNeeded`."""
+    """Use that the run has for the pool: "round", "step", "turns", or that of a `PoolNeeded`."""
 
 
 class Leave(BaseCommand, frozen=True, kw_only=True):

@@ -46,8 +46,7 @@ class SampleGenerated(BaseEvent, frozen=True, kw_only=True):
     version: int
     """Version of the weights that sampled every token of the response."""
     preemptions: int = 0
-    """How often the engine had to put the sample back into its queue for lack of key-value
-    cache."""
+    """How often the engine had to put the sample back, into its queue, for lack of cache."""
     num_kept: Omitted[int | None] = None
     """Tokens carried over from an earlier launch that came out the same under the weights at hand.
     None: nothing was carried over, or nothing was compared."""
@@ -74,8 +73,7 @@ class SampleAborted(BaseEvent, frozen=True, kw_only=True):
 
     sample: SampleId
     num_tokens: int
-    """Tokens generated so far: the response would have been at least this long (a censored
-    length)."""
+    """Tokens generated so far: the response would be at least this long (a censored length)."""
     preemptions: int = 0
     num_kept: Omitted[int | None] = None
     """Tokens carried over from an earlier launch that came out the same. None: not compared."""
@@ -181,8 +179,8 @@ class Acted(BaseEvent, frozen=True, kw_only=True):
 
 
 class SampleScored(BaseEvent, frozen=True, kw_only=True):
-    """The verdict on a sample. A `value` of None is no verdict, which `reason` explains, and never
-    counts as 0."""
+    """The verdict on a sample. A `value` of None is no verdict, never 0, and `reason` explains
+    it."""
 
     sample: SampleId
     value: float | None
@@ -247,7 +245,7 @@ class PoolNeeded(BaseEvent, frozen=True, kw_only=True):
 
 
 class PoolUnneeded(BaseEvent, frozen=True, kw_only=True):
-    """The driver no longer needs the pool that it asked for by `PoolNeeded`, since that purpose has
+    """The driver no longer needs the pool that it asked for by `PoolNeeded`, whose purpose has
     ended."""
 
 

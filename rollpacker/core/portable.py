@@ -61,8 +61,7 @@ _COS = tuple((-1) ** n / math.factorial(2 * n) for n in range(8, 0, -1))
 
 
 def _polynomial(coefficients: Sequence[float], x: FloatOrArray) -> FloatOrArray:
-    """The value of a polynomial at `x`, coefficients from the highest power to the constant
-    (Horner)."""
+    """Value of a polynomial at `x`, coefficients from highest power to constant (Horner's rule)."""
     value = coefficients[0] * x + coefficients[1]
     for coefficient in coefficients[2:]:
         value = value * x + coefficient

@@ -54,8 +54,8 @@ class ActingConfig:
 
     limits: TurnLimits = field(default_factory=TurnLimits)
     begins: bool = False
-    """Whether environments give the prompt: an episode is then begun before its sample is
-    launched."""
+    """Whether environments give the prompt, so that an episode begins before its sample's
+    launch."""
     is_deterministic: bool = False
     """True if the same messages bring the same answers, so that a lost episode is played again.
     False: the sample of a lost episode has failed."""
@@ -118,16 +118,15 @@ class Episode:
     turns: int = 0
     """Number of messages of the model so far."""
     tokens: int = 0
-    """Number of tokens up to the end of the model's last message, with those that the environment
-    gave."""
+    """Number of tokens up to the end of the model's last message, the environment's included."""
     given: int = 0
     """Number of tokens that the environment gave after the model's last message."""
     environment_s: float = 0.0
     acts: bool = False
     """True while the environment has the turn."""
     is_open: bool = False
-    """True if the environment, or the queue before its workers, knows of the episode and was not
-    told that it is over."""
+    """True if the environment, or the queue before it, has the episode and was not told that it is
+    over."""
     replaces: tuple[SampleId, ...] = ()
     """Failed sample whose noise this one uses, as in `Launch.replaces`; empty if there is none."""
     retracing: Retracing = field(default_factory=Retracing)

@@ -49,14 +49,13 @@ class AdaptiveDeadline:
         """Seconds that a check started now may take."""
 
     def observe(self, seconds: float, *, correct: bool) -> None:
-        """Takes in that a check ran for so many seconds. `correct`: it found the answer correct, in
-        time."""
+        """Takes in a check of so many seconds. `correct`: it found the answer correct, in time."""
         assert math.isfinite(seconds) and seconds >= 0
         if correct and (self.anchor_s is None or seconds > self.anchor_s):
             self.set_anchor(seconds)
 
     def set_anchor(self, seconds: float | None) -> None:
-        """Sets the longest execution of a correct answer, which a checkpoint holds; None: there was
+        """Sets the longest execution of a correct answer, as a checkpoint has it; None: there is
         none."""
         config = self.config
         self.anchor_s = seconds

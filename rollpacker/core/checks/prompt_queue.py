@@ -35,8 +35,8 @@ _Entry = tuple[float, int, int, _Waiting]
 
 
 class PromptQueue:
-    """The samples that wait, by prompt. Call `look_again` for each prompt whose rank may have
-    changed, before `pop`."""
+    """The samples that wait, by prompt. Call `look_again` for prompts with a changed rank before
+    `pop`."""
 
     __slots__ = ("_arrivals", "_changed", "_known", "_unknown", "_waiting")
 
@@ -89,8 +89,8 @@ class PromptQueue:
         self._changed.update(dict.fromkeys(self._waiting.values()))
 
     def pop(self, rank: Callable[[PromptId], float | None], mean: float) -> SampleId:
-        """Take out and return the sample that is next. `rank` returns a prompt's rank, where None
-        stands for `mean`."""
+        """Take out and return the next sample. `rank` returns a prompt's rank; None stands for
+        `mean`."""
         # Each check of a simulated run comes by here: benchmarks/sim_speed.py.
         known, unknown, changed = self._known, self._unknown, self._changed
         for waiting in changed:

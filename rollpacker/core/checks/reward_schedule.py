@@ -28,11 +28,11 @@ class RewardScheduleConfig:
     alone. The expectation is the longest check so far of the same prompt, before that the mean of
     the kind; among equals the longest response comes first."""
     cancel: bool = True
-    """Whether running checks of samples that are not needed any more are ended, to free their
+    """Whether running checks of samples that are no longer needed are ended, to free their
     workers."""
     max_retries: int = 1
-    """Most times that a check is asked for again when a worker or an endpoint failed; then there is
-    no verdict."""
+    """Most repetitions of a check after failures of a worker or endpoint; then there is no
+    verdict."""
     kinds: Mapping[str, RewardKindConfig] = field(default_factory=dict)
     """Kind of check by source of prompts. A source that is missing has no bound and no deadline."""
 
@@ -55,8 +55,8 @@ class RewardSchedule(Schedule[SampleScored]):
         self.config = config
 
     def drop(self, samples: Iterable[SampleId]) -> list[Command]:
-        """Drops checks whose verdicts nobody needs any more. Returns the command that cancels
-        running ones."""
+        """Drops checks that are no longer needed, and returns the command that cancels running
+        ones."""
         running = self.forget(samples)
         return [CancelScore(samples=tuple(running))] if running and self.config.cancel else []
 

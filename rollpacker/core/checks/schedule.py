@@ -34,8 +34,7 @@ class KindConfig:
     workers: int | None = None
     """Number of deeds that run at a time. None: no bound."""
     deadline: AdaptiveDeadlineConfig | None = None
-    """Bounds of the time limit of a deed. None: the reward's or the environment's own limit
-    holds."""
+    """Bounds of the time limit of a deed. None: the reward or environment has its own limit."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -180,7 +179,7 @@ class Schedule(Generic[E]):
             kind.by_prompt.look_again(prompt)
 
     def ask_again(self, sample: SampleId, retry: int) -> Command:
-        """The command that starts the deed once more, at once, since its worker has just become
+        """The command that starts the deed again, at once, since its worker has just become
         free."""
         return self._start(self._kinds[sample.prompt.source], sample, retry + 1)
 
@@ -206,8 +205,7 @@ class Schedule(Generic[E]):
         return commands
 
     def forget(self, samples: Iterable[SampleId]) -> list[SampleId]:
-        """Drops deeds that nobody needs any more. Returns the samples whose deeds run and were
-        needed so far."""
+        """Drops deeds that nobody needs any more. Returns those that run and were needed so far."""
         running = []
         for sample in samples:
             if sample in self.running:

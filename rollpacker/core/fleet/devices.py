@@ -45,8 +45,7 @@ class Devices:
     def __init__(
         self, num_engines: int, degree: int, *, train_group: int = 1, trainer_apart: bool = False
     ) -> None:
-        """`degree` is the number of devices of an engine, and `train_group` that of a training
-        replica."""
+        """`degree`: number of devices of an engine. `train_group`: that of a training replica."""
         self.owners: list[Owner | None] = [None] * (num_engines * degree)
         self._degree = degree
         self._train_group = train_group
@@ -55,8 +54,7 @@ class Devices:
         self._to_engines()
 
     def obey(self, command: Command) -> None:
-        """Updates the owners as the command has it. Raises `AssertionError` if a device would have
-        two uses."""
+        """Updates the owners for a command. Raises `AssertionError` if a device has two uses."""
         if type(command) not in MOVERS:
             return
         match command:

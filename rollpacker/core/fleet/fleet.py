@@ -60,8 +60,7 @@ from rollpacker.core.fleet.sample_places import Seats
 from rollpacker.core.ids import SampleId
 
 ZOMBIE = "zombie"
-"""Key of `Job.num_late` under which events about samples that their engine does not have are
-counted."""
+"""Key of `Job.num_late` that counts events about samples that their engine does not have."""
 
 HEEDED = frozenset({SampleGenerated, SampleAborted, SampleFailed, Committed})
 """Kinds of event for which the fleet decides whether the job is to hear them."""
@@ -120,8 +119,7 @@ class Fleet:
         self.engines = [Engine(number) for number in range(config.num_engines)]
         """Engines of this round, at its degree of tensor parallelism."""
         self.given_up = ""
-        """Why the run cannot go on, in words; empty while it can. Once set, all events are
-        ignored."""
+        """Why the run cannot go on, in words; empty while it can. Then all events are ignored."""
         self._slots = list(self.engines)
         """All engines that the run has had, at any degree of tensor parallelism, by number."""
         self._degree = (config.num_devices or config.num_engines) // config.num_engines
@@ -154,8 +152,8 @@ class Fleet:
 
     @property
     def known(self) -> Known:
-        """Lengths of responses that a checkpoint keeps of the fleet, whose engines are new in a
-        resumed run."""
+        """Lengths of responses that a checkpoint has of the fleet; a resumed run has new
+        engines."""
         return self._seen if self._seen.num_finished else self._known
 
     @known.setter
@@ -163,8 +161,8 @@ class Fleet:
         self._known = known
 
     def nobody(self) -> str:
-        """Which engine samples wait for, in words, for a deadline's message; empty if an engine can
-        take them."""
+        """Which engine samples wait for, in words, for a deadline's message; empty if they need
+        not."""
         if self._gathering:
             return f"{len(self._gathering)} of {len(self.engines)} engines to be laid out anew"
         if self._takers():
@@ -186,8 +184,7 @@ class Fleet:
     # -- what engines say --------------------------------------------------------------
 
     def heeds(self, event: Committed | SampleGenerated | SampleAborted | SampleFailed) -> bool:
-        """Whether the job is to hear this event. Called once, in order, with every event of a kind
-        in `HEEDED`."""
+        """Whether the job is to hear this event. Called once, in order, for each of `HEEDED`."""
         # Every response comes by here: benchmarks/fleet_speed.py, benchmarks/sim_speed.py.
         if isinstance(event, Committed):
             self._losses.clear()
@@ -397,8 +394,8 @@ class Fleet:
         return [], [self._replace(engine, command.version) for engine in back if not engine.ready]
 
     def _resize(self, version: int) -> Resize:
-        """Makes new engines at the new degree of tensor parallelism, and returns the command that
-        starts them."""
+        """Makes new engines of another tensor parallel degree; returns the command that starts
+        them."""
         assert self.config.num_devices is not None
         count = self.config.num_devices // self._degree
         self._slots += [Engine(number) for number in range(len(self._slots), count)]
@@ -431,8 +428,7 @@ class Fleet:
                 self._settle(sample)
 
     def _settle(self, sample: SampleId) -> None:
-        """Notes that no engine will answer for the sample, which has the tokens that its launch
-        gave it."""
+        """Notes that no engine will answer for a stopped sample, which has its launch's tokens."""
         seats = self._seats
         del seats.work[sample]
         seats.engine[sample] = NOWHERE
@@ -459,8 +455,8 @@ class Fleet:
         return engines
 
     def _place(self, samples: Sequence[SampleId]) -> list[Command]:
-        """The command that starts these samples again; empty if no engine takes samples, so that
-        they wait."""
+        """The command that starts these samples again; empty, so that they wait, without an
+        engine."""
         if not samples or not self._takers():
             return []
         return [Place(samples=tuple(samples), engines=self._route(samples))]

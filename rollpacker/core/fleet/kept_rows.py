@@ -31,8 +31,7 @@ class KeptRows:
     def __init__(self) -> None:
         self._away: dict[SampleId, _Away] = {}
         self._answers: dict[str, tuple[int, float]] = {}
-        """Number of answers so far, and the seconds that they took together, by source of
-        prompts."""
+        """Number of answers so far, and the seconds they took together, by source of prompts."""
 
     def begin_round(self) -> None:
         """Forget all kept rows."""

@@ -19,8 +19,7 @@ class EngineLosses:
     """Losses of engines since the last committed step, and when they are too many."""
 
     def __init__(self, most: int, *, of_all: bool) -> None:
-        """`most` losses of one engine end the run; with `of_all`, `most` losses of all engines
-        together."""
+        """`most` losses of one engine end the run; with `of_all`, `most` losses of all engines."""
         self._most = most
         self._of_all = of_all
         self._since: list[tuple[int, str]] = []
@@ -37,8 +36,7 @@ class EngineLosses:
         self._since.clear()
 
     def add(self, number: int, reason: str) -> str:
-        """Counts a loss of this engine. Returns why the run cannot go on, in words; empty if it
-        can."""
+        """Counts a loss of this engine. Returns why the run cannot go on; empty if it can."""
         self._since.append((number, reason))
         counted = [one for one in self._since if self._of_all or one[0] == number]
         if len(counted) < self._most:

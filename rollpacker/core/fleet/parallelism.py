@@ -50,11 +50,10 @@ class ParallelismConfig:
     """Degree to begin with: the one that is best without tail batching. Without the planner it is
     the degree of the whole run."""
     rise: float = 1.05
-    """Preemptions of more than this times those of the round compared with call for the next higher
+    """Preemptions of more than this times those of the last such round call for the next higher
     degree."""
     calm_rounds: int = 4
-    """Number of rounds of a kind in a row without preemption that call for the next lower
-    degree."""
+    """Number of rounds of a kind, all without preemption, that call for the next lower degree."""
 
     def __post_init__(self) -> None:
         if not self.degrees or min(self.degrees) < 1:

@@ -56,8 +56,7 @@ class Known(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     num_tokens: int = 0
 
     def mean_tokens(self) -> int:
-        """Mean tokens of a finished response, at least 1; before any has finished, all samples
-        count as 1."""
+        """Mean tokens of finished responses, at least 1; before any has finished, 1."""
         return max(self.num_tokens // self.num_finished, 1) if self.num_finished else 1
 
 
@@ -67,8 +66,7 @@ class Router:
     def __init__(self, routing: Routing) -> None:
         self._routing = routing
         self._homes: dict[PromptId, int] = {}
-        """Number of the engine that took each prompt's last sample; filled only with routing
-        "group"."""
+        """Number of the engine that took each prompt's last sample, if samples are grouped."""
 
     def begin_round(self) -> None:
         self._homes.clear()

@@ -18,24 +18,19 @@ class Seats:
     __slots__ = ("_by_turn", "carried", "engine", "source", "stopping", "work")
 
     def __init__(self, *, by_turn: bool) -> None:
-        """`by_turn`: carried-over tokens are those of a trajectory, of which only one turn comes
-        next."""
+        """`by_turn`: carried-over tokens are a trajectory's, of which only one turn comes next."""
         self._by_turn = by_turn
         self.engine: dict[SampleId, int] = {}
-        """Number of the engine that has each sample, or was told to take it; ended samples keep
-        theirs."""
+        """Number of the engine that has each sample, or is to take it; ended ones keep theirs."""
         self.work: dict[SampleId, int] = {}
-        """Tokens that are counted as the work of each sample that has not ended, in launch
-        order."""
+        """Tokens that count as the work of each sample that has not ended, in launch order."""
         self.source: dict[SampleId, int] = {}
-        """Number of the engine that each moving sample comes from, which may still end the
-        sample."""
+        """Number of the engine that each moving sample comes from, which may still end it."""
         self.carried: dict[SampleId, int] = {}
-        """Tokens that its launch gave each sample; missing if the launch gave none, or a later turn
-        has begun."""
+        """Tokens that its launch gave each sample, until a later turn begins; missing if none."""
         self.stopping: set[SampleId] = set()
-        """Samples that were told to stop. Those that have not ended are still to be answered
-        for."""
+        """Samples that were told to stop; the engines still answer for those that have not
+        ended."""
 
     def clear(self) -> None:
         self.engine.clear()
@@ -59,8 +54,7 @@ class Seats:
         return work
 
     def under_way(self, engines: Set[int]) -> list[SampleId]:
-        """Samples in one of these engines that have not ended and were not told to stop, in launch
-        order."""
+        """Samples in one of these engines, not ended and not told to stop, in launch order."""
         engine, stopping = self.engine, self.stopping
         return [
             sample for sample in self.work if engine[sample] in engines and sample not in stopping

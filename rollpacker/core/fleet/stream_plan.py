@@ -59,7 +59,7 @@ class StreamConfig:
     max_share: float = 1.0
     """Largest share of a step's samples that is trained on before the round is over."""
     reward_wait: bool = False
-    """Start gradients in rounds of every kind once the engines are empty and only verdicts are
+    """Start gradients, in rounds of all kinds, once the engines are empty and only verdicts are
     awaited."""
 
     def __post_init__(self) -> None:
@@ -179,8 +179,7 @@ class StreamPlan:
         self.active = False
         """True if groups of the round under way may be trained on early."""
         self.may_release = False
-        """True if devices may be released in the round under way, so that its ends must be
-        reported."""
+        """True if devices may be released in this round, so that its ends must be reported."""
         self.may_stream_early = False
         """True if the trainer has devices to compute with while the round's engines generate."""
         self._waiting: list[tuple[SampleId, ...]] = []
@@ -249,7 +248,7 @@ class StreamPlan:
         )
 
     def on_finished(self, num_tokens: int) -> tuple[int, ...] | None:
-        """Takes in a complete response of so many tokens. Returns the devices to release now, or
+        """Takes in a complete response of so many tokens. Returns devices to release now, or
         None."""
         now = self._round or self._current()
         now.num_finished += 1

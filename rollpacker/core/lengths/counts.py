@@ -14,8 +14,7 @@ from rollpacker.core.lengths.bins import FloatArray, IntArray, bins_of, check_le
 from rollpacker.core.portable import to_grid
 
 BLOCK = 128
-"""Number of prompts per matrix product: so small a product is done by one thread, the fastest
-way."""
+"""Number of prompts per matrix product: so small a product is done by one thread, the fastest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,16 +89,14 @@ class Debias:
         }
 
     def _table_in_force(self) -> FloatArray | None:
-        """The weights by bin, or None if there are none, or if the number of bins has grown
-        since."""
+        """The weights by bin. None: there are none, or the number of bins has grown since."""
         table = self._table
         return None if table is None or table.size != self.window.num_bins else table
 
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All of the state, as plain JSON values. An instance that restores it goes on as this one
-        would."""
+        """All of the state, as plain JSON values; an instance that restores it goes on alike."""
         saved = replace(self.window.saved(), method=METHOD, table=self._table_in_force())
         return to_plain(saved)
 

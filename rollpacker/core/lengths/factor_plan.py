@@ -92,8 +92,8 @@ class Choice:
 
 
 class FactorPlanner:
-    """Chooses factors from a run's rounds: report every round and step, and ask `choose` now and
-    then."""
+    """Chooses factors from a run's rounds: report all rounds and steps, and ask `choose` at
+    times."""
 
     def __init__(
         self,
@@ -139,8 +139,7 @@ class FactorPlanner:
         return sum(map(len, self._rounds.values())) >= MIN_ROUNDS
 
     def step_time(self) -> StepTime:
-        """The times that fit the observed rounds best. Raises `ValueError` before any round was
-        observed."""
+        """The times that fit the observed rounds best. Raises `ValueError` without any round."""
         rounds = list(itertools.chain.from_iterable(self._rounds.values()))
         per_step_s, per_token_s = fit_round_time(rounds)
         fixed_s = sum(self._fixed) / len(self._fixed) if self._fixed else 0.0

@@ -207,8 +207,7 @@ def _em(
 
 
 def _explain(data: LengthCounts, parts: Mixture, prior: FloatArray) -> tuple[FloatArray, float]:
-    """E step: (N, C, BLOCK) probability of each class given what a prompt has shown, and the
-    objective."""
+    """E step: (N, C, BLOCK) probability of each class given a prompt's lengths; the objective."""
     densities = parts.densities()
     log_density = _log(densities)
     log_survival = _log(_survival(densities, data.beyond))
@@ -227,8 +226,7 @@ def _explain(data: LengthCounts, parts: Mixture, prior: FloatArray) -> tuple[Flo
 
 
 def _log_prior(parts: Mixture, prior: FloatArray) -> float:
-    """The log prior. `prior` (M + 1, B): pseudo-samples of the bodies and of the stray
-    responses."""
+    """The log prior; `prior` (M + 1, B) has pseudo-samples of the bodies and stray responses."""
     log_prior = total_of(_log(parts.bodies) * prior[:-1])
     log_prior += PRIOR_PROMPTS * total_of(_log(parts.weights))
     if len(parts.weights) > 1:

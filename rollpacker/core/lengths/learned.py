@@ -29,8 +29,7 @@ class Learned:
         """Factors of the short rounds that are used now."""
         self.debias: Debias | None = None
         self.window: LengthWindow | None = None
-        """Lengths of the policy's responses, from which weights and factors are made. None: not
-        needed."""
+        """Lengths of the policy's responses, for the weights and the factors. None: not needed."""
         self.planner: FactorPlanner | None = None
         """Chooses the factors. None: the configuration gives them."""
         if tail.enabled and tail.debias != "none":
@@ -59,16 +58,14 @@ class Learned:
         self._now = round(time_s, 6)
 
     def _seconds(self) -> float:
-        """Seconds of the phase so far, rounded to the microsecond, so that they do not depend on
-        its start."""
+        """Seconds of the phase so far, rounded to microseconds, wherever in the run it began."""
         return round(self._now - self._since, 6)
 
     def begin_round(self) -> None:
         self._since, self._rollout_s = self._now, 0.0
 
     def engine_is_empty(self) -> None:
-        """Takes in that the engines are done with the round. Called after each further event of the
-        round."""
+        """Takes in, after each further event of the round, that the engines are done with it."""
         if self.planner is not None and not self._rollout_s:
             self._rollout_s = self._seconds()
 
@@ -101,8 +98,7 @@ class Learned:
             self.planner.observe_fixed(self._seconds())
 
     def choose_factors(self, step: int) -> None:
-        """Chooses the factors, where they are "auto": as soon as enough is known, and every few
-        steps."""
+        """Chooses the factors, if "auto": as soon as enough is known, and every few steps."""
         planner, window = self.planner, self.window
         if planner is None or not planner.ready or window is None:
             return

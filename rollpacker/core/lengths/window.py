@@ -111,8 +111,7 @@ class LengthWindow:
         self._cap = self._given_cap or 2
         self._steps: deque[_StepLengths] = deque()
         self._known: dict[PromptId, dict[PromptId, PromptLengths]] = {}
-        """For every watched prompt, the prompts of its step (or the new prompts) that it is
-        among."""
+        """For every watched prompt, the prompts of its step, or the new ones, that it is among."""
         self._ignored: deque[list[PromptId]] = deque()
         """Prompts forgotten in each of the last `window_steps` steps."""
         self._is_ignored: set[PromptId] = set()
@@ -150,8 +149,7 @@ class LengthWindow:
         )
 
     def close_step(self, trained_lengths: Sequence[int]) -> None:
-        """Ends a step, after its launches were observed, with the lengths in tokens that it trained
-        on."""
+        """Ends a step, whose launches were observed, with the lengths in tokens it trained on."""
         self.make_room(trained_lengths)
         self._add_step(trained_lengths)
         self._steps_since_cold_fit += 1

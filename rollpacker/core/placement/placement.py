@@ -75,8 +75,7 @@ class _Fill:
         """The devices that each role has on each host."""
 
     def place(self, role: Role, wanted: int | None) -> int:
-        """Places up to `wanted` units of the role, or, for None, as many as fit; returns how
-        many."""
+        """Places up to `wanted` units of the role (None: as many as fit), and returns how many."""
         placed = 0
         for devices in self._tries(role):
             while wanted is None or placed < wanted:

@@ -31,8 +31,7 @@ class Host:
     shm_bytes: int | None = None
     """Bytes of the host's `/dev/shm`. None: not known."""
     held_bytes: int = 0
-    """Bytes of the host's memory that other processes hold: on a CPU, the run's own on the first
-    host."""
+    """Bytes of the host's memory that other processes hold, such as the run's own on a CPU."""
 
     @property
     def left_bytes(self) -> int:
@@ -76,7 +75,7 @@ class Role:
     per_key: str | None = None
     """Name of the config key for `per_unit`. None: there is none."""
     needs: Callable[[int], Need | None] = field(default=lambda per_unit: None, compare=False)
-    """Function from the devices of a unit to the bytes it takes on each. Returns None if not
+    """Bytes that a unit of so many devices takes on each, as a function. Returns None if not
     known."""
     across_hosts: bool = False
     """True if one unit may have devices on several hosts."""
@@ -105,8 +104,7 @@ class PlacementRequest:
 
     roles: tuple[Role, ...]
     colocate: frozenset[str] = frozenset()
-    """Names of roles that may share devices, where they take turns. All others have theirs
-    alone."""
+    """Names of roles that may share devices, where they take turns. Others have devices alone."""
     kind: DeviceKind = "cpu"
 
     def shares(self, one: Role, other: Role) -> bool:
@@ -200,8 +198,7 @@ def as_ranges(devices: Sequence[int]) -> str:
 
 
 def as_line(devices: Literal["all"] | int | Sequence[int]) -> str:
-    """Text of a role's config line: `all`, a number of devices, or ranges; a single device is
-    `3-3`."""
+    """Text of a role's config line: `all`, a number, or ranges; a single device is `3-3`."""
     if isinstance(devices, str | int):
         return str(devices)
     return f"{devices[0]}-{devices[0]}" if len(devices) == 1 else as_ranges(devices)

@@ -51,12 +51,10 @@ class StepGroups:
         """Number of groups that the step should train on."""
         self.groups: list[tuple[SampleId, ...]] = []
         self.lengths: list[int] = []
-        """Number of tokens of each sample of `groups`, in order; empty where the run weighs no
-        lengths."""
+        """Number of tokens of each sample of `groups`, in order; empty if no lengths are needed."""
         self.num_refills = 0
         self.streamed: tuple[int, str] = (0, "")
-        """Number of samples whose gradients were begun early, and why none of the last round's
-        were."""
+        """Number of samples with gradients begun early, and why none of the last round's were."""
 
     @property
     def missing(self) -> int:

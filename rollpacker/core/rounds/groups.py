@@ -43,8 +43,7 @@ class Waiting(NamedTuple):
     attempt: int = 0
     """Number of the prompt's next launch, from 0: how often it was deferred."""
     carried: tuple[CarriedLength, ...] = ()
-    """Tokens that earlier launches have left of each response, by the response's index. Empty:
-    none."""
+    """Tokens that earlier launches left of each response, by the response's index; may be empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +76,7 @@ class RoundPlan:
 
 
 class Quota:
-    """Prompts that race for the same places among the groups of a step, such as those of one
-    source."""
+    """Prompts that race for the same places among a step's groups, such as those of one source."""
 
     __slots__ = ("groups", "num_awaited", "num_missing")
 
@@ -89,8 +87,7 @@ class Quota:
         self.groups: list[Group] = []
 
     def join(self, group: Group) -> None:
-        """Add the group to this race. The round waits for it, if it should, only as far as there
-        are places."""
+        """Add the group to this race. The round waits for it only as far as there are places."""
         group.quota = self
         self.groups.append(group)
         group.awaited = group.awaited and self.num_awaited < self.num_missing
@@ -126,7 +123,7 @@ class Group:
         """Number that decides each sample's noise and carried-over tokens: its own index, or the
         number of the failed sample that it replaces."""
         self.kept_tokens: list[int | None] = []
-        """Number of each sample's carried-over tokens that came out the same. None: they were not
+        """Number of carried-over tokens of each sample that came out the same. None: not
         compared."""
         self.samples: list[SampleId] = []
         self.states: list[SampleState] = []
@@ -148,8 +145,7 @@ class Group:
         self.streamed = False
 
     def add(self, count: int, state: SampleState) -> list[SampleId]:
-        """Add so many samples in this state, each with its own index as its place, and return their
-        ids."""
+        """Add so many samples in this state, each in a place of its own, and return their ids."""
         start = len(self.samples)
         samples = [SampleId(self.prompt, start + i, self.attempt) for i in range(count)]
         self.samples += samples
@@ -228,7 +224,7 @@ class Group:
         return ends
 
     def settle(self, kept: Collection[int]) -> None:
-        """Mark the samples with the indices `kept` as trained on, and other generated ones as
+        """Mark the samples with indices in `kept` as trained on, and other generated ones as
         dropped."""
         states = self.states
         for index, state in enumerate(states):

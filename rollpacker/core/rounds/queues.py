@@ -75,8 +75,7 @@ class Queues:
         self.tiers: tuple[deque[Waiting], ...] = tuple(deque() for _ in self.races)
         self.fresh: list[PromptId] = []
         self.draining = False
-        """True if the epoch or the run ends: the queues are emptied before fresh prompts are
-        fetched."""
+        """True if the epoch or the run ends: the queues are emptied before prompts are fetched."""
         self.without_races = not tail.enabled
         self._pooled = tail.pooled
         self._carries = tail.carries
@@ -107,8 +106,7 @@ class Queues:
         return None
 
     def num_racing(self, most: int) -> int:
-        """Number of deferred prompts that race in the next round, which has `most` prompts in
-        all."""
+        """Number of deferred prompts that race in the next round, of `most` prompts in all."""
         return min(len(self.long), most) if self._pooled and not self.draining else 0
 
     def take_racing(self, most: int) -> tuple[Waiting, ...]:
@@ -117,14 +115,13 @@ class Queues:
         return _first(self.long, self.num_racing(most)) + self.take_fresh()
 
     def take_fresh(self) -> tuple[Waiting, ...]:
-        """Removes and returns the prompts fetched for the round, as prompts launched for the first
+        """Removes and returns the prompts fetched for the round, to be launched for the first
         time."""
         fresh, self.fresh = self.fresh, []
         return tuple([Waiting(prompt) for prompt in fresh])
 
     def defer(self, prompts: Iterable[Waiting], tier: int) -> None:
-        """Add prompts to the queue of this tier, or to the long queue for a number beyond the last
-        tier."""
+        """Add prompts to the queue of this tier; beyond the last tier, to the long queue."""
         (self.tiers[tier] if tier < len(self.tiers) else self.long).extend(prompts)
 
     def _awaited(self, kind: RoundKind) -> NextRound:
@@ -187,7 +184,7 @@ class SavedQueues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tier_queues: list[list[Waiting]]
     draining: bool
     max_response_tokens: int | None = None
-    """Cap on responses, in tokens, when the queues were saved. None: there was no cap, or it is not
+    """Cap on responses, in tokens, when the queues were saved. None: there was none, or not
     known."""
 
 

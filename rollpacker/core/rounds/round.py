@@ -46,8 +46,7 @@ class Round:
         rewards: RewardSchedule | None = None,
         late: Counter[str] | None = None,
     ) -> None:
-        """`late` counts, by name, events that came after their sample no longer mattered, which is
-        normal."""
+        """`late` counts, by name, events that came after their sample had ceased to matter."""
         self.plan = plan
         self.preemptions = 0
         self.num_launched = 0
@@ -63,8 +62,7 @@ class Round:
         assert self._overlap or plan.race == "generated", "no race on verdicts without overlap"
         self._num_open_quotas = share_out(plan, self._groups.values())
         self.num_under_way = 0
-        """Number of samples launched that have not ended yet: they are in the engine or with an
-        environment."""
+        """Number of launched samples that have not ended: in the engine, or with an environment."""
         self._version = plan.version
         self._needed = plan.samples_needed
         self._scored_race = plan.race == "scored"
@@ -99,8 +97,7 @@ class Round:
         return not (self._num_open_quotas or self.num_under_way or self._num_awaited)
 
     def close(self) -> tuple[tuple[tuple[SampleId, ...], ...], list[Drop]]:
-        """The groups to train on, in launch order with samples in index order, and the prompts to
-        drop."""
+        """The groups to train on, in launch order, samples in index order, and prompts to drop."""
         assert self.closed
         groups: list[tuple[SampleId, ...]] = []
         drops: list[Drop] = []
@@ -121,8 +118,7 @@ class Round:
         return tuple(groups), drops
 
     def deferred(self) -> list[Waiting]:
-        """Prompts that the round left unfinished, in launch order, as they wait for their next
-        launch."""
+        """Prompts that the round left unfinished, in launch order, ready for their next launch."""
         carries = self.plan.tail.carries
         return [
             Waiting(g.prompt, g.attempt + 1, g.to_carry() if carries else ())
@@ -330,8 +326,7 @@ class Round:
         return commands
 
     def _stop(self, running: list[SampleId], unneeded: list[SampleId]) -> list[Command]:
-        """Commands that abort responses under way and end checks whose verdicts are not needed any
-        more."""
+        """Commands that abort responses under way and end checks that are not needed any more."""
         commands: list[Command] = [Abort(samples=tuple(running))] if running else []
         if unneeded and self._overlap:
             commands += self._rewards.drop(unneeded)

@@ -100,8 +100,7 @@ class TailBatchingConfig:
     them all. pool: they race on in the next round, beside so many fewer fresh prompts; faster where
     the policy moves so little between rounds that carried responses come out the same."""
     max_deferrals: int = field(default=16, metadata=absent(16))
-    """With stragglers=pool: number of deferrals of a prompt after which its next round waits for
-    it."""
+    """With stragglers=pool: a prompt's deferrals after which its next round waits for it."""
     complement: bool = field(default=True, metadata=absent(True))
     """Whether carry=exact keeps lengths unbiased. A response that had been cut off at some length
     then does not end before that under newer weights, and one that had ended before its siblings
@@ -152,8 +151,8 @@ class TailBatchingConfig:
         self._check_order_only()
 
     def _set(self, name: str, value: object) -> None:
-        """Set a key that was left open to the value that it stands for, so that a saved config
-        shows it."""
+        """Set a key that was left open to the value it stands for, so that a saved config shows
+        it."""
         object.__setattr__(self, name, value)
 
     def _check_factors(self) -> None:
@@ -217,14 +216,12 @@ class TailBatchingConfig:
 
     @property
     def complements(self) -> bool:
-        """Whether a response never ends before the place where an earlier launch had been cut
-        off."""
+        """Whether a response never ends before the place where it had been cut off earlier."""
         return self.carries and self.carry == "exact" and self.complement
 
     @property
     def awaited_after(self) -> int | None:
-        """Number of deferrals after which a round waits for a prompt. None: no prompt is waited
-        for."""
+        """Number of deferrals after which a round waits for a prompt. None: it waits for none."""
         return self.max_deferrals if self.pooled else None
 
     def noise_of(self, sample: SampleId) -> SampleId:

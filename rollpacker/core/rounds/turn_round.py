@@ -37,8 +37,7 @@ from rollpacker.core.rounds.round import ACTING, GENERATED, LAUNCHED, Round, Str
 
 
 class TurnRound(Round):
-    """A `Round` whose samples take turns with environments; `on_acted` takes the environments'
-    answers in."""
+    """A `Round` whose samples take turns with environments; `on_acted` takes their answers in."""
 
     def __init__(
         self,
@@ -54,8 +53,7 @@ class TurnRound(Round):
         self._stream = stream
         self._begins = acting.config.begins
         self._ended: list[tuple[int, bool]] = []
-        """Tokens of each sample that ended since `stream` was last told, and whether it is
-        complete."""
+        """Tokens of each sample ended since `stream` was last told, and whether it is complete."""
         self._num_told = 0
         """Number of launched samples that `stream` was told of."""
         self.num_acting = 0
@@ -112,8 +110,7 @@ class TurnRound(Round):
         return self._told(self._conclude(sample, "tokens" if cut_off else event.finish_reason))
 
     def on_acted(self, event: Acted, retry: int) -> list[Command]:
-        """Takes in the environment's answer to an `Act` that had been given `retry` times
-        before."""
+        """Takes in the environment's answer to an `Act` that was given `retry` times before."""
         sample = event.sample
         self._acting.kept.back(sample, None if event.cause else event.time_s)
         episode = self._acting.episodes.get(sample)
@@ -158,8 +155,7 @@ class TurnRound(Round):
     # -- turns -------------------------------------------------------------------------
 
     def _go_on(self, event: Acted, episode: Episode) -> list[Command]:
-        """Commands that follow an environment's answer: the next turn, or the end of the
-        trajectory."""
+        """Commands that follow an environment's answer: the next turn, or the trajectory's end."""
         sample = event.sample
         episode.given = event.num_tokens
         episode.environment_s += event.seconds or 0.0
@@ -221,7 +217,7 @@ class TurnRound(Round):
         return [command for sample in samples for command in self._acting.ask(sample)]
 
     def _stop(self, running: list[SampleId], unneeded: list[SampleId]) -> list[Command]:
-        """Commands that stop these samples, as `Round._stop`; those with environments stop at
+        """Commands that stop these samples, as `Round._stop`; those with environments end at
         once."""
         episodes = self._acting.episodes
         acting = [sample for sample in running if episodes[sample].acts]
@@ -277,8 +273,7 @@ class TurnRound(Round):
     def _in_engine(
         self, event: SampleGenerated | SampleAborted | SampleFailed
     ) -> tuple[Episode, int]:
-        """The episode of a sample that the engine has, and the number of tokens before this
-        turn."""
+        """The episode of a sample that the engine has, and the number of tokens before its turn."""
         episode = self._acting.episodes.get(event.sample)
         if episode is None:
             raise self._stray(event.sample)
