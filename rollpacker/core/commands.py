@@ -164,8 +164,7 @@ class Conclude(BaseCommand, frozen=True, kw_only=True):
 
 
 LIMITS = frozenset(("length", "tokens", "turns", "environment_s", "truncated"))
-"""Finish reasons of responses and trajectories that a limit ended; "truncated" is an
-environment's."""
+"""Finish reasons for an end by a limit; "truncated" is a limit of the environment's own."""
 
 OF_TURNS = (Act, CancelAct, Continue, LetGo, Conclude)
 """Commands that are given only where samples take turns with environments (`JobConfig.acting`)."""
@@ -176,8 +175,7 @@ class Score(BaseCommand, frozen=True, kw_only=True):
 
     sample: SampleId
     timeout_s: float | None = None
-    """Seconds that the check may take (a program's: each of its tests). None: the reward's own
-    limit."""
+    """Seconds that the check (a program's: each test) may take. None: the reward's own limit."""
     retry: int = 0
     """How often this verdict was asked for before, because a worker or an endpoint failed."""
 
@@ -218,8 +216,7 @@ class StartGradients(BaseCommand, frozen=True, kw_only=True):
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
     devices: Omitted[tuple[int, ...]] = ()
-    """Devices that compute the gradients, released by engines. Empty: all devices of the
-    trainer."""
+    """Devices that compute the gradients, released by engines. Empty: all of the trainer's."""
 
 
 class TrainOn(BaseCommand, frozen=True, kw_only=True):

@@ -179,8 +179,7 @@ class Acted(BaseEvent, frozen=True, kw_only=True):
 
 
 class SampleScored(BaseEvent, frozen=True, kw_only=True):
-    """The verdict on a sample. A `value` of None is no verdict, never 0, and `reason` explains
-    it."""
+    """The verdict on a sample. A `value` of None is no verdict, never 0; `reason` explains it."""
 
     sample: SampleId
     value: float | None
@@ -245,8 +244,7 @@ class PoolNeeded(BaseEvent, frozen=True, kw_only=True):
 
 
 class PoolUnneeded(BaseEvent, frozen=True, kw_only=True):
-    """The driver no longer needs the pool that it asked for by `PoolNeeded`, whose purpose has
-    ended."""
+    """The driver no longer needs the pool that `PoolNeeded` asked for; its purpose has ended."""
 
 
 class Reminded(BaseEvent, frozen=True, kw_only=True):

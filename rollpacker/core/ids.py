@@ -12,8 +12,7 @@ from typing import Literal
 import msgspec
 
 PoolName = Literal["rollout", "train"]
-"""Name of a pool of devices, which several jobs may share: for generating (rollout) or for
-training."""
+"""Name of a pool of devices, which jobs may share: for generating (rollout) or training."""
 
 
 class PromptId(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False, array_like=True):

@@ -282,8 +282,7 @@ _OUTMOST = (
 
 
 def normal_quantile(share: float) -> float:
-    """Standard normal score below which a share (between 0 and 1) lies, with a relative error below
-    1e-15."""
+    """Standard normal score below which a share (0 to 1) lies; relative error below 1e-15."""
     from_middle = share - 0.5
     if abs(from_middle) <= 0.425:
         rest = 0.180625 - from_middle * from_middle

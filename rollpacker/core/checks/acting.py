@@ -54,8 +54,7 @@ class ActingConfig:
 
     limits: TurnLimits = field(default_factory=TurnLimits)
     begins: bool = False
-    """Whether environments give the prompt, so that an episode begins before its sample's
-    launch."""
+    """Whether environments give the prompt, so that an episode begins before its sample does."""
     is_deterministic: bool = False
     """True if the same messages bring the same answers, so that a lost episode is played again.
     False: the sample of a lost episode has failed."""
@@ -125,8 +124,7 @@ class Episode:
     acts: bool = False
     """True while the environment has the turn."""
     is_open: bool = False
-    """True if the environment, or the queue before it, has the episode and was not told that it is
-    over."""
+    """True if the environment, or the queue before it, has the episode, which was not ended yet."""
     replaces: tuple[SampleId, ...] = ()
     """Failed sample whose noise this one uses, as in `Launch.replaces`; empty if there is none."""
     retracing: Retracing = field(default_factory=Retracing)

@@ -55,7 +55,7 @@ class AdaptiveDeadline:
             self.set_anchor(seconds)
 
     def set_anchor(self, seconds: float | None) -> None:
-        """Sets the longest execution of a correct answer, as a checkpoint has it; None: there is
+        """Sets the longest execution of a correct answer, from a checkpoint; None: there is
         none."""
         config = self.config
         self.anchor_s = seconds

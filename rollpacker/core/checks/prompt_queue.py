@@ -35,8 +35,7 @@ _Entry = tuple[float, int, int, _Waiting]
 
 
 class PromptQueue:
-    """The samples that wait, by prompt. Call `look_again` for prompts with a changed rank before
-    `pop`."""
+    """The waiting samples by prompt. Call `look_again` for prompts of changed rank before `pop`."""
 
     __slots__ = ("_arrivals", "_changed", "_known", "_unknown", "_waiting")
 
@@ -89,7 +88,7 @@ class PromptQueue:
         self._changed.update(dict.fromkeys(self._waiting.values()))
 
     def pop(self, rank: Callable[[PromptId], float | None], mean: float) -> SampleId:
-        """Take out and return the next sample. `rank` returns a prompt's rank; None stands for
+        """Take out and return the next sample. `rank` returns a prompt's rank; None means
         `mean`."""
         # Each check of a simulated run comes by here: benchmarks/sim_speed.py.
         known, unknown, changed = self._known, self._unknown, self._changed

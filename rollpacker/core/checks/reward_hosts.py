@@ -61,15 +61,14 @@ class RewardHosts:
         return number
 
     def ended(self, number: int, num_samples: int, *, judged: bool) -> None:
-        """Takes in that samples are no longer under way on the host. `judged`: they have
-        verdicts."""
+        """Takes in that so many samples have left the host. `judged`: they have their verdicts."""
         self._under_way[number] -= num_samples
         if judged:
             self._reasons[number].clear()
 
     def lost(self, number: int, reason: str) -> bool:
-        """Takes in a loss of the host. Returns whether it is to be started again; if not, it is
-        given up."""
+        """Takes in a loss of the host. Returns whether to start it again; if not, it is given
+        up."""
         self._ready.discard(number)
         self.num_lost += 1
         reasons = self._reasons[number]

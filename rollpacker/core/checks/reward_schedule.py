@@ -28,11 +28,9 @@ class RewardScheduleConfig:
     alone. The expectation is the longest check so far of the same prompt, before that the mean of
     the kind; among equals the longest response comes first."""
     cancel: bool = True
-    """Whether running checks of samples that are no longer needed are ended, to free their
-    workers."""
+    """Whether running checks of samples that are no longer needed are ended to free workers."""
     max_retries: int = 1
-    """Most repetitions of a check after failures of a worker or endpoint; then there is no
-    verdict."""
+    """Most repetitions of a check whose worker or endpoint failed; then there is no verdict."""
     kinds: Mapping[str, RewardKindConfig] = field(default_factory=dict)
     """Kind of check by source of prompts. A source that is missing has no bound and no deadline."""
 
@@ -55,8 +53,7 @@ class RewardSchedule(Schedule[SampleScored]):
         self.config = config
 
     def drop(self, samples: Iterable[SampleId]) -> list[Command]:
-        """Drops checks that are no longer needed, and returns the command that cancels running
-        ones."""
+        """Drops checks that are no longer needed. Returns the command that cancels running ones."""
         running = self.forget(samples)
         return [CancelScore(samples=tuple(running))] if running and self.config.cancel else []
 

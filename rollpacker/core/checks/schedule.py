@@ -179,8 +179,7 @@ class Schedule(Generic[E]):
             kind.by_prompt.look_again(prompt)
 
     def ask_again(self, sample: SampleId, retry: int) -> Command:
-        """The command that starts the deed again, at once, since its worker has just become
-        free."""
+        """The command that starts the deed again at once, since its worker has just become free."""
         return self._start(self._kinds[sample.prompt.source], sample, retry + 1)
 
     def start_waiting(self, source: str, missing: Callable[[PromptId], int]) -> list[Command]:

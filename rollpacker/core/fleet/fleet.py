@@ -152,8 +152,7 @@ class Fleet:
 
     @property
     def known(self) -> Known:
-        """Lengths of responses that a checkpoint has of the fleet; a resumed run has new
-        engines."""
+        """Lengths of responses, for a checkpoint; all else of the fleet is new in a resumed run."""
         return self._seen if self._seen.num_finished else self._known
 
     @known.setter
@@ -161,8 +160,8 @@ class Fleet:
         self._known = known
 
     def nobody(self) -> str:
-        """Which engine samples wait for, in words, for a deadline's message; empty if they need
-        not."""
+        """What samples that have no engine wait for, in words; empty while an engine takes
+        samples."""
         if self._gathering:
             return f"{len(self._gathering)} of {len(self.engines)} engines to be laid out anew"
         if self._takers():
@@ -394,8 +393,7 @@ class Fleet:
         return [], [self._replace(engine, command.version) for engine in back if not engine.ready]
 
     def _resize(self, version: int) -> Resize:
-        """Makes new engines of another tensor parallel degree; returns the command that starts
-        them."""
+        """Makes engines of another tensor parallel degree; returns the command that starts them."""
         assert self.config.num_devices is not None
         count = self.config.num_devices // self._degree
         self._slots += [Engine(number) for number in range(len(self._slots), count)]
@@ -455,8 +453,7 @@ class Fleet:
         return engines
 
     def _place(self, samples: Sequence[SampleId]) -> list[Command]:
-        """The command that starts these samples again; empty, so that they wait, without an
-        engine."""
+        """The command that starts these samples again; empty, and they wait, without an engine."""
         if not samples or not self._takers():
             return []
         return [Place(samples=tuple(samples), engines=self._route(samples))]

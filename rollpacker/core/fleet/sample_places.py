@@ -29,8 +29,7 @@ class Seats:
         self.carried: dict[SampleId, int] = {}
         """Tokens that its launch gave each sample, until a later turn begins; missing if none."""
         self.stopping: set[SampleId] = set()
-        """Samples that were told to stop; the engines still answer for those that have not
-        ended."""
+        """Samples that were told to stop; engines still answer for those that have not ended."""
 
     def clear(self) -> None:
         self.engine.clear()

@@ -59,8 +59,7 @@ class StreamConfig:
     max_share: float = 1.0
     """Largest share of a step's samples that is trained on before the round is over."""
     reward_wait: bool = False
-    """Start gradients, in rounds of all kinds, once the engines are empty and only verdicts are
-    awaited."""
+    """Start gradients, in rounds of any kind, once engines are empty and verdicts are awaited."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.kinds) - {kind.value for kind in RoundKind})
@@ -248,7 +247,7 @@ class StreamPlan:
         )
 
     def on_finished(self, num_tokens: int) -> tuple[int, ...] | None:
-        """Takes in a complete response of so many tokens. Returns devices to release now, or
+        """Takes in a complete response of so many tokens. Returns devices to release now or
         None."""
         now = self._round or self._current()
         now.num_finished += 1
@@ -362,13 +361,8 @@ class StreamPlan:
         return _peak_demand(lengths, num_live, now.prompt_tokens) <= capacity
 
     def _projected(self, now: _RoundUnderWay) -> IntArray | None:
-        """Lengths in tokens that a remaining sample may come to, ascending; None if nothing is
-        known.
-
-        They are the lengths of earlier rounds beyond the longest response that has finished by now.
-        The limit of a response counts as one more: it is all that is known before there is a
-        history.
-        """
+        """Lengths in tokens that a remaining sample may reach, ascending; None if nothing is
+        known."""
         history = np.array(self._histories.get(_history_of(now.kind), ()), dtype=np.int64)
         ahead = np.sort(history[history > now.longest])
         if self.max_response_tokens is not None:

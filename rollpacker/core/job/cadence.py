@@ -18,8 +18,7 @@ class Cadence:
     evaluates: bool = False
     """True if the run has held-out prompts to evaluate."""
     eval_every_steps: int | None = None
-    """Steps between two evaluations. None: evaluate only before the first and after the last
-    step."""
+    """Steps between two evaluations. None: only before the first and after the last step."""
 
     def checkpoint_is_due(self, step: int, *, ending: bool) -> bool:
         """Whether a checkpoint is due after this step. `ending`: no step follows, or the run was

@@ -24,8 +24,8 @@ class JobConfig:
     prompts_per_step: int
     samples_per_prompt: int
     max_steps: int | None
-    """Number of steps, without those that train on left-over prompts at the end. None: until the
-    data ends."""
+    """Steps, without those that train on left-over prompts at the end. None: until the data
+    ends."""
     max_response_tokens: int | None = None
     prompt_tokens: int = 0
     """Mean number of tokens of a prompt, for projections of the key-value cache."""
@@ -37,8 +37,7 @@ class JobConfig:
     trainer_apart: bool = False
     """True if the trainer has devices of its own, and may work while the engines generate."""
     layouts: tuple[DeviceLayout, ...] = (DeviceLayout(),)
-    """How engines and trainer share the devices, one layout for each degree of tensor
-    parallelism."""
+    """How engines and trainer share the devices, for each degree of tensor parallelism."""
     max_retries: int = 2
     """Most replacements per prompt and round for samples that the engine failed on."""
     min_verdicts: int = 2

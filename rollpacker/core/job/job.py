@@ -122,8 +122,7 @@ class Job:
         self.trainer = TrainerLosses(config.max_trainer_losses)
         self._round: Round | None = None
         self._gathered: StepGroups | None = None
-        """Groups of samples that the rounds of this step have brought so far. None between
-        steps."""
+        """Groups of samples that this step's rounds have brought so far. None between steps."""
         self._stop_reason: str | None = None
 
     def handle(self, event: Event) -> list[Command]:
@@ -162,8 +161,7 @@ class Job:
 
     @property
     def num_queued(self) -> int:
-        """Number of deferred prompts: an earlier round left them unfinished, and they wait for
-        another."""
+        """Number of deferred prompts, which an earlier round left unfinished for a later one."""
         return len(self.queues)
 
     def waiting_for(self) -> str:
@@ -176,8 +174,7 @@ class Job:
 
     @property
     def waits_for_rewards(self) -> bool:
-        """Whether all samples of the round have left the engines, so that only verdicts are
-        missing."""
+        """Whether all samples of the round have left the engines and only verdicts are missing."""
         return self._round is not None and not self._round.num_under_way
 
     @property
@@ -187,8 +184,7 @@ class Job:
         return self.progress.evaluation_is_due(self.config.cadence, last=self.nothing_left())
 
     def nothing_left(self) -> bool:
-        """Whether the run is over at this point: no further step will come, and no deferred prompt
-        waits."""
+        """Whether the run is over here: no step will follow, and no deferred prompt waits."""
         ends = self.progress.data_ended or self.progress.out_of_steps(self.config.max_steps)
         return ends and not self.num_queued
 
@@ -299,8 +295,8 @@ class Job:
 
     @property
     def _counts_ends(self) -> bool:
-        """Whether this class must report ended samples to `stream`; a round of several turns does
-        so itself."""
+        """Whether this class must report ended samples to `stream`; a `TurnRound` does so
+        itself."""
         return self.stream.may_release and self.acting is None
 
     def _on_generated(self, event: SampleGenerated) -> list[Command]:
@@ -435,8 +431,7 @@ class Job:
         return [*drops, *self._train(gathered)]
 
     def _train(self, gathered: StepGroups) -> list[Command]:
-        """Train on the groups that the step's rounds brought, or commit the step if there are
-        none."""
+        """Train on the groups of the step's rounds, or commit the step if there are none."""
         self._gathered = None
         for group in gathered.groups:
             self.ledger.train(group[0].prompt)

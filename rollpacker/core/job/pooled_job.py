@@ -92,13 +92,11 @@ class PooledJob(Job):
         began or was restored."""
         self._asked_s = 0.0
         self._held: list[Command] = []
-        """Commands that are held back until their pool is there: `TrainOn`, and the commands that
-        come with it."""
+        """Commands held back until their pool is there: `TrainOn`, and those that come with it."""
         self._begins = False
         """True if a step is to begin as soon as the rollout pool is there."""
         self._refill: NextRound | None = None
-        """Round that refills a step and begins as soon as the rollout pool is there. None: no
-        refill waits."""
+        """Round that refills a step once the rollout pool is there. None: no refill waits."""
         self._answered: list[Launch | Continue] = []
         """Commands for samples whose environments have answered since a round left the rollout
         pool. Their engines are named when the pool is there."""
@@ -122,8 +120,7 @@ class PooledJob(Job):
         return self._turn([*released, *super().handle(own)], now_s)
 
     def waiting_for(self) -> str:
-        """What the job waits for, in words, as `Job.waiting_for`, or the pool that it has asked
-        for."""
+        """What the job waits for, in words, as `Job.waiting_for`, or the pool it has asked for."""
         if self.entering is None:
             return super().waiting_for()
         return f"the {self.entering} pool, which other jobs use too"
@@ -175,7 +172,7 @@ class PooledJob(Job):
         return released
 
     def _renewed(self, command: Command) -> Command:
-        """The command with the newest weights, if it is a `Replace` that was held back over a
+        """The command, at the newest weights if it is a `Replace` that was held back over a
         step."""
         return replace(command, version=self.version) if type(command) is Replace else command
 
@@ -267,16 +264,14 @@ class PooledJob(Job):
         )
 
     def _only_acts(self) -> bool:
-        """Whether all samples under way are with their environments, and other jobs may have the
-        pool then."""
+        """Whether all samples under way are with environments, so that others may have the pool."""
         round_ = self._round
         if not (self._may_leave and isinstance(round_, TurnRound)):
             return False
         return 0 < round_.num_acting == round_.num_under_way
 
     def _wanted(self) -> list[tuple[PoolName, str]]:
-        """The pools that held-back work needs, with their purposes, in the order in which to ask
-        for them."""
+        """The pools that held-back work needs, with purposes, in the order in which to ask."""
         wanted: list[tuple[PoolName, str]] = []
         if self.phase is Phase.DONE:
             return wanted

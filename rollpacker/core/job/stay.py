@@ -28,8 +28,8 @@ class Stay:
         self._began_s = 0.0
         """When the last training began."""
         self._trained_s: float | None = None
-        """Seconds that the last training took, until the new weights were handed over. None: there
-        was none."""
+        """Seconds of the last training until the new weights were handed over. None: no
+        training."""
         self._switch_s = 0.0
         """Seconds that the engines took to wake up last time."""
         self._due_s: float | None = None

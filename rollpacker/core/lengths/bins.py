@@ -14,8 +14,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 BINS_PER_OCTAVE = 8
-"""Number of bins per doubling of the length: a bin is 9 % wide, and never narrower than one
-token."""
+"""Bins per doubling of the length: each is 9 % wide, and never narrower than one token."""
 
 
 @cache
@@ -60,8 +59,7 @@ def normal_scores(density: FloatArray) -> FloatArray:
 def share_between(
     weights: FloatArray, class_means: FloatArray, density: FloatArray, scores: FloatArray
 ) -> float:
-    """Variance of the scores between classes, as a share of their whole variance; 0 if that is
-    0."""
+    """Share of the scores' variance that is between classes; 0 if there is no variance."""
     mean = total_of(density * scores)
     from_mean, between = scores - mean, class_means - mean
     variance = total_of(density * (from_mean * from_mean))

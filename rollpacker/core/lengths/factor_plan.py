@@ -92,8 +92,7 @@ class Choice:
 
 
 class FactorPlanner:
-    """Chooses factors from a run's rounds: report all rounds and steps, and ask `choose` at
-    times."""
+    """Chooses factors from a run's rounds: report rounds and steps, and ask `choose` at times."""
 
     def __init__(
         self,

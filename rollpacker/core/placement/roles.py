@@ -75,8 +75,7 @@ class Role:
     per_key: str | None = None
     """Name of the config key for `per_unit`. None: there is none."""
     needs: Callable[[int], Need | None] = field(default=lambda per_unit: None, compare=False)
-    """Bytes that a unit of so many devices takes on each, as a function. Returns None if not
-    known."""
+    """Function from a unit's number of devices to its bytes on each device. None: not known."""
     across_hosts: bool = False
     """True if one unit may have devices on several hosts."""
 

@@ -123,8 +123,7 @@ class Group:
         """Number that decides each sample's noise and carried-over tokens: its own index, or the
         number of the failed sample that it replaces."""
         self.kept_tokens: list[int | None] = []
-        """Number of carried-over tokens of each sample that came out the same. None: not
-        compared."""
+        """Number of carried-over tokens that came out the same, per sample. None: not compared."""
         self.samples: list[SampleId] = []
         self.states: list[SampleState] = []
         self.lengths: list[int] = []
@@ -224,7 +223,7 @@ class Group:
         return ends
 
     def settle(self, kept: Collection[int]) -> None:
-        """Mark the samples with indices in `kept` as trained on, and other generated ones as
+        """Mark the samples with these indices as trained on, and other generated ones as
         dropped."""
         states = self.states
         for index, state in enumerate(states):

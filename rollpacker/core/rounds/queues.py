@@ -115,8 +115,7 @@ class Queues:
         return _first(self.long, self.num_racing(most)) + self.take_fresh()
 
     def take_fresh(self) -> tuple[Waiting, ...]:
-        """Removes and returns the prompts fetched for the round, to be launched for the first
-        time."""
+        """Removes and returns the prompts fetched for the round, which are launched first now."""
         fresh, self.fresh = self.fresh, []
         return tuple([Waiting(prompt) for prompt in fresh])
 
@@ -184,8 +183,7 @@ class SavedQueues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tier_queues: list[list[Waiting]]
     draining: bool
     max_response_tokens: int | None = None
-    """Cap on responses, in tokens, when the queues were saved. None: there was none, or not
-    known."""
+    """Cap on responses, in tokens, when the queues were saved. None: there was none, or unknown."""
 
 
 def _first(queue: deque[Waiting], count: int) -> tuple[Waiting, ...]:

@@ -151,8 +151,7 @@ class TailBatchingConfig:
         self._check_order_only()
 
     def _set(self, name: str, value: object) -> None:
-        """Set a key that was left open to the value it stands for, so that a saved config shows
-        it."""
+        """Set a key that was left open to what it stands for, so that a saved config shows it."""
         object.__setattr__(self, name, value)
 
     def _check_factors(self) -> None:

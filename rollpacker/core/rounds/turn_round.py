@@ -217,8 +217,7 @@ class TurnRound(Round):
         return [command for sample in samples for command in self._acting.ask(sample)]
 
     def _stop(self, running: list[SampleId], unneeded: list[SampleId]) -> list[Command]:
-        """Commands that stop these samples, as `Round._stop`; those with environments end at
-        once."""
+        """Commands that stop these samples, as `Round._stop`; those in environments end at once."""
         episodes = self._acting.episodes
         acting = [sample for sample in running if episodes[sample].acts]
         in_engine = [sample for sample in running if not episodes[sample].acts]
