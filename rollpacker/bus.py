@@ -63,8 +63,8 @@ class Bus:
         self.job = job
         self.clock = clock
         self.lock = threading.RLock()
-        """The only lock between the core and its ports. Reentrant: a port may ask the bus while it
-        obeys."""
+        """The only lock between the core and its ports. Reentrant, since ports ask the bus while
+        they work."""
         self._routes: Routes = {}
         self._sinks = list(sinks)
         self._is_busy = False
@@ -171,7 +171,7 @@ class Unsaid:
 
 
 class OwnPools:
-    """A port for pools of devices that no other job uses: they are had at once, and nothing
+    """A port for pools of devices that no other job uses: the job has each at once, and never
     parks."""
 
     def __init__(self, take: Callable[[Event], None]) -> None:

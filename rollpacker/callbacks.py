@@ -28,7 +28,7 @@ class RunningRun(Protocol):
 
     @property
     def folder(self) -> Path:
-        """`runs_dir/name`, which exists."""
+        """The run's folder, `runs_dir/name`, which exists."""
         ...
 
     @property

@@ -81,7 +81,7 @@ class _Form(NamedTuple):
     """The functions that write and read the values of a class."""
 
     writers: tuple[tuple[str, Convert], ...]
-    """Fields whose plain form is another value than their own."""
+    """Names of fields whose plain form is another value than their own, with what writes them."""
     left_out: tuple[tuple[str, Any], ...]
     """Fields that are left out of the plain form while they have this value."""
     readers: tuple[tuple[str, Convert], ...]
@@ -351,9 +351,9 @@ class Codec:
         self.types = tuple(types)
         self._codes: dict[type, int] = {}
         self._kinds: dict[int, Kind] = {}
-        """Codes of types that are written by a `Kind`."""
+        """The `Kind` of each type that is written by one, by the type's code."""
         self._decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {}
-        """Codes of types that are written by their hints."""
+        """Decoders of the types that are written by their hints, by the type's code."""
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._ext)
         self._decoder = msgspec.msgpack.Decoder(ext_hook=self._from_ext)
         for code, one in enumerate(types, _FIRST_TYPE):

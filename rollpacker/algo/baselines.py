@@ -55,7 +55,7 @@ def _centred(values: Tensor, groups: Tensor, *, leave_one_out: bool) -> Tensor:
 
 
 def _std(values: Tensor, groups: Tensor) -> Tensor:
-    """The unbiased standard deviation of each value's group [M]; 0 of a single one."""
+    """The unbiased standard deviation of each value's group [M]; 0 for a group of one."""
     count = _per_group(torch.ones_like(values), groups, "sum")
     squares = (values - _per_group(values, groups, "mean")).square()
     return (_per_group(squares, groups, "sum") / (count - 1).clamp(min=1)).sqrt()

@@ -76,11 +76,10 @@ class AlgorithmConfig:
     """The source of an advantage: a sample's reward, a critic's estimates (gae), or a teacher's
     log-probs against the policy's."""
     normalize_mean: NormalizeMean | None = None
-    """The number that is subtracted from a reward: the mean of its group, of the others of its
-    group, of the step, or nothing."""
+    """Number that is subtracted from a reward: the mean of its group, of the other rewards of its
+    group, of the step, or 0."""
     normalize_std: NormalizeStd | None = None
-    """The number that a reward is divided by: the standard deviation of its group, of the step, or
-    nothing."""
+    """Number that a reward is divided by: the standard deviation of its group or the step, or 1."""
     whiten: bool | None = None
     """Whether to shift and scale the finished advantages of all tokens of the step to mean 0 and
     standard deviation 1."""
@@ -101,7 +100,7 @@ class AlgorithmConfig:
     overlong_penalty: float = 1.0
     """Reward that a response loses at the limit, with `overlong_buffer_tokens`."""
     mask_truncated: bool = False
-    """Leave responses that were cut off at the limit out of the loss and its denominators."""
+    """Whether responses cut off at the limit are left out of the loss and its denominators."""
 
     # -- the loss ----------------------------------------------------------------------
     objective: Objective | None = None
@@ -119,7 +118,7 @@ class AlgorithmConfig:
     loss_aggregation: LossAggregation | None = None
     """How tokens add up to one loss. token-mean: the mean of all tokens of the step.
     sequence-mean-token-mean: the mean of each response's mean. sequence-mean-token-sum: the mean of
-    each response's sum. fixed-length: as the former, divided by `fixed_length`."""
+    each response's sum. fixed-length: the mean of each response's sum divided by `fixed_length`."""
     fixed_length: int | None = None
     """Number that each response's sum is divided by with loss_aggregation=fixed-length. None:
     rollout.max_response_tokens."""
@@ -141,15 +140,15 @@ class AlgorithmConfig:
     kl_in: KlIn | None = None
     """Where the KL penalty goes: into the loss of each token, or into the reward."""
     kl_bias_correction: bool = False
-    """Multiply the KL penalty in the loss by the probability ratio, so that its gradient is that of
-    the divergence itself."""
+    """Whether to multiply the KL penalty in the loss by the probability ratio, so that its gradient
+    is that of the divergence itself."""
 
     # -- engine against trainer --------------------------------------------------------
     mismatch_correction: MismatchCorrection = "none"
-    """Correct for the engine's probabilities differing from the trainer's, by the trainer's
-    probability over the engine's of each token (or of the whole response): truncate weighs a token
-    by this ratio, cut at mismatch_max; mask leaves out what lies outside of mismatch_min and
-    mismatch_max."""
+    """How to correct for engine and trainer giving tokens different probabilities, by the ratio of
+    the trainer's to the engine's, of each token or of the whole response (sequence). none: not at
+    all. truncate: weigh each token by this ratio, cut at mismatch_min and mismatch_max. mask: weigh
+    by it as well, but leave out tokens whose ratio is outside of these bounds."""
     mismatch_max: float = 2.0
     """Upper bound of the ratio in `mismatch_correction`."""
     mismatch_min: float | None = None
@@ -213,8 +212,8 @@ class AlgorithmConfig:
 
     @property
     def own_advantages(self) -> OwnFunction | None:
-        """The user's function for advantages. None: there is none. Raises `ValueError` if it cannot
-        be loaded."""
+        """The user's function for advantages, or None. Raises `ValueError` if it cannot be
+        loaded."""
         if self.advantage_function is not None:
             return own_function("advantages", "advantage_function", self.advantage_function)
         if self.own is None or self.own.advantages is None:
@@ -224,8 +223,7 @@ class AlgorithmConfig:
 
     @property
     def own_loss(self) -> OwnFunction | None:
-        """The user's function for the loss. None: there is none. Raises `ValueError` if it cannot
-        be loaded."""
+        """The user's function for the loss, or None. Raises `ValueError` if it cannot be loaded."""
         if self.loss_function is not None:
             return own_function("loss", "loss_function", self.loss_function)
         if self.own is None or self.own.loss is None:
@@ -244,8 +242,7 @@ class AlgorithmConfig:
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a critic (a model of values) is trained, and computes values before there are
-        advantages."""
+        """Whether a critic (a model of values) is trained, whose values advantages are made of."""
         return self.advantage == "gae"
 
     @property
@@ -286,8 +283,8 @@ class AlgorithmConfig:
 
     @property
     def needs_whole_batch(self) -> bool:
-        """Whether a statistic spans the step, so that no advantage is known before every reward
-        is."""
+        """Whether a statistic spans the step, so that advantages are known after the last
+        reward."""
         return bool(self.whiten) or "batch" in (self.normalize_mean, self.normalize_std)
 
     @property

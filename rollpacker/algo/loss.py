@@ -24,7 +24,7 @@ infinity enters the gradient."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """The losses of some tokens."""
+    """The loss of each of some tokens, and sums of it and of other numbers for metrics."""
 
     per_token: Tensor
     """The loss of each token [K], differentiable."""
@@ -181,9 +181,10 @@ def _importance_ratio(
 ) -> Tensor:
     """Probability ratios [K], all the same within a sample if the ratio is the sequence's.
 
-    Its gradient then goes to all of them, so that they all learn from the mean of their advantages.
-    Where these are the turns', each token's goes to itself instead, as in GSPO-token (arXiv
-    2507.18071, section 4.3): the same value, and the same gradient where advantages are equal.
+    The gradient of a sequence's ratio goes to all of its tokens, which all learn from the mean of
+    their advantages. With credit=turn a token's gradient goes to the token itself instead, as in
+    GSPO-token (arXiv 2507.18071, section 4.3): the same value, and the same gradient where
+    advantages are equal.
     """
     log_ratio = log_probs - old_log_probs
     if config.importance_ratio != "token":

@@ -35,8 +35,7 @@ _KINDS = {"advantages": ADVANTAGE_ARGUMENTS, "loss": LOSS_ARGUMENTS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """The algorithm that `algorithm.function` returns. A field that is left out is as in the
-    package."""
+    """What `algorithm.function` returns: an algorithm. Fields left out are as in the package."""
 
     row: Row = field(default_factory=Row)
     """Values of the switches that the config leaves at null. Two of them must be true of the

@@ -29,7 +29,7 @@ class StepAdvantages:
     `turns`. NaN where there was no verdict."""
     per_token: bool
     turns: Turns | None = None
-    """The turns that the advantages are of. None: they are of samples or tokens."""
+    """The turns that have the advantages. None: samples or tokens have them."""
     returns: Tensor | None = None
     """The critic's targets [K]. None without a critic."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -176,8 +176,7 @@ def _from_rewards(
 
 
 def _is_per_token(advantages: Tensor, lengths: Sequence[int]) -> bool:
-    """Whether there is one advantage per token. Where each sample has one token, both are the
-    same."""
+    """Whether there is one advantage per token; False also if each sample has one token."""
     return len(advantages) != len(lengths)
 
 

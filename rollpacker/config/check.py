@@ -208,8 +208,8 @@ class Checker:
         self.names_trl = self.names_trl or any(one.framework == TRL for one in found)
 
     def _refuse_whole(self, path: Path_, hints: Mapping[str, Any], problem: str) -> Any:
-        """Note what a dataclass refused of itself. Its messages mostly begin with a field's name,
-        or with the dotted name of a key further down."""
+        """Note an error that a dataclass raised when it was made. The message mostly begins with a
+        field's name, or with the dotted name of a key further down."""
         name, _, rest = problem.partition(" ")
         if name.partition(".")[0] in hints and rest and _DOTTED_NAME.fullmatch(name):
             inside = (int(part) if part.isdecimal() else part for part in name.split("."))

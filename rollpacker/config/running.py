@@ -16,14 +16,14 @@ class RewardSchedulerConfig:
     limits are settings of each reward."""
 
     overlap: bool = True
-    """Check a response while others are still generated. False: check all responses of a round
-    together, after the last one."""
+    """Whether to check a response while others are still generated. False: all responses of a round
+    are checked together, after the last one."""
     order: Literal["auto", "fifo", "closest", "longest"] = "auto"
     """The check that a free worker takes next. fifo: the oldest. closest: one of the prompt that
     lacks the fewest verdicts. longest: the one that is expected to take longest. auto: longest, or
     closest where the first samples with a verdict win (`tail_batching.race=scored`)."""
     cancel: bool = True
-    """End checks of samples that are not needed any more."""
+    """Whether to end checks of samples that are not needed any more."""
     max_retries: int = 1
     """Number of times that a check is asked for again when a worker or an endpoint failed; then the
     sample has no verdict."""
@@ -61,7 +61,7 @@ class EvalConfig:
     max_response_tokens: int | None = None
     """Most tokens of a response. None: as in training."""
     pass_threshold: float = 1.0
-    """A response passes if its reward is at least this."""
+    """Least reward with which a response passes."""
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "samples_per_prompt", "max_prompts", "max_response_tokens"):

@@ -80,12 +80,12 @@ class RunConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     stream_trainer: StreamConfig = field(default_factory=StreamConfig)
-    """Starting gradients before a round is over. With `train.processes` the trainer begins on every
-    group that is complete, in rounds of all kinds. Without, the run's process has no device to give
-    away, and only `reward_wait` and `max_share` count. Which groups come early depends on when
-    verdicts arrive, so that runs are repeatable up to rounding, and no longer bit by bit. `kinds`,
-    `window`, `every`, `released_share` and `min_new_share` decide when engines release devices,
-    which happens with `train.colocate` and in `rollpacker simulate`."""
+    """When gradients start before a round is over. With `train.processes` the trainer begins on
+    every group that is complete, in rounds of all kinds. Without, the run's process has no device
+    to give away, and only `reward_wait` and `max_share` count. Which groups come early depends on
+    when verdicts arrive, so that runs are repeatable up to rounding, and no longer bit by bit.
+    `kinds`, `window`, `every`, `released_share` and `min_new_share` decide when engines release
+    devices, which happens with `train.colocate` and in `rollpacker simulate`."""
     parallelism_planner: ParallelismConfig = field(default_factory=ParallelismConfig)
     """How many devices share one engine. Rounds in which engines run out of memory for keys and
     values and put samples back call for more, rounds without that for fewer. With vLLM only."""

@@ -32,7 +32,7 @@ TRL_DIFFERS = (
 
 @dataclass(frozen=True, slots=True)
 class Synonym:
-    """A line of the table: a key of another framework, and our keys that mean the same."""
+    """A line of `synonyms.yaml`: a key of another framework, and our keys that mean the same."""
 
     framework: str
     theirs: str
@@ -61,7 +61,7 @@ class Synonym:
 
 @functools.cache
 def synonyms() -> tuple[Synonym, ...]:
-    """The whole table, in its order."""
+    """All lines of `synonyms.yaml`, in their order."""
     table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     return tuple(
         Synonym(framework, theirs, tuple(ours.split(", ")) if ours else (), note)
@@ -85,13 +85,14 @@ def hint(path: Collection[str | int], known: Collection[str], value: Any = "") -
 def of_others(
     path: Collection[str | int], known: Collection[str], value: Any = ""
 ) -> list[Synonym]:
-    """The lines of the table for a key that other frameworks have; empty if none has it."""
+    """The lines of `synonyms.yaml` for a key that other frameworks have; empty if none has it."""
     parts = [str(part).lstrip("+-").replace("-", "_") for part in path]
     return _best(parts, known, value)
 
 
 def of_value(path: Collection[str | int], known: Collection[str], value: Any) -> list[Synonym]:
-    """The line of the table for a value of our key that only a framework knows; at most one."""
+    """The line of `synonyms.yaml` for a value of our key that only a framework knows; at most
+    one."""
     ours = ".".join(str(part) for part in path if not isinstance(part, int))
     for_any = {one.theirs: one.keys for one in synonyms() if not one.value}
     return [

@@ -17,10 +17,10 @@ class WarmupConfig:
     """Hugging Face folder that the warmup writes."""
     stages: tuple[WarmupStage, ...]
     model: ModelConfig | None = None
-    """Start from the weights of this model. Either this or `architecture` is set."""
+    """Model whose weights training starts from. None: `architecture` is set instead."""
     architecture: dict[str, object] | None = None
-    """Start from random weights of this architecture: `model_type` and the fields of its
-    transformers config."""
+    """Architecture of which random weights are made to start from: `model_type` and the fields of
+    its transformers config. None: `model` is set instead."""
     alphabet: str | None = None
     """Characters of the tokenizer that is built for `architecture`; each is a token."""
     markers: tuple[str, ...] = ()

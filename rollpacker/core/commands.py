@@ -48,7 +48,7 @@ class Launch(BaseCommand, frozen=True, kw_only=True):
     """Devices per engine in this round. If it changes, and the core controls how devices are
     grouped into engines, `Resize` is given first."""
     speculate: Omitted[bool] = False
-    """Decode speculatively in this round."""
+    """True if the engine decodes speculatively in this round."""
     carried: Omitted[tuple[int, ...]] = ()
     """Response tokens that an earlier launch of the prompt left for each sample, aligned with
     `samples`; empty if there are none. The sample goes on from them (`tail_batching.carry`). In a
@@ -87,7 +87,7 @@ class Replace(BaseCommand, frozen=True, kw_only=True):
 
     engine: int
     incarnation: int
-    """Incarnation of the new engine."""
+    """Incarnation of the new engine: how often the engine of this number was replaced."""
     version: int
 
 
@@ -100,7 +100,8 @@ class Resize(BaseCommand, frozen=True, kw_only=True):
     tensor_parallel: int
     """Devices of each engine."""
     incarnations: tuple[int, ...]
-    """Incarnation of each new engine, from engine 0 on. There are no other engines."""
+    """Incarnation (number of replacements) of each new engine, from engine 0 on. There are no
+    others."""
     version: int
 
 
@@ -252,7 +253,7 @@ class RestoreTrainer(BaseCommand, frozen=True, kw_only=True):
     without being given again, but `StartGradients` is not: `TrainOn` has all groups."""
 
     incarnation: int
-    """Incarnation of the new processes."""
+    """Incarnation of the new processes: how often the trainer was brought back."""
     version: int
 
 

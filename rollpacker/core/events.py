@@ -113,7 +113,7 @@ class EngineReady(BaseEvent, frozen=True, kw_only=True):
     engine: int
     incarnation: int
     version: int
-    """Version of its weights."""
+    """Version of the engine's weights."""
 
 
 class EngineLost(BaseEvent, frozen=True, kw_only=True):
@@ -140,7 +140,7 @@ class TrainerReady(BaseEvent, frozen=True, kw_only=True):
 
     incarnation: int
     version: int
-    """Version of its weights."""
+    """Version of the trainer's weights."""
 
 
 class ToolCall(NamedTuple):
@@ -156,7 +156,7 @@ class ToolCall(NamedTuple):
 
 
 class Acted(BaseEvent, frozen=True, kw_only=True):
-    """Answer to `Act`: what the environment made of a turn."""
+    """Answer to `Act`: the environment's answer to a message of the model."""
 
     sample: SampleId
     turn: int
@@ -171,8 +171,8 @@ class Acted(BaseEvent, frozen=True, kw_only=True):
     """Why the episode is over, as a finish reason ("" means "done"), or why it was lost."""
     cause: str = ""
     """Cause of a lost episode: "environment" (it raised), "deadline" (it was too slow),
-    "infrastructure" (its process died: worth another try), "prompt" (the prompt that it said cannot
-    be taken) or "cancelled"."""
+    "infrastructure" (its process died: worth another try), "prompt" (its prompt cannot be used) or
+    "cancelled"."""
     calls: Omitted[tuple[ToolCall, ...]] = ()
     """Calls of tools, in order, without those that an environment makes of a message by itself. If
     the answer was too slow, the last call had not ended."""

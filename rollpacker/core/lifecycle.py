@@ -46,18 +46,19 @@ FINAL = frozenset(state for state, following in TRANSITIONS.items() if not follo
 
 
 class LifecycleError(AssertionError):
-    """A transition that the table does not have."""
+    """Raised for a transition that `TRANSITIONS` does not have."""
 
 
 def check(before: SampleState, after: SampleState) -> SampleState:
-    """Returns `after` if the table allows the transition, and raises `LifecycleError` otherwise."""
+    """Returns `after` if `TRANSITIONS` allows it after `before`, and raises `LifecycleError`
+    otherwise."""
     if after not in TRANSITIONS[before]:
         raise LifecycleError(f"a sample cannot go from {before} to {after}")
     return after
 
 
 def mermaid() -> str:
-    """The table as a Mermaid state diagram, for the docs."""
+    """`TRANSITIONS` as a Mermaid state diagram, for the docs."""
     lines = ["stateDiagram-v2", "    [*] --> planned"]
     for before, following in TRANSITIONS.items():
         lines += [f"    {before} --> {after}" for after in sorted(following)]

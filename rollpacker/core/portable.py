@@ -48,9 +48,10 @@ with localcontext() as _context:
     _context.prec = 60
     _LN2 = Decimal(2).ln()
     _LN2_HIGH, _LN2_LOW = _split(_LN2, 40)
-    """Multiples of the high part by an exponent (at most 11 bits) are exact."""
+    """The logarithm of 2 in two parts; multiples of the high one by up to 11 bits are exact."""
     _STEP_HIGH, _STEP_LOW = _split(_LN2 / 64, 42)
-    """The logarithm of 2 ** (1/64); multiples by up to 17 bits are exact."""
+    """The logarithm of 2 ** (1/64) in two parts; multiples of the high one by up to 17 bits are
+    exact."""
     _STEPS_PER_UNIT = float(64 / _LN2)
 _SQRT_HALF = math.sqrt(0.5)
 _PER_SQRT_TURN = 1.0 / math.sqrt(2.0 * math.pi)
@@ -224,7 +225,8 @@ def normal_cdfs(scores: FloatArray) -> FloatArray:
 
 
 def _near_tail(distance: FloatOrArray, density: FloatOrArray) -> FloatOrArray:
-    """1/2 - density * (d + d**3 / 3 + d**5 / (3 * 5) + ...), whose terms are all positive."""
+    """Share of a standard normal distribution beyond a small distance from the mean, as the series
+    1/2 - density * (d + d**3 / 3 + d**5 / (3 * 5) + ...), whose terms are all positive."""
     square = distance * distance
     term = total = distance
     for number in range(1, _SERIES_TERMS):
@@ -234,7 +236,8 @@ def _near_tail(distance: FloatOrArray, density: FloatOrArray) -> FloatOrArray:
 
 
 def _far_tail(distance: FloatOrArray, density: FloatOrArray) -> FloatOrArray:
-    """density / (d + 1 / (d + 2 / (d + 3 / (d + ...))))."""
+    """Share of a standard normal distribution beyond a large distance from the mean, as the
+    fraction density / (d + 1 / (d + 2 / (d + 3 / (d + ...))))."""
     value = distance
     for number in range(_FRACTION_TERMS, 0, -1):
         value = distance + number / value

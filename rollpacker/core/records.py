@@ -29,7 +29,7 @@ generated and environments answered."""
 
 
 class LogError(ValueError):
-    """A line is not an event log's."""
+    """Raised for a line that is not an event log's."""
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

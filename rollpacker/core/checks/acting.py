@@ -1,4 +1,4 @@
-"""Turns with an environment: what they are limited to, and when each act starts."""
+"""Turns of samples with environments: the limits of a trajectory, and when each answer starts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class TurnLimits:
             raise ValueError(f"max_environment_s must be more than 0, not {seconds}")
 
     def reached(self, turns: int, tokens: int, environment_s: float) -> str:
-        """The finish reason of a trajectory that has come so far; empty if it goes on."""
+        """Finish reason if a trajectory with these counts has reached a limit; empty if it has
+        not."""
         if self.max_turns is not None and turns >= self.max_turns:
             return "turns"
         if self.max_trajectory_tokens is not None and tokens >= self.max_trajectory_tokens:
@@ -59,8 +60,8 @@ class ActingConfig:
     """True if the same messages bring the same answers, so that a lost episode is played again.
     False: the sample of a lost episode has failed."""
     order: Order = "longest"
-    """Order in which samples act where no more may act at a time; its values are those of
-    `RewardScheduleConfig.order`."""
+    """Order in which waiting samples get an answer, where the number at a time is bounded; its
+    values are those of `RewardScheduleConfig.order`."""
     max_retries: int = 1
     """How often a lost episode is played again before its sample has failed."""
     kinds: Mapping[str, KindConfig] = field(default_factory=dict)
@@ -84,9 +85,9 @@ class Retracing:
     the prompt, with or without those that the environment gave, as long as all do so alike."""
 
     carried: int = 0
-    """Number of tokens that an earlier launch left, up to the last one that the model sampled."""
+    """Number of tokens that an earlier launch of the prompt left, up to the last sampled one."""
     kept: int | None = None
-    """Number of them that came out the same. None: none were left, or none were compared yet."""
+    """Number of the carried tokens that came out the same. None: none were left or compared yet."""
     goes_on: bool = field(init=False)
     """True if all tokens sampled so far came out the same, and more are left to compare."""
 
@@ -94,7 +95,7 @@ class Retracing:
         self.goes_on = self.carried > 0
 
     def drawn(self, start: int, num_tokens: int, num_kept: int | None) -> None:
-        """Takes in a turn that has ended: its number of tokens, the position where it began, and
+        """Records a turn that has ended: its number of tokens, the position where it began, and
         how many of its tokens came out the same. None: tokens before it differ already."""
         if not self.goes_on:
             return
@@ -124,7 +125,7 @@ class Episode:
     acts: bool = False
     """True while the environment has the turn."""
     is_open: bool = False
-    """True if the environment, or the queue before it, has the episode, which was not ended yet."""
+    """True while the environment, or the queue before it, has the episode and it was not ended."""
     replaces: tuple[SampleId, ...] = ()
     """Failed sample whose noise this one uses, as in `Launch.replaces`; empty if there is none."""
     retracing: Retracing = field(default_factory=Retracing)

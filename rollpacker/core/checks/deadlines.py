@@ -22,7 +22,7 @@ class AdaptiveDeadlineConfig:
     min_s: float = 2.0
     """Fewest seconds of the deadline."""
     factor: float = 1.5
-    """Margin over the longest correct execution."""
+    """The deadline is this factor times the longest execution of a correct answer."""
     max_s: float = 30.0
     """Most seconds of the deadline, and its value before any answer was correct."""
     adaptive: bool = True
@@ -44,12 +44,12 @@ class AdaptiveDeadline:
     def __init__(self, config: AdaptiveDeadlineConfig) -> None:
         self.config = config
         self.anchor_s: float | None = None
-        """Longest execution of a correct answer; None before the first."""
+        """Seconds of the longest execution of a correct answer. None before the first."""
         self.timeout_s = config.max_s
         """Seconds that a check started now may take."""
 
     def observe(self, seconds: float, *, correct: bool) -> None:
-        """Takes in a check of so many seconds. `correct`: it found the answer correct, in time."""
+        """Records a check of so many seconds. `correct`: it found the answer correct, in time."""
         assert math.isfinite(seconds) and seconds >= 0
         if correct and (self.anchor_s is None or seconds > self.anchor_s):
             self.set_anchor(seconds)

@@ -43,8 +43,8 @@ class PromptQueue:
         self._waiting: dict[PromptId, _Waiting] = {}
         self._arrivals = count()
         self._changed: dict[_Waiting, None] = {}
-        """Prompts whose rank has to be asked for. A dict, since it keeps the order in which they
-        came, and a set would not."""
+        """Prompts whose rank must be computed again: a dict, which keeps the order of arrival as a
+        set would not."""
         self._known: list[_Entry] = []
         self._unknown: list[_Entry] = []
         """The heap of prompts without a rank; their entries have rank 0."""

@@ -45,11 +45,11 @@ class RewardHosts:
         return self.num_ready + len(self.given_up) == self._count
 
     def ready(self, number: int) -> None:
-        """Takes in that the host can judge."""
+        """Records that the host can judge."""
         self._ready.add(number)
 
     def hold(self, number: int) -> None:
-        """Deal nothing to the host while its driver finds out what became of it."""
+        """Give the host no samples while its driver finds out whether the host still works."""
         self._ready.discard(number)
 
     def deal(self, num_samples: int) -> int | None:
@@ -61,14 +61,13 @@ class RewardHosts:
         return number
 
     def ended(self, number: int, num_samples: int, *, judged: bool) -> None:
-        """Takes in that so many samples have left the host. `judged`: they have their verdicts."""
+        """Records that so many samples have left the host. `judged`: they have their verdicts."""
         self._under_way[number] -= num_samples
         if judged:
             self._reasons[number].clear()
 
     def lost(self, number: int, reason: str) -> bool:
-        """Takes in a loss of the host. Returns whether to start it again; if not, it is given
-        up."""
+        """Records a loss of the host. Returns whether to start it again; if not, it is given up."""
         self._ready.discard(number)
         self.num_lost += 1
         reasons = self._reasons[number]

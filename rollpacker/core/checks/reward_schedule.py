@@ -16,7 +16,7 @@ RewardKindConfig = KindConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardScheduleConfig:
-    """How checks are scheduled."""
+    """When checks of responses start, in which order, and how often a failed one is repeated."""
 
     overlap: bool = True
     """Whether a response is checked while others are still generated. False: all responses of a

@@ -29,12 +29,13 @@ Order = Literal["fifo", "closest", "longest"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindConfig:
-    """One kind of deed (a check of a response, or an environment's answer)."""
+    """Limits of one kind of check, or of environments' answers."""
 
     workers: int | None = None
-    """Number of deeds that run at a time. None: no bound."""
+    """Number of checks or answers that run at a time. None: no bound."""
     deadline: AdaptiveDeadlineConfig | None = None
-    """Bounds of the time limit of a deed. None: the reward or environment has its own limit."""
+    """Bounds of the time limit of a check or answer. None: the reward or environment has its
+    own."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -42,7 +43,7 @@ class KindConfig:
 
 
 class Ended(Protocol):
-    """Interface of an event that ends a deed (a check, or an environment's answer)."""
+    """Interface of an event that ends a check, or an environment's answer."""
 
     @property
     def sample(self) -> SampleId: ...
@@ -73,23 +74,23 @@ class _Kind:
         self.dropped: set[SampleId] = set()
         """Samples that are still in the queue, but not needed any more."""
         self.ranks: dict[PromptId, float] = {}
-        """Minus the seconds of the longest deed so far of each prompt of this round: the prompt
-        with the longest is expected to take longest again, and comes first. Empty unless the order
-        is "longest"."""
+        """Minus the seconds of the longest check or answer so far of each prompt of this round: the
+        prompt with the longest is expected to take longest again, and comes first. Empty unless the
+        order is "longest"."""
         self.num_seen = 0
-        """Number of deeds that ended by themselves, where the order is "longest"."""
+        """Number of checks or answers that ended by themselves, where the order is "longest"."""
         self.total_s = 0.0
-        """Seconds that the deeds in `num_seen` took together."""
+        """Seconds that the checks or answers in `num_seen` took together."""
 
     def saw(self, prompt: PromptId, seconds: float) -> None:
-        """Takes in that a deed of the prompt ended by itself after so many seconds."""
+        """Records that a check or answer for the prompt ended by itself after so many seconds."""
         self.num_seen += 1
         self.total_s += seconds
         self.ranks[prompt] = min(-seconds, self.ranks.get(prompt, 0.0))
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of the deeds that ended by themselves."""
+        """Mean seconds of the checks or answers that ended by themselves. 0: none did."""
         return self.total_s / self.num_seen if self.num_seen else 0.0
 
 
@@ -97,8 +98,8 @@ _UNBOUND = KindConfig()
 
 
 class Schedule(Generic[E]):
-    """The checks, or environments' answers (both: deeds), that run and that wait. A slow one may
-    outlive its round. A sample has one at a time."""
+    """The checks, or environments' answers (both: deeds), that run and that wait. A slow deed may
+    outlive its round. A sample has one deed at a time."""
 
     def __init__(
         self,
@@ -109,24 +110,26 @@ class Schedule(Generic[E]):
         say: Callable[..., Command],
         is_right: Callable[[E], bool],
     ) -> None:
-        """`say(sample=, timeout_s=, retry=)` makes the command that starts a deed; `is_right`
-        returns whether the seconds of a deed that ended by itself count for the time limit of
-        others."""
+        """`say(sample=, timeout_s=, retry=)` makes the command that starts a check or answer;
+        `is_right` returns whether the seconds of one that ended by itself count for the time limit
+        of others."""
         self.running: dict[SampleId, int] = {}
-        """How often each running deed was started before, by sample, in the order of starting."""
+        """How often each running check or answer was started before, by sample, in order of
+        starting."""
         self.num_waiting = 0
-        """Number of deeds in all queues, including unneeded ones that have not been removed yet."""
+        """Number of checks or answers in all queues, including unneeded ones that are not removed
+        yet."""
         self._configs = kinds
         self.max_retries = max_retries
-        """Most times that a deed is started again because a worker or an endpoint failed (cause
-        "infrastructure"), rather than the response."""
+        """Most times that a check or answer is started again because a worker or an endpoint failed
+        (cause "infrastructure"), rather than the response."""
         self._say = say
         self._is_right = is_right
         self._kinds: dict[str, _Kind] = {}
         self._by_prompt = order != "fifo"
         self._longest = order == "longest"
         self._cancelled: set[SampleId] = set()
-        """Samples whose deeds run, and are not needed any more."""
+        """Samples whose checks or answers run, and are not needed any more."""
 
     def begin_round(self) -> None:
         """Forget what was learnt of the last round's prompts."""
@@ -135,7 +138,7 @@ class Schedule(Generic[E]):
             kind.by_prompt.look_at_all()
 
     def ask(self, sample: SampleId, num_tokens: int = 0) -> list[Command]:
-        """The sample, of so many tokens, needs a deed: start it, or let it wait for a worker."""
+        """Start the check or answer of a sample of so many tokens, or let it wait for a worker."""
         source = sample.prompt.source
         kind = self._kinds.get(source) or self._add_kind(source)
         if kind.num_free is None or kind.num_free > 0:
@@ -148,8 +151,8 @@ class Schedule(Generic[E]):
         return []
 
     def free(self, event: E) -> int | None:
-        """Takes in the end of a deed: its worker is free, and the deadline learns. Returns how
-        often the deed had been started before, or None if it was not started at all."""
+        """Records the end of a check or answer: its worker is free, and the deadline learns.
+        Returns how often it had been started before, or None if it was not started at all."""
         sample = event.sample
         retry = self.running.pop(sample, None)
         if retry is None:
@@ -173,19 +176,20 @@ class Schedule(Generic[E]):
         return retry
 
     def look_again(self, prompt: PromptId) -> None:
-        """Takes in that the prompt lacks fewer samples now, so that its rank may change."""
+        """Records that the prompt lacks fewer samples now, so that its rank may change."""
         kind = self._kinds.get(prompt.source)
         if kind is not None:
             kind.by_prompt.look_again(prompt)
 
     def ask_again(self, sample: SampleId, retry: int) -> Command:
-        """The command that starts the deed again at once, since its worker has just become free."""
+        """The command that starts a check or answer again at once; its worker has just become
+        free."""
         return self._start(self._kinds[sample.prompt.source], sample, retry + 1)
 
     def start_waiting(self, source: str, missing: Callable[[PromptId], int]) -> list[Command]:
-        """Commands that start as many waiting deeds of this kind as there are free workers.
-        `missing` returns how many samples a prompt still lacks; it is called again for prompts with
-        new or ended deeds, and after `look_again`."""
+        """Commands that start as many waiting checks or answers of this kind as there are free
+        workers. `missing` returns how many samples a prompt still lacks; it is called again for
+        prompts with new or ended checks, and after `look_again`."""
         kind = self._kinds[source]
         commands: list[Command] = []
         waiting = kind.by_prompt if self._by_prompt else kind.queue
@@ -204,7 +208,8 @@ class Schedule(Generic[E]):
         return commands
 
     def forget(self, samples: Iterable[SampleId]) -> list[SampleId]:
-        """Drops deeds that nobody needs any more. Returns those that run and were needed so far."""
+        """Drops the checks or answers of samples that nobody needs any more. Returns those samples
+        whose check or answer runs and was needed so far."""
         running = []
         for sample in samples:
             if sample in self.running:
@@ -219,12 +224,12 @@ class Schedule(Generic[E]):
         return running
 
     def timeout_s(self, source: str) -> float | None:
-        """Seconds that a deed of this kind may take now. None: there is no deadline."""
+        """Seconds that a check or answer of this kind may take now. None: there is no deadline."""
         kind = self._kinds.get(source)
         return None if kind is None or kind.deadline is None else kind.deadline.timeout_s
 
     def state(self) -> dict[str, Any]:
-        """What deadlines have learnt, by kind. Deeds under way are not saved."""
+        """What deadlines have learnt, by kind. Checks or answers under way are not saved."""
         return {
             source: {"anchor_s": kind.deadline.anchor_s}
             for source, kind in sorted(self._kinds.items())

@@ -114,12 +114,12 @@ class Fleet:
         by_turn: bool = False,
     ) -> None:
         """`late` counts events that are ignored (`ZOMBIE`). `train_group` is the number of devices
-        of a training replica. `by_turn`: see `Seats`."""
+        of a training replica. `by_turn`: carried-over tokens count as work turn by turn."""
         self.config = config
         self.engines = [Engine(number) for number in range(config.num_engines)]
         """Engines of this round, at its degree of tensor parallelism."""
         self.given_up = ""
-        """Why the run cannot go on, in words; empty while it can. Then all events are ignored."""
+        """Why the run cannot go on, in words; empty while it can. Once set, events are ignored."""
         self._slots = list(self.engines)
         """All engines that the run has had, at any degree of tensor parallelism, by number."""
         self._degree = (config.num_devices or config.num_engines) // config.num_engines
@@ -183,7 +183,8 @@ class Fleet:
     # -- what engines say --------------------------------------------------------------
 
     def heeds(self, event: Committed | SampleGenerated | SampleAborted | SampleFailed) -> bool:
-        """Whether the job is to hear this event. Called once, in order, for each of `HEEDED`."""
+        """Whether the job is to hear this event. Called once, in order, with every event of a kind
+        in `HEEDED`."""
         # Every response comes by here: benchmarks/fleet_speed.py, benchmarks/sim_speed.py.
         if isinstance(event, Committed):
             self._losses.clear()

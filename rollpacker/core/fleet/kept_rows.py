@@ -25,8 +25,8 @@ class _Away(NamedTuple):
 
 
 class KeptRows:
-    """The samples whose rows engines keep while their environments have the turn. Call `leave` and
-    `back`; free memory is as engines report it."""
+    """The samples whose rows (keys and values) engines keep while their environments have the turn.
+    Call `leave` and `back`; free memory is as engines report it."""
 
     def __init__(self) -> None:
         self._away: dict[SampleId, _Away] = {}
@@ -38,7 +38,7 @@ class KeptRows:
         self._away.clear()
 
     def leave(self, event: SampleGenerated) -> list[SampleId]:
-        """Takes in that a sample's environment has the turn. Returns the samples whose rows this
+        """Records that a sample's environment has the turn. Returns the samples whose rows this
         engine should drop, for which it has no room; this sample may be among them."""
         engine = event.engine, event.incarnation
         if event.num_held:

@@ -36,7 +36,8 @@ class EngineLosses:
         self._since.clear()
 
     def add(self, number: int, reason: str) -> str:
-        """Counts a loss of this engine. Returns why the run cannot go on; empty if it can."""
+        """Counts a loss of this engine. Returns why the run cannot go on, in words; empty if it
+        can."""
         self._since.append((number, reason))
         counted = [one for one in self._since if self._of_all or one[0] == number]
         if len(counted) < self._most:
@@ -78,14 +79,14 @@ class TrainerLosses:
         return [RestoreTrainer(incarnation=self.incarnation, version=version)]
 
     def on_ready(self, event: TrainerReady, version: int) -> None:
-        """Takes in that the trainer is back. Raises `AssertionError` if its version or incarnation
+        """Records that the trainer is back. Raises `AssertionError` if its version or incarnation
         is not the one that was asked for."""
         assert (event.incarnation, event.version) == (self.incarnation, version), (
             f"{event} with version {version} of incarnation {self.incarnation}"
         )
 
     def committed(self) -> None:
-        """A step was committed: losses before it do not count any more."""
+        """Forget all losses, since a step was committed."""
         self._reasons.clear()
 
 

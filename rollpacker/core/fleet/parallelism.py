@@ -31,7 +31,7 @@ from rollpacker.codec import from_plain, to_plain
 from rollpacker.core.commands import RoundKind
 
 FLOOR = 0.01
-"""Preemptions per launched sample that are noise."""
+"""Preemptions per launched sample that count as noise: a smaller difference is no rise."""
 RETRY_FACTOR = 4
 MAX_FAILURES = 6
 
@@ -118,7 +118,7 @@ class ParallelismPlanner:
         return self.config.initial if known is None else known.degree
 
     def observe(self, kind: RoundKind, *, preemptions: int, num_samples: int) -> None:
-        """Takes in that a round of this kind, at its degree, is over, with so many preemptions of
+        """Records that a round of this kind, at its degree, is over, with so many preemptions of
         so many launched samples."""
         assert preemptions >= 0 and num_samples >= 1
         if not self.config.enabled:

@@ -1,7 +1,7 @@
-"""Where the samples of a round are, by sample.
+"""The engine of each sample of a round, and the sample's work.
 
-Most begin in one engine and end there, so that each has two entries; what few of them go through is
-kept for those alone.
+Most samples begin and end in one engine, so that each has two entries; further entries are kept
+only for the few that move, carry tokens or are stopped.
 """
 
 from __future__ import annotations

@@ -165,9 +165,9 @@ class StreamPlan:
         self.num_tries = 0
         self.num_releases = 0
         self.num_refused_kv = 0
-        """Tries refused because the surviving engines would run out of cache."""
+        """Number of releases refused because the other engines would run out of cache."""
         self.num_refused_layout = 0
-        """Tries refused because an engine or a training replica would be split."""
+        """Number of releases refused because an engine or a training replica would be split."""
         self._histories: dict[str, deque[int]] = {}
         """Tokens at which samples left the engine, finished or stopped, in earlier rounds of kinds
         in which devices may be released."""
@@ -182,7 +182,7 @@ class StreamPlan:
         self.may_stream_early = False
         """True if the trainer has devices to compute with while the round's engines generate."""
         self._waiting: list[tuple[SampleId, ...]] = []
-        """Complete groups of the round that the trainer was not given yet."""
+        """Complete groups of the round that wait to be given to the trainer."""
 
     @property
     def num_waiting(self) -> int:
@@ -247,7 +247,7 @@ class StreamPlan:
         )
 
     def on_finished(self, num_tokens: int) -> tuple[int, ...] | None:
-        """Takes in a complete response of so many tokens. Returns devices to release now or
+        """Records a complete response of so many tokens. Returns devices to release now, or
         None."""
         now = self._round or self._current()
         now.num_finished += 1
@@ -261,14 +261,14 @@ class StreamPlan:
         return self._try_release(now)
 
     def on_stopped(self, num_tokens: int) -> None:
-        """Takes in a sample that left the engine without being complete: aborted or failed."""
+        """Records a sample that left the engine without being complete: aborted or failed."""
         now = self._current()
         now.num_stopped += 1
         if self.may_release:
             self._left.append(num_tokens)
 
     def on_added(self, count: int = 1) -> None:
-        """Takes in that more samples were launched in this round, to replace failed ones."""
+        """Records that more samples were launched in this round, to replace failed ones."""
         self._current().num_samples += count
 
     def take_up(
@@ -417,7 +417,7 @@ class StreamPlan:
 
 
 class SavedPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan in a checkpoint."""
+    """State of a `StreamPlan` in a checkpoint."""
 
     num_tries: int
     num_releases: int

@@ -103,8 +103,8 @@ class ProtocolError(AssertionError):
 
 
 def expect(phase: Phase, event: Event, **facts: int) -> None:
-    """Raises `ProtocolError` unless the table has the event in this phase and the event's fields
-    have the values in `facts`."""
+    """Raises `ProtocolError` unless `TRANSITIONS` has the event in this phase and the event's
+    fields have the values in `facts`."""
     if (phase, type(event)) not in TRANSITIONS:
         raise ProtocolError(f"{type(event).__name__} in phase {phase}")
     for name, value in facts.items():
@@ -113,7 +113,8 @@ def expect(phase: Phase, event: Event, **facts: int) -> None:
 
 
 def mermaid() -> str:
-    """The table as a Mermaid state diagram, for the docs, without events that keep the phase."""
+    """`TRANSITIONS` as a Mermaid state diagram, for the docs, without events that keep the
+    phase."""
     arrows: dict[tuple[Phase, Phase], list[str]] = {}
     for (before, event), following in TRANSITIONS.items():
         for after in sorted(following - {before}):

@@ -42,7 +42,7 @@ class Progress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return max_steps is not None and self.step >= max_steps
 
     def evaluation_is_due(self, cadence: Cadence | None, *, last: bool) -> bool:
-        """Whether the step at hand is to be evaluated; `last`: nothing follows it."""
+        """Whether the step at hand is to be evaluated; `last`: no step follows."""
         return cadence is not None and cadence.evaluation_is_due(
             self.step, evaluated_step=self.evaluated_step, last=last
         )
@@ -72,7 +72,8 @@ class Progress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LedgerError(AssertionError):
-    """A prompt was about to be settled twice, or without having been fetched."""
+    """Raised when a prompt would be settled (trained on or dropped) twice, or without being
+    fetched."""
 
 
 class Ledger(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

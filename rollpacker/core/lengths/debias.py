@@ -45,7 +45,7 @@ class Debias:
         """(B,) weight of a sample, by bin of length. None: there are no weights yet."""
 
     def observe(self, prompt: PromptId, finished: Sequence[int], stopped: Sequence[int]) -> None:
-        """Takes in what one launch of a prompt showed; see `LengthWindow.observe`."""
+        """Records what one launch of a prompt showed; see `LengthWindow.observe`."""
         self.window.observe(prompt, finished, stopped)
 
     def step(self, trained_lengths: Sequence[int]) -> list[float] | None:

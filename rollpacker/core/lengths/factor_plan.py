@@ -119,7 +119,7 @@ class FactorPlanner:
     def observe_round(
         self, kind: RoundKind, *, longest_tokens: int, tokens: int, seconds: float
     ) -> None:
-        """Takes in that a round's rollout took `seconds`, that its longest response (finished or
+        """Records that a round's rollout took `seconds`, that its longest response (finished or
         stopped) has `longest_tokens`, and that all responses together have `tokens`, thrown away
         ones too."""
         assert longest_tokens >= 0 and tokens >= 0 and math.isfinite(seconds)
@@ -128,7 +128,7 @@ class FactorPlanner:
             history.append((longest_tokens, tokens, seconds))
 
     def observe_fixed(self, seconds: float) -> None:
-        """Takes in that the rest of a step, after the rollout, took so many seconds."""
+        """Records that the rest of a step, after the rollout, took so many seconds."""
         assert math.isfinite(seconds) and seconds >= 0
         self._fixed.append(seconds)
 
@@ -180,7 +180,7 @@ class FactorPlanner:
 
 
 class SavedPlanner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A planner in a checkpoint."""
+    """State of a `FactorPlanner` in a checkpoint."""
 
     current: tuple[float, float] | None
     rounds: dict[str, list[tuple[int, int, float]]]

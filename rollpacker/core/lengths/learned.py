@@ -54,7 +54,7 @@ class Learned:
         """Seconds that the engine was busy with the round; 0 while it still is."""
 
     def take_time(self, time_s: float) -> None:
-        """Takes in the time of the event at hand, in seconds."""
+        """Records the time of the event at hand, in seconds."""
         self._now = round(time_s, 6)
 
     def _seconds(self) -> float:
@@ -65,12 +65,12 @@ class Learned:
         self._since, self._rollout_s = self._now, 0.0
 
     def engine_is_empty(self) -> None:
-        """Takes in, after each further event of the round, that the engines are done with it."""
+        """Records that the engines are done with the round; called again after each later event."""
         if self.planner is not None and not self._rollout_s:
             self._rollout_s = self._seconds()
 
     def end_round(self, round_: Round) -> None:
-        """Takes in the lengths and the duration of a round that is over."""
+        """Records the lengths and the duration of a round that is over."""
         if self.planner is not None:
             self.planner.observe_round(
                 round_.plan.kind,
@@ -93,7 +93,7 @@ class Learned:
         return None
 
     def synced(self) -> None:
-        """Takes in that the step's training and the hand-over of its weights are done."""
+        """Records that the step's training and the hand-over of its weights are done."""
         if self.planner is not None:
             self.planner.observe_fixed(self._seconds())
 

@@ -38,7 +38,8 @@ class LengthModel:
     class_densities: FloatArray
     """(C, B) share of a class's responses; rows add up to 1."""
     stray_density: FloatArray
-    """(B,) lengths of responses that went astray."""
+    """(B,) share, in every bin, of responses that went astray: whose length is not their
+    class's."""
     stray_rate: float
     """Share of the responses to hard prompts that go astray. The second half of the classes are the
     hard twins of the first; 0.0: there are no twins."""

@@ -132,9 +132,9 @@ class LengthWindow:
         *,
         continued: bool = False,
     ) -> None:
-        """Takes in one launch of a prompt: lengths of its complete responses, and where the others
-        were stopped, in tokens. `continued`: they are the responses of its launches before, now
-        known further, and not further ones.
+        """Records one launch of a prompt: lengths of its complete responses, and where the others
+        were stopped, in tokens. `continued`: these are the responses of the prompt's earlier
+        launches, which have grown, and not new ones.
 
         Raises `ValueError` for a length below 0 or above the cap.
         """
@@ -202,7 +202,8 @@ class LengthWindow:
         }
 
     def make_room(self, lengths: Sequence[int]) -> None:
-        """Check lengths against the cap; without one, raise the bound that stands in for it."""
+        """Raises `ValueError` for lengths below 0 or above the cap; without a cap, adds bins for
+        them."""
         shortest, longest = min(lengths, default=0), max(lengths, default=0)
         if shortest < 0 or (self._given_cap is not None and longest > self._given_cap):
             wrong = shortest if shortest < 0 else longest
@@ -245,7 +246,7 @@ class LengthWindow:
         )
 
     def state(self) -> dict[str, Any]:
-        """`saved`, as JSON has it."""
+        """The state of `saved` as plain JSON values."""
         return to_plain(self.saved())
 
     def restore(self, state: Mapping[str, Any]) -> SavedWindow:
@@ -283,7 +284,7 @@ class LengthWindow:
         return saved
 
     def _ignore(self, saved: SavedWindow) -> SavedWindow:
-        """Begin anew without the prompts of another window."""
+        """Begin anew, and ignore the prompts that another window knew."""
         known = [one.prompt for step in saved.steps for one in step.prompts]
         known += [prompt for step in saved.steps for prompt in step.ignored]
         known += [one.prompt for one in saved.new]

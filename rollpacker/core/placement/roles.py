@@ -14,18 +14,18 @@ DeviceKind = Literal["cpu", "cuda"]
 
 
 class PlacementError(ValueError):
-    """Roles and devices do not go together. The message names what is short."""
+    """Raised if roles and devices do not go together. The message names what is short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One machine, as far as placement goes."""
+    """One machine, with the devices and the memory that placement needs to know."""
 
     name: str
     cores: int
     memory_bytes: int
     gpu_bytes: tuple[int, ...] = ()
-    """Memory of each GPU."""
+    """Bytes of memory of each GPU. Empty: there is none."""
     address: str = ""
     """Address of the host for other hosts. Empty: it is this host."""
     shm_bytes: int | None = None
@@ -64,7 +64,7 @@ class Role:
     """One kind of unit to be placed: engines, training replicas, or a judge."""
 
     name: str
-    """The key of its line in `placement`."""
+    """Name of the role, which is the key of its line in `placement`."""
     unit: str
     """Word for one unit of the role, such as engine or replica."""
     devices: Literal["all"] | int | tuple[int, ...]
@@ -126,7 +126,7 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """One engine, or one replica."""
+    """One engine or one replica, and its devices."""
 
     role: str
     name: str

@@ -22,7 +22,7 @@ NO_SIGNAL = "no signal: all its rewards are equal"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicSamplingConfig:
-    """Train on groups with signal only (`rollout.dynamic_sampling`)."""
+    """Train only on groups whose rewards are not all equal (`rollout.dynamic_sampling`)."""
 
     enabled: bool = False
     max_refills: int = 3

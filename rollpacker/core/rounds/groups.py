@@ -48,7 +48,7 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
-    """Prompts that a round launches, and when it is over."""
+    """Plan of a round: the prompts that it launches, and when it is over."""
 
     number: int
     kind: RoundKind
@@ -87,7 +87,8 @@ class Quota:
         self.groups: list[Group] = []
 
     def join(self, group: Group) -> None:
-        """Add the group to this race. The round waits for it only as far as there are places."""
+        """Add the group to this race. The round waits for the group only as far as there are
+        places."""
         group.quota = self
         self.groups.append(group)
         group.awaited = group.awaited and self.num_awaited < self.num_missing

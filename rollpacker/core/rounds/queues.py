@@ -38,8 +38,8 @@ class NextRound:
     prompts_needed: int
     """Number of finished prompts at which the round is over."""
     defers_to: int = 0
-    """Number of the tier whose queue takes prompts that the round leaves unfinished. A number
-    beyond the last tier means the long queue."""
+    """Number of the tier (further race) whose queue takes prompts that the round leaves unfinished.
+    A number beyond the last tier means the long queue."""
 
     def plan(
         self, config: JobConfig, *, number: int, version: int, tensor_parallel: int
@@ -70,7 +70,7 @@ class Queues:
         self.prompts_per_step = config.prompts_per_step
         self.samples_per_prompt = config.samples_per_prompt
         self.races = tuple(tier.factors for tier in tail.tiers if tail.enabled)
-        """Factors of each tier's race."""
+        """Factors of the race of each tier (of each further race for unfinished prompts)."""
         self.long: deque[Waiting] = deque()
         self.tiers: tuple[deque[Waiting], ...] = tuple(deque() for _ in self.races)
         self.fresh: list[PromptId] = []
@@ -115,7 +115,8 @@ class Queues:
         return _first(self.long, self.num_racing(most)) + self.take_fresh()
 
     def take_fresh(self) -> tuple[Waiting, ...]:
-        """Removes and returns the prompts fetched for the round, which are launched first now."""
+        """Removes and returns the prompts fetched for the round, to be launched for the first
+        time."""
         fresh, self.fresh = self.fresh, []
         return tuple([Waiting(prompt) for prompt in fresh])
 

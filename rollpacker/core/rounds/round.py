@@ -209,7 +209,7 @@ class Round:
         return commands
 
     def on_scored(self, event: SampleScored) -> list[Command]:
-        """Takes a verdict in. A verdict on a sample of an earlier round only counts as late."""
+        """Handles a verdict. A verdict on a sample of an earlier round only counts as late."""
         sample = event.sample
         index = sample.index
         group = self._groups.get(sample.prompt)

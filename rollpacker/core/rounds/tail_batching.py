@@ -50,7 +50,7 @@ NO_RACE = Factors(1.0, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """A further race for deferred prompts (`tail_batching.tiers`)."""
+    """Factors of a further race for prompts that a race left unfinished (`tail_batching.tiers`)."""
 
     prompt_factor: float = 1.25
     """Number of prompts launched, as a multiple of the step's prompts."""
@@ -82,13 +82,14 @@ class TailBatchingConfig:
     response is thrown away. published: as in the RollPacker paper, they are: surplus samples race,
     and deferred prompts are sampled afresh."""
     prompt_factor: Factor | None = None
-    """eta_p: a short round launches ceil(prompt_factor * P0) prompts. "auto": chosen for the run's
-    own lengths, and anew as they change; only with selection=published, where sample_factor is
-    "auto" too. The choice goes by measured seconds, so such a run does not repeat bit by bit. None:
-    1.5, or 1.25 with selection=published."""
+    """eta_p: for a step of P0 prompts a short round launches ceil(prompt_factor * P0). "auto":
+    chosen for the run's own lengths, and anew as they change; only with selection=published, where
+    sample_factor is "auto" too. The choice goes by measured seconds, so such a run does not repeat
+    bit by bit. None: 1.5, or 1.25 with selection=published."""
     sample_factor: Factor | None = None
-    """eta_r: a short round launches ceil(sample_factor * R0) samples of each prompt. None: 1 with
-    selection=none, which allows no other value, and 1.25 with selection=published."""
+    """eta_r: where R0 samples of each prompt are needed, a short round launches ceil(sample_factor
+    * R0). None: 1 with selection=none, which allows no other value, and 1.25 with
+    selection=published."""
     carry: Carry | None = field(default=None, metadata=absent("none"))
     """What becomes of the tokens of a deferred prompt. exact: its next launch samples all of them
     anew in one pass, each with its own noise, keeps those before the first that differs, and goes
@@ -107,9 +108,9 @@ class TailBatchingConfig:
     were cut off does not grow beyond them; such samples are drawn once more. Otherwise every
     deferral would be another chance to be short, or to be long."""
     tiers: tuple[Tier, ...] = ()
-    """Further races: prompts that the short round defers race again with these factors, and only
-    those that the last race defers wait for a long round. Fewer long rounds; pays where length is
-    luck."""
+    """Further races: prompts that the short round leaves unfinished race again with these factors,
+    and only those left by the last race wait for a long round. There are then fewer long rounds,
+    which pays where lengths vary by chance."""
     race: Race = "generated"
     """Event by which a sample finishes in a race. generated: its response is complete. scored: its
     verdict is there, as in the published code; a slow reward can then push a prompt into a long
@@ -126,7 +127,7 @@ class TailBatchingConfig:
     policy's own (0.35 is 35 %). With debias it bounds nothing: the weights undo the shift. None:
     0.02 with selection=none, 0.35 with selection=published."""
     flush_each_epoch: bool = True
-    """Empty the long queue at the end of every epoch, not only at the end of the run."""
+    """Whether unfinished prompts are trained on at the end of every epoch, not only of the run."""
 
     def __post_init__(self) -> None:
         selects = self.selection == "published"
@@ -182,7 +183,8 @@ class TailBatchingConfig:
             raise ValueError(f"max_deferrals must be at least 1, not {self.max_deferrals}")
 
     def _check_order_only(self) -> None:
-        """Check the rules between selection, carrying and the pool."""
+        """Raises `ValueError` if selection, sample factors, carrying and stragglers contradict each
+        other."""
         if self.selection == "none":
             for factor in (self.sample_factor, *(tier.sample_factor for tier in self.tiers)):
                 if factor != 1:
@@ -205,12 +207,12 @@ class TailBatchingConfig:
 
     @property
     def carries(self) -> bool:
-        """Whether tokens of deferred prompts are kept for their next launch."""
+        """Whether tokens of prompts left unfinished by a round are kept for their next launch."""
         return self.enabled and self.carry != "none"
 
     @property
     def pooled(self) -> bool:
-        """Whether deferred prompts race on in the next round."""
+        """Whether prompts left unfinished by a round race on in the next one."""
         return self.enabled and self.stragglers == "pool"
 
     @property
@@ -220,7 +222,7 @@ class TailBatchingConfig:
 
     @property
     def awaited_after(self) -> int | None:
-        """Number of deferrals after which a round waits for a prompt. None: it waits for none."""
+        """Number of unfinished rounds of a prompt after which a round waits for it. None: never."""
         return self.max_deferrals if self.pooled else None
 
     def noise_of(self, sample: SampleId) -> SampleId:

@@ -81,7 +81,7 @@ class TurnRound(Round):
     # -- events ------------------------------------------------------------------------
 
     def on_generated(self, event: SampleGenerated) -> list[Command]:
-        """Takes in a message of the model, which may end the trajectory."""
+        """Handles a message of the model, which may end the trajectory."""
         sample = event.sample
         episode, start = self._in_engine(event)
         in_all = start + event.num_tokens
@@ -110,7 +110,7 @@ class TurnRound(Round):
         return self._told(self._conclude(sample, "tokens" if cut_off else event.finish_reason))
 
     def on_acted(self, event: Acted, retry: int) -> list[Command]:
-        """Takes in the environment's answer to an `Act` that was given `retry` times before."""
+        """Handles the environment's answer to an `Act` that was given `retry` times before."""
         sample = event.sample
         self._acting.kept.back(sample, None if event.cause else event.time_s)
         episode = self._acting.episodes.get(sample)
@@ -131,13 +131,13 @@ class TurnRound(Round):
         return self._told([*commands, *self._start_waiting(sample)])
 
     def on_scored(self, event: SampleScored) -> list[Command]:
-        """Takes in a verdict, as `Round.on_scored`."""
+        """Handles a verdict, as `Round.on_scored`."""
         commands = super().on_scored(event)
         self._acting.look_again(event.sample.prompt)
         return commands
 
     def on_aborted(self, event: SampleAborted) -> list[Command]:
-        """Takes in a stopped sample, as `Round.on_aborted`, with the tokens of all of its turns."""
+        """Handles a stopped sample, as `Round.on_aborted`, with the tokens of all of its turns."""
         episode, start = self._in_engine(event)
         if episode.retracing.stopped(start, event.num_tokens, event.num_kept):
             episode.tokens = start + event.num_tokens
@@ -147,7 +147,7 @@ class TurnRound(Round):
         return self._told(super().on_aborted(stopped), num_tokens, is_complete=False)
 
     def on_failed(self, event: SampleFailed) -> list[Command]:
-        """Takes in a sample that the engine failed on, and ends its episode."""
+        """Handles a sample that the engine failed on, and ends its episode."""
         self._in_engine(event)
         commands = [*self._end_episodes([event.sample]), *super().on_failed(event)]
         return self._told(commands, 0, is_complete=False)
