@@ -21,7 +21,7 @@ class CallbackError(RuntimeError):
 
 
 class RunningRun(Protocol):
-    """The run, as a callback sees it."""
+    """The run as a callback sees it: facts of the run, and what a callback may do with it."""
 
     @property
     def name(self) -> str: ...

@@ -53,8 +53,9 @@ class Turns:
 def relative_returns(
     rewards: Tensor, group_ids: Tensor, turns: Turns, *, config: AlgorithmConfig
 ) -> Tensor:
-    """Returns of turns less the mean that `normalize_mean` says, divided by the standard deviation
-    that `normalize_std` says; as `baselines.advantages` has it of rewards. [T].
+    """Advantages of turns [T]: returns of turns less the mean that `normalize_mean` names, divided
+    by the standard deviation that `normalize_std` names, as `baselines.advantages` does with
+    rewards.
 
     `rewards` [T] of turns, `group_ids` [N]. The step's statistics span all of its turns (GEM's
     return batch normalization, arXiv 2510.01051), the group's those at the same place: first turns

@@ -77,7 +77,7 @@ class PlacementConfig:
     train: TrainPlacement = field(default_factory=TrainPlacement)
     judge: JudgePlacement | None = None
     colocate: tuple[RoleName, ...] = ()
-    """Roles that may share devices, where they take turns. Other roles have devices alone."""
+    """Roles that may share devices, where they take turns. Other roles share none."""
     across_hosts: tuple[RoleName, ...] = ()
     """Roles of which one unit, an engine or a replica, may have devices on several hosts."""
 

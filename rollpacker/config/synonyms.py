@@ -105,7 +105,7 @@ def of_value(path: Collection[str | int], known: Collection[str], value: Any) ->
 
 
 def said(found: Collection[Synonym]) -> str:
-    """The hint that these lines make; empty for none."""
+    """The hint that these lines of `synonyms.yaml` make; empty for no lines."""
     return f" {'; '.join(_sentence(one, len(found) > 1) for one in found)}" if found else ""
 
 
@@ -140,7 +140,7 @@ def _best(parts: list[str], known: Collection[str], value: Any) -> list[Synonym]
 
 
 def _is_for(one: Synonym, value: Any) -> bool:
-    """Whether the line is for this value alone; a list of one is that one."""
+    """Whether the line is for this value alone; a list with one item counts as that item."""
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
     return bool(one.value) and fnmatch.fnmatchcase(str(value).lower(), one.value)

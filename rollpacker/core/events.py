@@ -46,7 +46,7 @@ class SampleGenerated(BaseEvent, frozen=True, kw_only=True):
     version: int
     """Version of the weights that sampled every token of the response."""
     preemptions: int = 0
-    """How often the engine had to put the sample back, into its queue, for lack of cache."""
+    """How often the engine put the sample back into its queue for lack of key-value cache."""
     num_kept: Omitted[int | None] = None
     """Tokens carried over from an earlier launch that came out the same under the weights at hand.
     None: nothing was carried over, or nothing was compared."""

@@ -103,9 +103,9 @@ class Retracing:
         self.goes_on = num_kept == num_tokens and self.kept < self.carried
 
     def stopped(self, start: int, num_tokens: int, num_kept: int | None) -> bool:
-        """Take in a turn that was stopped on its way; `num_kept` is None if nobody compared its
-        tokens. Returns whether the tokens of this turn count. If not, the tokens that an earlier
-        launch left still stand for it."""
+        """Records a turn that was stopped before its end; `num_kept` is None if its tokens were not
+        compared. Returns whether the tokens of this turn count. If not, those that an earlier
+        launch left still stand for the turn."""
         if num_kept is not None:
             self.drawn(start, num_tokens, num_kept)
         return num_tokens > 0 and not (self.goes_on and num_kept is None)

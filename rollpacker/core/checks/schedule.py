@@ -98,8 +98,8 @@ _UNBOUND = KindConfig()
 
 
 class Schedule(Generic[E]):
-    """The checks, or environments' answers (both: deeds), that run and that wait. A slow deed may
-    outlive its round. A sample has one deed at a time."""
+    """The checks, or environments' answers, that run and that wait. A slow one may outlive its
+    round. A sample has one of them at a time."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ or not since it was resumed, stays.
 from __future__ import annotations
 
 ROUNDING_S = 1e-6
-"""Seconds by which a stamp may be too early, since logs round it."""
+"""Seconds by which an event's time may be too early, since logs round it."""
 
 
 class Stay:

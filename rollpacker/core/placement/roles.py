@@ -103,7 +103,7 @@ class PlacementRequest:
 
     roles: tuple[Role, ...]
     colocate: frozenset[str] = frozenset()
-    """Names of roles that may share devices, where they take turns. Others have devices alone."""
+    """Names of roles that may share devices, where they take turns. Other roles share none."""
     kind: DeviceKind = "cpu"
 
     def shares(self, one: Role, other: Role) -> bool:
@@ -146,7 +146,7 @@ class PlacedDevice:
     units: tuple[str, ...]
     """Names of the units that the device is part of."""
     used_bytes: int
-    """Most bytes that the units here take, as far as it is known."""
+    """Most bytes that the device's units take, as far as these are known."""
     memory_bytes: int | None
     """Bytes of the device's own memory. None: it is a core, which shares its host's."""
 
