@@ -1,4 +1,4 @@
-"""The bus: every event goes in here, and every command comes out at the port that obeys it.
+"""The bus: every event goes in here, and every command comes out at the port that carries it out.
 
       engine    rewards    trainer    cursor ...            one lock, one total order
          \\         |          |         /                            |
@@ -8,7 +8,7 @@
 
 A run, a simulation, a replay and the tests' worlds are this bus with other ports and another clock.
 Nothing is decided here, and nothing here knows what a command means: to add one is to add the noun
-(`core/messages`), the machine in the core that says it, and the port that obeys it.
+(`core/messages`), the machine in the core that gives it, and the port that carries it out.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rollpacker.core.messages import COMMANDS
 from rollpacker.core.records import Entry, Note, Record
 
 Routes = Mapping[type[Command], Callable[[Any], None]]
-"""Kind of command -> who obeys it. A call is made under the bus's lock and must be quick; what
-takes time is begun here and answered by an event later."""
+"""Function that carries out each kind of command. A call is made under the bus's lock and must be
+quick; work that takes time is begun here and answered by an event later."""
 
 Sink = Callable[[Entry], None]
-"""Is given every entry of the event log, in order, under the lock; must be quick."""
+"""Function that is given every entry of the event log, in order, under the lock; must be quick."""
 
 
 class Clock(Protocol):
@@ -42,13 +42,13 @@ class Clock(Protocol):
         ...
 
     def stamp(self) -> float:
-        """`now`, as precisely as the event log keeps it. The core learns from stamps, so a replay
-        of the log must see the very same ones."""
+        """The seconds of `now`, as precisely as the event log keeps them. The core learns from
+        stamps, so a replay of the log must see the very same ones."""
         ...
 
 
 class Port(Protocol):
-    """Obeys some kinds of commands."""
+    """An object that carries out some kinds of commands."""
 
     def routes(self) -> Routes: ...
 
@@ -59,22 +59,22 @@ class Bus:
     def __init__(
         self, job: Job, clock: Clock, ports: Sequence[Port] = (), *, sinks: Sequence[Sink] = ()
     ) -> None:
-        """Ports that are given are connected at once."""
+        """`ports` are connected at once, if there are any. `sinks` are given every log entry."""
         self.job = job
         self.clock = clock
         self.lock = threading.RLock()
-        """The only lock between the core and its ports. Reentrant: a port may ask the bus while it
-        obeys."""
+        """The only lock between the core and its ports. Reentrant, since ports ask the bus while
+        they work."""
         self._routes: Routes = {}
         self._sinks = list(sinks)
         self._is_busy = False
         self._answers: deque[Event] = deque()
-        """Brought by ports while they obey."""
+        """Events that ports brought while a command was being carried out; they are taken next."""
         if ports:
             self.connect(*ports)
 
     def connect(self, *ports: Port) -> None:
-        """Join the ports, all of them at once; those that bring events need the bus before.
+        """Connect the ports, all of them at once. Those that bring events need the bus before.
 
         Raises `AssertionError` unless every kind of command has exactly one port.
         """
@@ -88,13 +88,13 @@ class Bus:
         self._routes = routes
 
     def add_sink(self, sink: Sink) -> None:
-        """Give this one, too, every entry from now on."""
+        """Add a sink, which is given every entry from now on."""
         self._sinks.append(sink)
 
     def take(self, event: Event) -> None:
-        """Bring this event to the core, have its answer obeyed, and log both.
+        """Bring this event to the core, have the commands of its answer carried out, and log both.
 
-        The event must be new: it gets its time here. One that a port brings while it obeys has its
+        The event must be new: it gets its time here. An event that a port brings meanwhile has its
         turn when the event at hand is logged, so that the log has the order that the core saw.
         """
         with self.lock:
@@ -148,7 +148,7 @@ class Bus:
 
 
 class Recorded:
-    """A port for commands that need no deed: that they are in the log is all there is to do."""
+    """A port for commands for which nothing is to be done but to have them in the log."""
 
     def __init__(self, *kinds: type[Command]) -> None:
         self._kinds = kinds
@@ -158,7 +158,7 @@ class Recorded:
 
 
 class Unsaid:
-    """A port for commands that the core of this bus never says, by its configuration."""
+    """A port for commands that the core never gives in this configuration; it raises for them."""
 
     def __init__(self, *kinds: type[Command]) -> None:
         self._kinds = kinds
@@ -171,11 +171,11 @@ class Unsaid:
 
 
 class OwnPools:
-    """A port for pools that nobody else uses: they are there at once, and nobody parks, or needs to
-    be reminded of others."""
+    """A port for pools of devices that no other job uses: the job has each at once, and never
+    parks."""
 
     def __init__(self, take: Callable[[Event], None]) -> None:
-        """`take`: the bus's, or what brings an event to it."""
+        """`take` is the bus's method, or another function that brings an event to it."""
         self._take = take
 
     def routes(self) -> Routes:

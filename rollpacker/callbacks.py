@@ -16,18 +16,19 @@ Metrics = Mapping[str, Any]
 
 
 class CallbackError(RuntimeError):
-    """A callback raised; the message names class, method and step. The run can be resumed."""
+    """Raised when a callback raised; the message names class, method and step. The run can
+    resume."""
 
 
 class RunningRun(Protocol):
-    """The run, as a callback sees it."""
+    """The run as a callback sees it: facts of the run, and what a callback may do with it."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def folder(self) -> Path:
-        """`runs_dir/name`, which exists."""
+        """The run's folder, `runs_dir/name`, which exists."""
         ...
 
     @property
@@ -42,19 +43,19 @@ class RunningRun(Protocol):
 
     @property
     def resumed_step(self) -> int | None:
-        """The step that it went on from. None: it began anew."""
+        """Step from which the run was resumed. None: it began anew."""
         ...
 
     def log(self, name: str, value: float) -> None:
-        """Add a value to the row of the step or evaluation that is being told, in the log as in
+        """Add a value to the row of the step or evaluation being reported, in the log and in
         `metrics.jsonl`. Only inside `on_step` and `on_evaluation` of a program's own callbacks, and
         under a name that the run itself does not use."""
         ...
 
     def samples(self, *, untrained: bool = False) -> list[dict[str, Any]]:
-        """Samples that were trained on in the step that is being told, or generated in the
-        evaluation: rows as in `samples/*.parquet`. `untrained`: also those of the step that are
-        kept only because their check was slow. Empty with `save_samples: false`."""
+        """Samples that were trained on in the step being reported, or generated in the evaluation:
+        rows as in `samples/*.parquet`. `untrained`: also those of the step that are kept only
+        because their check was slow. Empty with `save_samples: false`."""
         ...
 
     def stop(self, reason: str = "a callback asked for it") -> None:
@@ -63,21 +64,23 @@ class RunningRun(Protocol):
 
 
 class Callback:
-    """Override what you need. Methods are called in the thread that called `rollpacker.train`. The
-    run waits meanwhile, and the seconds are shown (`timing_s/callbacks`). What a method raises ends
-    the run, resumable, with a `CallbackError` that names it."""
+    """Base class of callbacks: override the methods you need. They are called in the thread that
+    called `rollpacker.train`; the run waits meanwhile, and the seconds are shown
+    (`timing_s/callbacks`). An error in a method ends the run, resumable, with a `CallbackError`
+    that names the method."""
 
     def on_start(self, run: RunningRun) -> None:
-        """Everything is loaded; the first round begins."""
+        """Called when everything is loaded, before the first round begins."""
 
     def on_step(self, run: RunningRun, step: int, metrics: Metrics) -> None:
-        """Step number `step`, counted from 1, is trained; its checkpoint, if one is due, comes
-        next. So a step is told again only where a resume takes it again. `metrics` has no seconds
-        of what still comes; a tracker is told later and gets the whole row."""
+        """Called when step number `step`, counted from 1, is trained, before its checkpoint, if one
+        is due. A step is reported again only if a resume repeats it. `metrics` has no seconds of
+        what still comes; a tracker is called later and gets the whole row."""
 
     def on_evaluation(self, run: RunningRun, step: int, metrics: Metrics) -> None:
-        """The policy as it stands after `step` steps was evaluated. Comes before `on_step`."""
+        """Called when the policy was evaluated after `step` steps, before that step's `on_step`."""
 
     def on_end(self, run: RunningRun, reason: str | None) -> None:
-        """The run has ended; its reports are written. `reason`: why; None: by an error, or at once
-        by a second interrupt, and then no report is written. Called once if `on_start` was."""
+        """Called once when the run has ended, if `on_start` was called. `reason`: why it ended,
+        after reports are written; None: by an error, or at once by a second interrupt, and then
+        there is no report."""

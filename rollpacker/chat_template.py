@@ -10,13 +10,13 @@ _REPLY = "reply"
 
 
 class Detokenizer:
-    """The text of tokens, as the `decode` of a tokenizer has it, without its work for each token:
-    where tokens are bytes, each says once which, and a text is those bytes one behind the other.
-    Tokens that are added later are known, too."""
+    """Computes the text of tokens as a tokenizer's `decode` does, but faster: where tokens stand
+    for bytes, the bytes of each token are looked up once and joined. Tokens that are added later
+    are known, too."""
 
     def __init__(self, tokenizer: Any, *, is_raw: bool = False) -> None:
-        """`is_raw`: texts as the tokens have them, whatever else the tokenizer's `decode` does to
-        them (it may clean up, and some have a `decode` of their own)."""
+        """`is_raw`: texts exactly as the tokens have them, without the cleaning up or other changes
+        that the tokenizer's `decode` may make."""
         self._tokenizer = tokenizer
         self._backend: Any = None
         if is_raw or _decodes_plainly(tokenizer):
@@ -29,7 +29,7 @@ class Detokenizer:
             self._plain = TokenBytes(self._backend, skips_special=True)
 
     def __call__(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Returns the text of these tokens."""
+        """The text of these tokens; `skip_special_tokens` leaves out special ones."""
         known = self._plain if skip_special_tokens else self._all
         if known is not None:
             return b"".join(map(known.__getitem__, tokens)).decode(errors="replace")
@@ -42,11 +42,11 @@ class Detokenizer:
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token that was asked for, as the decoder ByteLevel of tokenizers has
-    them."""
+    """The bytes of each token that was asked for, computed at first use as the decoder ByteLevel of
+    tokenizers does."""
 
     def __init__(self, backend: Any, *, skips_special: bool = False) -> None:
-        """`skips_special`: special tokens are no text."""
+        """`skips_special`: special tokens have no bytes."""
         super().__init__()
         self._backend, self._skips_special = backend, skips_special
 
@@ -65,7 +65,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 def _bytes_of(written: str) -> bytes:
-    """A token with a letter that stands for no byte, as an added one may have, is what it says."""
+    """The bytes of a token; the text's own if a letter stands for no byte, as in an added token."""
     letters = byte_letters()
     try:
         return bytes([letters[letter] for letter in written])
@@ -90,7 +90,7 @@ def _is_byte_level(backend: Any) -> bool:
 
 
 def _decodes_plainly(tokenizer: Any) -> bool:
-    """Whether decoding is transformers' own, which some tokenizers do more to, and no more."""
+    """Whether the tokenizer decodes as transformers itself does, and does no more."""
     methods = (getattr(type(tokenizer), name, None) for name in ("decode", "_decode"))
     return not getattr(tokenizer, "clean_up_tokenization_spaces", True) and all(
         getattr(one, "__module__", "").startswith("transformers.tokenization_utils")
@@ -101,8 +101,8 @@ def _decodes_plainly(tokenizer: Any) -> bool:
 def end_of_turn(
     tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> int | None:
-    """The token that the template puts behind an assistant's message. None: it puts none there, or
-    refuses a plain exchange, or there is no template."""
+    """The token that the chat template puts after an assistant's message. None: there is no such
+    token, no template, or the template refuses a plain exchange."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     exchange = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _REPLY}]
@@ -123,8 +123,8 @@ def end_of_turn(
 
 
 class SpecialTokens:
-    """The texts that a tokenizer makes special tokens of. In a text of somebody who is not trusted
-    they would end a turn, or begin one of another role."""
+    """The texts that a tokenizer turns into special tokens. In a text from an untrusted source they
+    would end a turn, or begin one of another role."""
 
     def __init__(self, tokenizer: Any) -> None:
         added = tokenizer.added_tokens_decoder.values()
@@ -132,7 +132,8 @@ class SpecialTokens:
         self._texts = [text for text in {*marks, *tokenizer.all_special_tokens} if len(text) > 1]
 
     def spelt_out(self, text: str) -> str:
-        """The text with a space inside of each of them, which is then letters like all others."""
+        """The text with a space inside of each special token's text, which makes it plain
+        letters."""
         for one in self._texts:
             if one in text:
                 text = text.replace(one, f"{one[0]} {one[1:]}")

@@ -53,16 +53,16 @@ T = TypeVar("T")
 Convert = Callable[[Any], Any]
 
 OMIT_DEFAULT: Mapping[str, Any] = {"omit_default": True}
-"""`metadata` of a dataclass's field that is left out of the plain form while it has its default:
-what was written before the field existed stays as it was."""
+"""`metadata` of a dataclass's field that is left out of the plain form while it has its default, so
+that what was written before the field existed stays as it was."""
 
 Omitted = Annotated[T, "omit_default"]
 """Hint of a struct's field that is left out of the plain form while it has its default."""
 
 
 def absent(value: Any) -> Mapping[str, Any]:
-    """`metadata` of a field that is left out of the plain form while it has this value, and has it
-    where the plain form lacks it: what held before the field existed, whatever its default is."""
+    """`metadata` of a field that has this value where the plain form lacks it, and is left out
+    while it has this value: what held before the field existed, whatever its default is."""
     return {"absent": value}
 
 
@@ -81,7 +81,7 @@ class _Form(NamedTuple):
     """The functions that write and read the values of a class."""
 
     writers: tuple[tuple[str, Convert], ...]
-    """Fields whose plain form is another value than their own."""
+    """Names of fields whose plain form is another value than their own, with what writes them."""
     left_out: tuple[tuple[str, Any], ...]
     """Fields that are left out of the plain form while they have this value."""
     readers: tuple[tuple[str, Convert], ...]
@@ -115,9 +115,9 @@ def to_plain(thing: Any) -> dict[str, Any]:
 
 
 def from_plain(cls: type[T], plain: Mapping[str, Any]) -> T:
-    """The instance that `to_plain` was given. Raises `TypeError` or `ValueError` for an unknown
-    field, a missing one without default or, of a struct, a value of another type, and what the
-    class raises for values that it refuses."""
+    """The instance that `to_plain` turned into this plain form. Raises `TypeError` or `ValueError`
+    for an unknown field, a missing one without default or, of a struct, a value of another type,
+    and what the class raises for values that it refuses."""
     form = _FORMS.get(cls) or _add_form(cls)
     values = {**form.absent, **plain}
     for name, convert in form.readers:
@@ -128,7 +128,8 @@ def from_plain(cls: type[T], plain: Mapping[str, Any]) -> T:
 
 
 def part_of(cls: type[T], plain: Mapping[str, Any]) -> T:
-    """`from_plain` of the entries that are fields of `cls`, in a mapping that has others too."""
+    """An instance of `cls`, as by `from_plain`, of those entries of a mapping that are its
+    fields."""
     names = (_FORMS.get(cls) or _add_form(cls)).names
     return from_plain(cls, {name: plain[name] for name in names if name in plain})
 
@@ -246,7 +247,7 @@ def _is_union(origin: Any) -> bool:
 
 
 def _optional(members: Sequence[Any], converter: Callable[[Any], Convert | None]) -> Convert | None:
-    """The function for `X | None`, or for a union whose members are all plain."""
+    """The conversion for `X | None`, or None for a union whose members are all plain."""
     found = {id(c): c for c in map(converter, members) if c is not None}
     if not found:
         return None
@@ -258,8 +259,8 @@ def _optional(members: Sequence[Any], converter: Callable[[Any], Convert | None]
 def _elements(
     arguments: Sequence[Any], converter: Callable[[Any], Convert | None], make: Callable[..., Any]
 ) -> Convert:
-    """The function for a sequence, whose elements are all alike, or have a hint each (a tuple of
-    fixed length)."""
+    """The conversion for a sequence, whose elements all have one hint, or have a hint each (a tuple
+    of fixed length)."""
     if len(arguments) == 1 or arguments[-1] is Ellipsis:
         convert = converter(arguments[0])
         if convert is None:
@@ -312,17 +313,17 @@ def _array_to_lists(array: np.ndarray[Any, Any]) -> list[Any]:
 
 _TUPLE, _PAIRS, _BIG_INTEGER, _TEXT, _ARRAY = range(5)
 _FIRST_TYPE = 16
-"""Codes of what MessagePack has not; those of listed types begin here."""
+"""First code of a listed type; lower codes are for kinds of value that MessagePack lacks."""
 _DTYPES = ("int32", "int64", "uint8", "float32", "float64", "bool")
-"""Arrays of these alone are messages."""
+"""Names of the dtypes of arrays that can be in a message."""
 _SIMPLE = frozenset((type(None), bool, float, str, bytes))
 _MIN_INTEGER, _MAX_INTEGER = -(1 << 63), (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Writes a type as plain values and values of other listed types, where its hints do not say
-    how: it holds what is free to be anything, or its values share much that need go once."""
+    """How a type is written as plain values and values of other listed types, if its hints are not
+    enough: some of its fields may hold anything, or its values share much that is written once."""
 
     type: type
     to_plain: Callable[[Any], Any]
@@ -330,7 +331,7 @@ class Kind:
 
 
 def by_field(of: type) -> Kind:
-    """A dataclass, each of whose fields is written as what it is. Its hints are not checked."""
+    """The `Kind` of a dataclass that is written field by field, without checking its hints."""
     names = [field.name for field in _fields(of)]
     return Kind(
         of,
@@ -342,17 +343,17 @@ def by_field(of: type) -> Kind:
 class Codec:
     """Encodes and decodes plain values, lists, tuples, mappings, arrays, and values of the listed
     types: structs, dataclasses and named tuples, whose values are checked against their hints when
-    they are decoded. Both sides list the same types in the same order. All come back equal, floats
-    bit for bit; but what a listed type holds in a field without a hint of its own comes back as
-    JSON would have it, tuples as lists."""
+    they are decoded. Both sides list the same types in the same order. Values come back equal,
+    floats bit for bit, except that a field of a listed type without a hint comes back as from JSON,
+    tuples as lists."""
 
     def __init__(self, types: Sequence[type | Kind] = ()) -> None:
         self.types = tuple(types)
         self._codes: dict[type, int] = {}
         self._kinds: dict[int, Kind] = {}
-        """Codes of types that are written by a `Kind`."""
+        """The `Kind` of each type that is written by one, by the type's code."""
         self._decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {}
-        """Codes of types that are written by their hints."""
+        """Decoders of the types that are written by their hints, by the type's code."""
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._ext)
         self._decoder = msgspec.msgpack.Decoder(ext_hook=self._from_ext)
         for code, one in enumerate(types, _FIRST_TYPE):
@@ -366,8 +367,8 @@ class Codec:
         assert len(self._codes) == len(types), "a type is listed twice"
 
     def encode(self, value: Any) -> bytes:
-        """Write a value. Raises `TypeError` for a value of a type that is not listed, and
-        `ValueError` for a number or a text inside a listed type that MessagePack has not."""
+        """The value as bytes. Raises `TypeError` for a value of a type that is not listed, and
+        `ValueError` for a number or a text inside a listed type that MessagePack cannot hold."""
         try:
             try:
                 return self._encoder.encode(self._plain(value, _is_plain))
@@ -377,15 +378,16 @@ class Codec:
             raise ValueError(f"no message can hold it: {error}") from None
 
     def decode(self, data: bytes) -> Any:
-        """Read a value. Raises `ValueError` for bytes that `encode` cannot have made."""
+        """The value that `encode` was given. Raises `ValueError` for bytes it cannot have made."""
         try:
             return self._decoder.decode(data)
         except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise ValueError(f"bytes that are no message: {error!r}") from None
 
     def _plain(self, value: Any, is_plain: Callable[[Collection[Any]], bool]) -> Any:
-        """The value as MessagePack has it, with extensions for what it has not. `is_plain` tells
-        whether it has all of some values as they are; long rows of them are looked at once."""
+        """The value as MessagePack can hold it, with extensions for what it cannot. `is_plain`
+        returns whether MessagePack can hold all of some values as they are; long lists are checked
+        at once."""
         kind = type(value)
         if kind is list or kind is tuple:
             plain = value if is_plain(value) else [self._plain(one, is_plain) for one in value]
@@ -406,7 +408,7 @@ class Codec:
     def _ext(
         self, value: Any, is_plain: Callable[[Collection[Any]], bool] | None = None
     ) -> msgspec.msgpack.Ext:
-        """A value of a listed type, or an array."""
+        """The extension for an array or a value of a listed type. Raises `TypeError` for others."""
         if isinstance(value, np.ndarray):
             if value.dtype.name not in _DTYPES:
                 raise TypeError(f"no message can hold an array of {value.dtype}")
@@ -437,7 +439,8 @@ class Codec:
         return self._kinds[code].from_plain(self._decoder.decode(data))
 
     def _of_type(self, hint: Any, value: Any) -> Any:
-        """A value that MessagePack has not, inside one of a listed type."""
+        """Returns the value, which stands inside one of a listed type, if its hint allows it; else
+        raises `TypeError`."""
         origin = get_origin(hint) or hint
         if not isinstance(value, origin):
             raise TypeError(f"{type(value).__qualname__} instead of {hint}")
@@ -445,7 +448,7 @@ class Codec:
 
 
 def _is_plain(values: Collection[Any]) -> bool:
-    """Whether MessagePack has all of these as they are."""
+    """Whether MessagePack can hold all of these values as they are."""
     kinds = set(map(type, values))
     if int in kinds:
         kinds.remove(int)
@@ -454,7 +457,7 @@ def _is_plain(values: Collection[Any]) -> bool:
 
 
 def _is_number(values: Collection[Any]) -> bool:
-    """Whether the hint is of a plain value that is no text."""
+    """Whether all of these values are plain and none is a text."""
     return _is_plain(values) and not any(type(one) is str for one in values)
 
 

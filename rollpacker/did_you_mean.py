@@ -1,4 +1,4 @@
-"""The known name that somebody may have meant who wrote an unknown one."""
+"""Hints that name the known name which a user who wrote an unknown one may have meant."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 
 
 def did_you_mean(name: str, known: Iterable[object], *, cutoff: float = 0.5) -> str:
-    """` Did you mean "..."?`, or nothing where no known name is close. `cutoff`: how much of the
-    two must be alike, from 0 to 1; upper and lower case are."""
+    """The hint ` Did you mean "..."?`, or an empty text if no known name is close. `cutoff`: how
+    alike the two must be, from 0 to 1; upper and lower case do not matter."""
     by_folded = {str(one).casefold(): str(one) for one in known}
     close = difflib.get_close_matches(name.casefold(), by_folded, 1, cutoff)
     return f' Did you mean "{by_folded[close[0]]}"?' if close else ""
 
 
 def did_you_mean_file(path: Path, there: Iterable[Path]) -> str:
-    """A hint for a file or folder that does not exist, from those that do. Their endings are alike
-    and say nothing; a file of that very name in another folder is meant."""
+    """A hint for a file or folder that does not exist, from those in `there`; empty if none is
+    close. Only names without endings are compared; a file of the same name in another folder is
+    preferred."""
     known = {one.stem: one for one in there}
     if path.stem in known:
         return f' Did you mean "{known[path.stem]}"?'

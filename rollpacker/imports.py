@@ -1,8 +1,9 @@
 """Imports by name: functions of a config, and the packages of the optional parts.
 
-A function is `module:function` or `path/to/file.py:function`; or `<python>:name`, an object that a
-program gave and no file holds. An optional part calls `require` before it imports its package, so
-that a missing one is a sentence instead of a traceback."""
+The name of a function is `module:function` or `path/to/file.py:function`; or `<python>:name` for an
+object that a program gave. An optional part calls `require` before it imports its package, so that
+a missing package is a sentence instead of a traceback.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +25,23 @@ from rollpacker.did_you_mean import did_you_mean, did_you_mean_file
 
 
 class ImportSpecError(ValueError):
-    """The function that a config names cannot be had; the message says why and what to do."""
+    """Raised for a function of a config that cannot be loaded; the message says what to do."""
 
 
 class MissingPackageError(ValueError):
-    """An optional part is asked for whose package is not installed. The message says what to do."""
+    """Raised when the package of an optional part is not installed. The message says what to do."""
 
 
 GIVEN = "<python>:"
-"""Begins the name that a config has for an object that a program gave."""
+"""Prefix of the name that a config has for an object that a program gave."""
 
 _given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyType({}))
 
 
 @contextmanager
 def giving(objects: Mapping[str, Any]) -> Iterator[None]:
-    """Let these objects, by name, be had as `<python>:name` in this thread."""
+    """A context in which `given` finds these objects, by name, as `<python>:name`, in this
+    thread."""
     token = _given.set({**_given.get(), **objects})
     try:
         yield
@@ -52,7 +54,7 @@ def is_given(spec: str) -> bool:
 
 
 def given(spec: str) -> Any:
-    """The object behind `<python>:name`. Raises `ImportSpecError` where no program gave it."""
+    """The object that a program gave as `<python>:name`. Raises `ImportSpecError` without it."""
     name = spec.removeprefix(GIVEN)
     objects = _given.get()
     if name not in objects:
@@ -65,8 +67,9 @@ def given(spec: str) -> Any:
 
 
 def pickled_given(spec: str, destination: str) -> bytes:
-    """A copy of the object behind `<python>:name`, with all that it refers to and no module holds.
-    Raises `ImportSpecError`; `destination` is what its message calls the processes that get it."""
+    """The object that a program gave as `<python>:name`, pickled with all that it refers to and no
+    module holds. Raises `ImportSpecError` if it cannot be copied; `destination` names, for the
+    message, the processes that get it."""
     import cloudpickle
 
     found = given(spec)
@@ -82,12 +85,8 @@ def pickled_given(spec: str, destination: str) -> bytes:
 
 
 def missing(package: str, *, extra: str, what: str) -> str | None:
-    """The sentence that names the extra to install, or None if `package` can be imported. `what`
-    begins the sentence, such as "drawing the timeline" or "the reward math". Nothing is imported.
-
-    `what` begins the sentence, such as "drawing the timeline" or "the reward math". Nothing is
-    imported.
-    """
+    """The sentence that names the extra to install, or None if `package` can be imported, which is
+    not done. `what` begins the sentence, such as "drawing the timeline" or "the reward math"."""
     try:
         found = importlib.util.find_spec(package)
     except ModuleNotFoundError:
@@ -103,12 +102,12 @@ _NOISE = {
     "torch.utils._pytree": ("%s is an Enum subclass", "<enum "),
     "bitsandbytes.backends.cpu.ops": ("Failed to load CPU gemm_4bit_forward",),
 }
-"""Lines that packages print of optional kernels of theirs while they are imported: logger -> how
-the lines begin. They come in the middle of a run, and nobody can do anything about them."""
+"""Beginnings of log lines, by logger, that packages print of their optional kernels while they are
+imported. They come in the middle of a run, and nobody can do anything about them."""
 
 
 def silence_noise() -> None:
-    """Leave these lines out, and nothing else of these loggers, in this process."""
+    """Suppress the lines of `_NOISE`, and no other lines of these loggers, in this process."""
     for name, beginnings in _NOISE.items():
         logger = logging.getLogger(name)
         if not any(isinstance(one, _NoNoise) for one in logger.filters):
@@ -135,9 +134,10 @@ def require(package: str, *, extra: str, what: str) -> None:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """The function behind `module:function` or `file.py:function` (relative to the working folder).
+    """The function that `module:function` or `file.py:function` (relative to the working folder)
+    names.
 
-    The module is run once, however often it is named. Raises `ImportSpecError`.
+    Its module is run once, however often it is named. Raises `ImportSpecError`.
     """
     if is_given(spec):
         return given(spec)  # type: ignore[no-any-return]
@@ -161,7 +161,7 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether it is a coroutine function, or an object whose calls are."""
+    """Whether `function` is a coroutine function, or an object whose `__call__` is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
     )
@@ -226,7 +226,8 @@ def _module_of_file(place: str, spec: str) -> ModuleType:
 
 
 def _raised(spec: str, place: str, error: BaseException) -> ImportSpecError:
-    """Somebody else's module failed: what it said and in which line, without its traceback."""
+    """The error for a user's module that failed: what it raised and in which line, without its
+    traceback."""
     if isinstance(error, SyntaxError):
         where = f"{error.filename}, line {error.lineno}"
         return ImportSpecError(f'"{spec}": {where}: {type(error).__name__}: {error.msg}.')

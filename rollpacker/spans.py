@@ -1,5 +1,5 @@
-"""Stretches of a sequence: of a response's tokens, those that the model was given, not drew; and
-the rows in which it is trained on, where what came before was written anew."""
+"""Stretches of a response's tokens that the model was given rather than sampled; and the rows in
+which a response is trained on, where its earlier part was written anew."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Spans = tuple[tuple[int, int], ...]
-"""(first, behind the last) of each stretch, in rising order, apart from each other, none empty."""
+"""First place, and the place behind the last, of each stretch, in rising order, none touching
+another or empty."""
 
 Rewritten = tuple[tuple[int, tuple[int, ...]], ...]
-"""Places in a response's tokens, and the tokens that the model saw from there on in place of all
-that came before: what was drawn behind them is trained on behind them. In rising order."""
+"""Places in a response's tokens, rising, each with the tokens that the model saw from there on in
+place of all that came before; the tokens sampled after the place are trained on after those."""
 
 
 def check_spans(spans: Spans, count: int) -> None:
-    """Raises `ValueError` if these are no stretches of a sequence of so many."""
+    """Raises `ValueError` unless these are stretches of a sequence of `count` places."""
     end = -1
     for first, behind in spans:
         if not end < first < behind <= count:
@@ -26,12 +27,12 @@ def check_spans(spans: Spans, count: int) -> None:
 
 
 def num_outside(count: int, spans: Spans) -> int:
-    """Number of places, of so many, that lie in none of the stretches."""
+    """Number of places of a sequence of `count` that lie in none of the stretches."""
     return count - sum(behind - first for first, behind in spans)
 
 
 def outside(values: Sequence[T], spans: Spans) -> Sequence[T]:
-    """The places that lie in none of the stretches."""
+    """The values at the places that lie in none of the stretches."""
     if not spans:
         return values
     kept: list[T] = []
@@ -43,7 +44,7 @@ def outside(values: Sequence[T], spans: Spans) -> Sequence[T]:
 
 
 def within(spans: Spans, first: int, behind: int) -> Spans:
-    """The parts of these stretches that lie between two places, counted from the first."""
+    """The parts of these stretches between two places, with places counted from `first`."""
     cut = ((max(start, first), min(end, behind)) for start, end in spans)
     return tuple((start - first, end - first) for start, end in cut if start < end)
 
@@ -51,9 +52,9 @@ def within(spans: Spans, first: int, behind: int) -> Spans:
 def rows_in(
     prompt: tuple[int, ...], count: int, given: Spans, rewritten: Rewritten
 ) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """The rows of a response of so many tokens: what stands before each, its first token and the
-    one behind its last. What was given at a row's end is left out, and so is a row of which nothing
-    was drawn."""
+    """The rows of a response of `count` tokens, each as the tokens before it, its first place and
+    the place behind its last. Given tokens at a row's end are left out, and so is a row without a
+    sampled token."""
     starts = [(0, prompt), *rewritten]
     ends = [first for first, _ in rewritten]
     gaps = {behind: first for first, behind in given}
@@ -64,7 +65,7 @@ def rows_in(
 
 
 def num_in_rows(prompt: tuple[int, ...], count: int, given: Spans, rewritten: Rewritten) -> int:
-    """Tokens of all rows, with what stands before each."""
+    """Number of tokens of all rows of a response, with the tokens that stand before each row."""
     if not rewritten:
         return len(prompt) + count
     rows = rows_in(prompt, count, given, rewritten)

@@ -1,4 +1,4 @@
-"""Warnings that are said once and not at every sample."""
+"""Warnings that are logged once and not at every sample."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import logging
 
 
 class WarnOnce:
-    """Logs a warning the first time that it is called with this `message`, whatever the arguments.
+    """Logs a warning the first time that the object is called with this `message`, whatever the
+    arguments.
 
-    One object for each thing that warns (a reward, an endpoint): a second run in the same process
-    is told again. A text that is different each time is a message of its own: give it formatted.
+    Make one object for each thing that warns (a reward, an endpoint), so that a second run in the
+    same process warns again. A text that differs each time counts as a new message: give it
+    formatted.
     """
 
     def __init__(self, logger: logging.Logger) -> None:

@@ -1,4 +1,4 @@
-"""Rewards relative to a group or to the step."""
+"""Advantages as rewards relative to a group or to the step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ STD_EPSILON = 1e-4
 
 
 def advantages(rewards: Tensor, group_ids: Tensor, *, config: AlgorithmConfig) -> Tensor:
-    """Each reward less the mean that `normalize_mean` says, divided by the standard deviation that
-    `normalize_std` says plus 1e-4.
+    """Advantages: each reward less the mean that `normalize_mean` names, divided by the standard
+    deviation that `normalize_std` names plus 1e-4.
 
     `rewards` [N] and `group_ids` [N] (integers, in any order) give [N] in the rewards' dtype.
     Standard deviations are unbiased and those of the rewards as they come, not of the centred ones.
@@ -55,7 +55,7 @@ def _centred(values: Tensor, groups: Tensor, *, leave_one_out: bool) -> Tensor:
 
 
 def _std(values: Tensor, groups: Tensor) -> Tensor:
-    """The unbiased standard deviation of each value's group [M]; 0 of a single one."""
+    """The unbiased standard deviation of each value's group [M]; 0 for a group of one."""
     count = _per_group(torch.ones_like(values), groups, "sum")
     squares = (values - _per_group(values, groups, "mean")).square()
     return (_per_group(squares, groups, "sum") / (count - 1).clamp(min=1)).sqrt()

@@ -57,53 +57,58 @@ class AlgorithmConfig:
     """The algorithm and its switches (`algorithm.*`)."""
 
     name: Name = "grpo"
-    """The row of switches. Every switch below that is null takes the row's value."""
+    """Name of the algorithm, which is a row of switches. Every switch below that is null takes the
+    row's value."""
     function: str | None = None
-    """Your own algorithm instead: `module:function` or `path/to/file.py:function`, without
-    arguments, which returns a `rollpacker.algo.Algorithm`. Its row takes the place of `name`'s."""
+    """Your own algorithm in place of `name`: `module:function` or `path/to/file.py:function`. The
+    function takes no arguments and returns a `rollpacker.algo.Algorithm`, with its own row of
+    switches."""
     advantage_function: str | None = None
-    """Your own advantages, in any algorithm: `path/to/file.py:function` or `module:function`, from
-    the rewards of a step to one number per sample, or per token. See docs/algorithms.md."""
+    """Your own advantages, in any algorithm: `path/to/file.py:function` or `module:function`. The
+    function turns the rewards of a step into one number per sample, or per token. See
+    docs/algorithms.md."""
     loss_function: str | None = None
-    """Your own loss instead of `objective`, in any algorithm: `path/to/file.py:function` or
-    `module:function`, from log-probs and advantages to one loss per token."""
+    """Your own loss in place of `objective`, in any algorithm: `path/to/file.py:function` or
+    `module:function`. The function turns log-probs and advantages into one loss per token."""
 
     # -- from rewards to advantages ----------------------------------------------------
     advantage: Advantage | None = None
     """The source of an advantage: a sample's reward, a critic's estimates (gae), or a teacher's
     log-probs against the policy's."""
     normalize_mean: NormalizeMean | None = None
-    """The number that is subtracted from a reward: the mean of its group, of the others of its
-    group, of the step, or nothing."""
+    """Number that is subtracted from a reward: the mean of its group, of the other rewards of its
+    group, of the step, or 0."""
     normalize_std: NormalizeStd | None = None
-    """The number that a reward is divided by: the standard deviation of its group, of the step, or
-    nothing."""
+    """Number that a reward is divided by: the standard deviation of its group or the step, or 1."""
     whiten: bool | None = None
-    """Bring the finished advantages of all tokens of the step to mean 0 and standard deviation
-    1."""
+    """Whether to shift and scale the finished advantages of all tokens of the step to mean 0 and
+    standard deviation 1."""
     gamma: float = 1.0
     """Discount per token, of the critic's estimates and of penalties per token."""
     gae_lambda: float = 0.95
-    """How far advantages look ahead with a critic: 0 to the next token, 1 to the end."""
+    """The lambda of generalized advantage estimation, with a critic: 0 looks ahead to the next
+    token, 1 to the end of the response."""
     credit: Credit = "trajectory"
-    """For trajectories of several turns: whether all tokens of one have the same advantage, or each
-    turn that of what came from there on, with tokens of one turn alike. See docs/algorithms.md."""
+    """How trajectories of several turns are rewarded. trajectory: all tokens of a trajectory have
+    the same advantage. turn: all tokens of a turn have the advantage of the rewards from that turn
+    on. See docs/algorithms.md."""
     turn_discount: float = 1.0
     """With credit=turn: discount per turn of the rewards that come after it."""
     overlong_buffer_tokens: int = 0
     """DAPO's soft punishment: a response that reaches into the last so many tokens before the limit
     loses up to `overlong_penalty` of reward, linearly. 0: off."""
     overlong_penalty: float = 1.0
-    """See overlong_buffer_tokens."""
+    """Reward that a response loses at the limit, with `overlong_buffer_tokens`."""
     mask_truncated: bool = False
-    """Leave responses that were cut off at the limit out of the loss and its denominators."""
+    """Whether responses cut off at the limit are left out of the loss and its denominators."""
 
     # -- the loss ----------------------------------------------------------------------
     objective: Objective | None = None
-    """clipped: PPO's clipped surrogate. cispo: log-prob times the ratio, cut and detached."""
+    """Loss of a token. clipped: PPO's clipped surrogate. cispo: log-prob times the ratio, which is
+    cut and detached."""
     importance_ratio: ImportanceRatio | None = None
-    """token: each token's own probability ratio. sequence: the geometric mean over its response
-    (GSPO). sequence-product: their product over its response (RLOO)."""
+    """Probability ratio that the loss uses. token: each token's own. sequence: the geometric mean
+    of the ratios of a response (GSPO). sequence-product: their product (RLOO)."""
     clip_low: float | None = None
     """The probability ratio is clipped below at 1 - clip_low."""
     clip_high: float | None = None
@@ -111,45 +116,48 @@ class AlgorithmConfig:
     clip_dual: float | None = None
     """With a negative advantage the ratio counts at most this much (more than 1). None: off."""
     loss_aggregation: LossAggregation | None = None
-    """How tokens add up to one loss: token-mean, all tokens of the step alike;
-    sequence-mean-token-mean, the mean of each response's mean; sequence-mean-token-sum, the mean of
-    each response's sum; fixed-length, that divided by a constant."""
+    """How tokens add up to one loss. token-mean: the mean of all tokens of the step.
+    sequence-mean-token-mean: the mean of each response's mean. sequence-mean-token-sum: the mean of
+    each response's sum. fixed-length: the mean of each response's sum divided by `fixed_length`."""
     fixed_length: int | None = None
-    """The number that "fixed-length" divides each response's sum by. None:
+    """Number that each response's sum is divided by with loss_aggregation=fixed-length. None:
     rollout.max_response_tokens."""
     old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
-    """The denominator of the ratio. "recomputed": the trainer's own, under the weights that
-    sampled; the ratio is then exactly 1 in a step's first update (train.updates_per_round).
-    "rollout": the engine's, so that the ratio also corrects the difference between the two
-    implementations."""
+    """Log-probs in the denominator of the ratio. "recomputed": the trainer's own, under the weights
+    that sampled; the ratio is then exactly 1 in a step's first update (train.updates_per_round).
+    "rollout": the engine's, so that the ratio also corrects the difference between engine and
+    trainer."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of a bonus in the loss for the entropy of the policy. 0: none."""
 
     # -- the reference model -----------------------------------------------------------
     kl_coef: float = 0.0
     """Weight of the KL penalty against the model that the run started from. 0: no reference model
     is kept."""
     kl_estimator: KlEstimator | None = None
-    """Per token, with d = log-prob of the policy minus that of the reference: k1 is d, k2 is d²/2,
-    k3 is exp(-d) + d - 1."""
+    """Estimate of the KL divergence of a token, with d = log-prob of the policy minus that of the
+    reference model: k1 is d, k2 is d²/2, k3 is exp(-d) + d - 1."""
     kl_in: KlIn | None = None
-    """Where the penalty goes: into the loss of each token, or into the reward."""
+    """Where the KL penalty goes: into the loss of each token, or into the reward."""
     kl_bias_correction: bool = False
-    """Multiply the penalty in the loss by the probability ratio, so that its gradient is that of
-    the divergence itself."""
+    """Whether to multiply the KL penalty in the loss by the probability ratio, so that its gradient
+    is that of the divergence itself."""
 
     # -- engine against trainer --------------------------------------------------------
     mismatch_correction: MismatchCorrection = "none"
-    """Weigh each token by trainer's over engine's probability of it (or of the whole response), cut
-    at mismatch_max; or leave out what lies outside of the two bounds."""
+    """How to correct for engine and trainer giving tokens different probabilities, by the ratio of
+    the trainer's to the engine's, of each token or of the whole response (sequence). none: not at
+    all. truncate: weigh each token by this ratio, cut at mismatch_min and mismatch_max. mask: weigh
+    by it as well, but leave out tokens whose ratio is outside of these bounds."""
     mismatch_max: float = 2.0
-    """The upper bound."""
+    """Upper bound of the ratio in `mismatch_correction`."""
     mismatch_min: float | None = None
-    """The lower bound. None: 0."""
+    """Lower bound of the ratio in `mismatch_correction`. None: 0."""
 
     # -- the critic's loss -------------------------------------------------------------
     value_clip: float | None = 0.2
-    """A value may move so far from its old one before its loss is clipped. None: off."""
+    """Distance that the critic's value of a token may move from its old value before its loss is
+    clipped. None: no clipping."""
 
     def __post_init__(self) -> None:
         self.reload_own()
@@ -199,12 +207,13 @@ class AlgorithmConfig:
     @property
     def own(self) -> Algorithm | None:
         """The `Algorithm` that `function` returned. None: `function` is not set. Raises
-        `ValueError` if it cannot be had."""
+        `ValueError` if the function cannot be loaded or called."""
         return None if self.function is None else own_algorithm(self.function)
 
     @property
     def own_advantages(self) -> OwnFunction | None:
-        """Advantages from outside of the package. Raises `ValueError` if they cannot be had."""
+        """The user's function for advantages, or None. Raises `ValueError` if it cannot be
+        loaded."""
         if self.advantage_function is not None:
             return own_function("advantages", "advantage_function", self.advantage_function)
         if self.own is None or self.own.advantages is None:
@@ -214,7 +223,7 @@ class AlgorithmConfig:
 
     @property
     def own_loss(self) -> OwnFunction | None:
-        """A loss from outside of the package. Raises `ValueError` if it cannot be had."""
+        """The user's function for the loss, or None. Raises `ValueError` if it cannot be loaded."""
         if self.loss_function is not None:
             return own_function("loss", "loss_function", self.loss_function)
         if self.own is None or self.own.loss is None:
@@ -223,17 +232,17 @@ class AlgorithmConfig:
         return own_function("loss", "function", self.function)
 
     def reload_own(self) -> None:
-        """Take up what changed in files from outside of the package since they were loaded."""
+        """Load the user's functions again if their files have changed since they were loaded."""
         reload_changed((self.function, self.advantage_function, self.loss_function))
 
     def own_files(self) -> dict[str, str]:
-        """SHA-256 of the files from outside of the package, by the keys that name them."""
+        """SHA-256 of the user's files with functions, by the config keys that name them."""
         keys = ("function", "advantage_function", "loss_function")
         return file_digests({f"algorithm.{key}": getattr(self, key) for key in keys})
 
     @property
     def needs_critic(self) -> bool:
-        """A value model is trained, and asked before there are advantages."""
+        """Whether a critic (a model of values) is trained, whose values advantages are made of."""
         return self.advantage == "gae"
 
     @property
@@ -242,28 +251,28 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """A frozen copy of the first model is kept."""
+        """Whether a frozen copy of the model that the run started from is kept."""
         return self.reference_in_loss or self.reference_in_scores
 
     @property
     def kl_in_reward(self) -> bool:
-        """A KL penalty is taken from the rewards."""
+        """Whether a KL penalty is subtracted from the rewards."""
         return self.kl_coef > 0 and self.kl_in == "reward"
 
     @property
     def reference_in_loss(self) -> bool:
-        """The reference model is asked with the loss."""
+        """Whether log-probs of the reference model are computed along with the loss."""
         in_penalty = self.kl_coef > 0 and self.kl_in == "loss"
         return in_penalty or _takes(self.own_loss, "ref_log_probs")
 
     @property
     def reference_in_scores(self) -> bool:
-        """The reference model is asked before there are advantages."""
+        """Whether log-probs of the reference model are computed before there are advantages."""
         return self.kl_in_reward or _takes(self.own_advantages, "ref_log_probs")
 
     @property
     def policy_in_scores(self) -> bool:
-        """The policy itself is asked before there are advantages."""
+        """Whether log-probs of the policy are computed before there are advantages."""
         asks_others = self.reference_in_scores or self.needs_teacher
         return asks_others or _takes(self.own_advantages, "log_probs")
 
@@ -274,17 +283,19 @@ class AlgorithmConfig:
 
     @property
     def needs_whole_batch(self) -> bool:
-        """Whether a statistic spans the step, so that no advantage is known before every reward
-        is."""
+        """Whether a statistic spans the step, so that advantages are known after the last
+        reward."""
         return bool(self.whiten) or "batch" in (self.normalize_mean, self.normalize_std)
 
     @property
     def needs_groups(self) -> bool:
-        """A group of one sample teaches nothing: its advantage is always 0."""
+        """Whether samples are compared with others of their prompt, so that the advantage of a
+        group of one is always 0."""
         return self.normalize_mean in ("group", "leave-one-out")
 
     def _check_own(self) -> None:
-        """The functions themselves are loaded where they are used; `own_check` tries them."""
+        """Raises `ValueError` for keys that name no function. The functions are loaded where they
+        are used, and tried in `own_check`."""
         for key in ("advantage_function", "loss_function"):
             spec = getattr(self, key)
             if spec is not None and not all(spec.rpartition(":")):

@@ -12,7 +12,8 @@ from torch import Tensor
 
 
 def discounted_sums(values: Tensor, lengths: Sequence[int], factor: float) -> Tensor:
-    """At each token its value plus `factor` times the sum at the next token of its sample.
+    """At each token, the token's value plus `factor` times the sum at the next token of the same
+    sample.
 
     [K] to [K]; what comes after a sample's last token is 0.
     """

@@ -1,8 +1,7 @@
-"""The losses of the policy and of the critic.
+"""The losses of the policy and of the critic, per token and unweighted.
 
-Per token and unweighted: how tokens add up to one number is said by `token_weights` alone, whose
-denominators are global for the step. `policy_loss` is the same arithmetic for padded tensors, with
-everything in one call.
+`token_weights` alone decides how tokens add up to one number, with denominators that are global for
+the step. `policy_loss` is the same arithmetic for padded tensors, with everything in one call.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ infinity enters the gradient."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """The losses of some tokens."""
+    """The loss of each of some tokens, and sums of it and of other numbers for metrics."""
 
     per_token: Tensor
     """The loss of each token [K], differentiable."""
     sums: Mapping[str, Tensor]
-    """Detached sums over the tokens. Of the policy, `clip_ratio_low` and `clip_ratio_high`: tokens
-    whose ratio was clipped with an effect on the loss; or instead of these whatever a loss from
-    outside of the package counts. If their part is on:
-    `clip_ratio_dual`, the same of the dual clip; `kl`, the estimate; `mismatch_weight` and
-    `mismatch_weight_squared`, of the weights as applied (the effective sample size is the first,
-    squared, over the second); `mismatch_outside`, tokens beyond the bounds, cut or left out."""
+    """Detached sums over the tokens, by name. Of the policy: `clip_ratio_low` and
+    `clip_ratio_high`, tokens whose ratio was clipped with an effect on the loss, or in place of
+    these what a user's own loss counts. If their part is on: `clip_ratio_dual`, the same of the
+    dual clip; `kl`, the estimate; `mismatch_weight` and `mismatch_weight_squared`, of the weights
+    as applied (the effective sample size is the first, squared, over the second);
+    `mismatch_outside`, tokens beyond the bounds, cut or left out."""
 
 
 def token_loss(
@@ -50,14 +49,14 @@ def token_loss(
     rollout_log_probs: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> TokenLoss:
-    """The loss of each token, of some whole samples.
+    """The loss of each of the K tokens of some whole samples.
 
-    All tensors are [K]; `sample_ids` (int64, 0 to num_samples - 1) says which sample a token
-    belongs to. Gradients flow through `log_probs` and `entropy` alone. `ref_log_probs` are needed
-    for a KL penalty in the loss, `rollout_log_probs` for a mismatch correction, `entropy` for an
-    entropy bonus; the first is also good for the metric alone.
+    All tensors are [K]; `sample_ids` (int64, 0 to num_samples - 1) has the sample of each token.
+    Gradients flow through `log_probs` and `entropy` alone. `ref_log_probs` are needed for a KL
+    penalty in the loss, and otherwise give the KL as a metric; `rollout_log_probs` are needed for a
+    mismatch correction, `entropy` for an entropy bonus.
 
-    Raises `ValueError` if one that is needed is missing.
+    Raises `ValueError` if a tensor that is needed is missing.
     """
     _check_present(config, ref_log_probs, rollout_log_probs, entropy)
     old_log_probs = old_log_probs.detach()
@@ -180,11 +179,12 @@ def _importance_ratio(
     num_samples: int,
     config: AlgorithmConfig,
 ) -> Tensor:
-    """[K]; all tokens of a sample share one if the ratio is the sequence's.
+    """Probability ratios [K], all the same within a sample if the ratio is the sequence's.
 
-    Its gradient then goes to all of them, so that they all learn from the mean of their advantages.
-    Where these are the turns', each token's goes to itself instead, as in GSPO-token (arXiv
-    2507.18071, section 4.3): the same value, and the same gradient where advantages are equal.
+    The gradient of a sequence's ratio goes to all of its tokens, which all learn from the mean of
+    their advantages. With credit=turn a token's gradient goes to the token itself instead, as in
+    GSPO-token (arXiv 2507.18071, section 4.3): the same value, and the same gradient where
+    advantages are equal.
     """
     log_ratio = log_probs - old_log_probs
     if config.importance_ratio != "token":
@@ -204,7 +204,8 @@ def _importance_ratio(
 def _from_outside(
     own: OwnFunction, log_probs: Tensor, **known: object
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token [K], and numbers of each token to be averaged for metrics [K]."""
+    """The loss of each token [K] by a user's function, and its numbers of each token for metrics
+    [K]. Raises `ValueError` for a tensor of another shape."""
     found = own(log_probs=log_probs, **known)
     loss, numbers = found if isinstance(found, tuple) else (found, {})
     named = {"a loss": loss, **{f"a metric {name}": value for name, value in numbers.items()}}
@@ -243,7 +244,7 @@ def _surrogate(
 def _mismatch_weight(
     difference: Tensor, sample_ids: Tensor, num_samples: int, config: AlgorithmConfig
 ) -> dict[str, Tensor]:
-    """The weights [K], their squares, and which ratios lay outside of the bounds [K]."""
+    """The weights [K], their squares, and whether each ratio lay outside of the bounds [K]."""
     if config.mismatch_correction.startswith("sequence"):
         difference = _sample_sums(difference, sample_ids, num_samples)[sample_ids]
     ratio = difference.exp()

@@ -35,19 +35,18 @@ _KINDS = {"advantages": ADVANTAGE_ARGUMENTS, "loss": LOSS_ARGUMENTS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """The algorithm that `algorithm.function` returns. Everything that is left out is as in the
-    package."""
+    """What `algorithm.function` returns: an algorithm. Fields left out are as in the package."""
 
     row: Row = field(default_factory=Row)
-    """The values of the switches that the config leaves at null. They also say what a run must
-    know: an advantage that compares the step's samples needs normalize_mean="batch", which keeps it
-    from being streamed; one that can do with a single sample per prompt needs "none"."""
+    """Values of the switches that the config leaves at null. Two of them must be true of the
+    functions: an advantage that compares the step's samples needs normalize_mean="batch", which
+    keeps it from being streamed; one that works with a single sample per prompt needs "none"."""
     advantages: Callable[..., Any] | None = None
-    """Instead of what normalize_mean and normalize_std make of rewards; as
-    `algorithm.advantage_function`, which takes its place if it is set."""
+    """Function for advantages, in place of normalize_mean and normalize_std; as
+    `algorithm.advantage_function`, which has precedence. None: the package's own."""
     loss: Callable[..., Any] | None = None
-    """Instead of the objective; as `algorithm.loss_function`, which takes its place if it is
-    set."""
+    """Function for the loss, in place of the objective; as `algorithm.loss_function`, which has
+    precedence. None: the package's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +54,13 @@ class OwnFunction:
     """A user's function and the arguments that it takes."""
 
     said_by: str
-    """The key and value that name it, for messages: algorithm.loss_function=my.py:g."""
+    """Config key and value that name the function, for messages:
+    algorithm.loss_function=my.py:g."""
     function: Callable[..., Any]
     takes: frozenset[str]
 
     def __call__(self, **known: object) -> Any:
-        """Call it with those of `known` that it takes."""
+        """Call the function with those of `known` that it takes, and return its result."""
         return self.function(**{name: known[name] for name in known if name in self.takes})
 
 
@@ -80,7 +80,7 @@ def own_algorithm(function: str) -> Algorithm:
 @cache
 def own_function(kind: str, key: str, spec: str) -> OwnFunction:
     """The function for `kind` ("advantages" or "loss") that algorithm.`key` names. Raises
-    `ValueError` if there is none, or if its signature asks for what is not known."""
+    `ValueError` if there is none, or if its signature has an argument that is not known."""
     said_by = f"algorithm.{key}={spec}"
     if key == "function":
         made = own_algorithm(spec)
@@ -106,7 +106,7 @@ def file_digests(specs: Mapping[str, str | None]) -> dict[str, str]:
 
 
 _loaded: dict[Path, str] = {}
-"""The digests of the files as they were when a config named them last."""
+"""SHA-256 digest of each file as it was when a config named it last."""
 
 
 def reload_changed(specs: Iterable[str | None]) -> None:
@@ -125,7 +125,8 @@ def reload_changed(specs: Iterable[str | None]) -> None:
 
 
 def _taken(function: Callable[..., Any], known: tuple[str, ...], said_by: str) -> frozenset[str]:
-    """The arguments that it is to be given."""
+    """Names of the arguments that the function is to be given, of the known ones. Raises
+    `ValueError`."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

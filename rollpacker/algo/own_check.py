@@ -1,8 +1,8 @@
-"""Functions from outside of the package, tried on made-up tensors before a run begins.
+"""Tries the user's own functions on made-up tensors before a run begins.
 
-What would be wrong later is said now, with one message: a signature, a shape, a number that is not
-finite, a loss that no gradient comes through, or one that changes with the samples it is computed
-together with, so that the gradient would depend on how a step is cut into micro-batches.
+What would be wrong later is reported now, with one message: a signature, a shape, a number that is
+not finite, a loss that no gradient comes through, or one that changes with the samples it is
+computed together with, so that the gradient would depend on how a step is cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rollpacker.algo.own import OwnFunction
 from rollpacker.algo.step import step_advantages
 
 _TOLERANCE = 1e-5
-"""Largest difference, as a share of the largest number. The tensors are float64, of which a
-function may make float32."""
+"""Largest difference that counts as none, as a share of the largest number. The tensors are
+float64, of which a function may make float32."""
 _TRIED = "tried on made-up tensors before the run"
 
 
@@ -38,8 +38,8 @@ class _AnyReward(dict[str, Tensor]):
 
 
 def check_own(config: AlgorithmConfig, *, samples_per_prompt: int) -> None:
-    """Load and try what `config` names from outside of the package. Nothing happens if that is
-    nothing. Raises `ValueError`, one message, if it cannot be trained with."""
+    """Loads and tries the user's functions that `config` names, if there are any. Raises
+    `ValueError`, with one message, if a function cannot be trained with."""
     advantages, loss = config.own_advantages, config.own_loss
     if advantages is not None:
         _check_present(
@@ -154,7 +154,7 @@ def _check_loss(config: AlgorithmConfig, own: OwnFunction) -> None:
 
 
 def _tried(own: OwnFunction, call: Callable[[], Any]) -> Any:
-    """The function's result. Raises `ValueError` that says what is wrong."""
+    """The result of `call`, which calls the user's function. Raises `ValueError` if it fails."""
     try:
         return call()
     except Exception as error:

@@ -19,8 +19,8 @@ KlIn = Literal["loss", "reward"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The switches that tell algorithms apart. `AlgorithmConfig` explains each, by the same name;
-    one that its user leaves at None takes the value given here."""
+    """The switches in which algorithms differ. `AlgorithmConfig` explains each under the same name;
+    a switch that its user leaves at None takes the value given here."""
 
     advantage: Advantage = "reward"
     normalize_mean: NormalizeMean = "group"

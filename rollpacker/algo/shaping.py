@@ -17,11 +17,11 @@ def shape_rewards(
     config: AlgorithmConfig,
     max_response_tokens: int | None,
 ) -> Tensor:
-    """Rewards [N] less DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4): nothing
-    down to `overlong_buffer_tokens` before `max_response_tokens`, then linearly up to
+    """Rewards [N] less DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4): nothing up
+    to `overlong_buffer_tokens` before `max_response_tokens`, then linearly more up to
     `overlong_penalty` at the limit.
 
-    Raises `ValueError` if it is on and the limit is not known, or not above the buffer.
+    Raises `ValueError` if the punishment is on and the limit is None, or not above the buffer.
     """
     buffer = config.overlong_buffer_tokens
     if buffer == 0:

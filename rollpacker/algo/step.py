@@ -25,11 +25,11 @@ class StepAdvantages:
     """The advantages of some samples; float64 on the CPU."""
 
     advantages: Tensor
-    """One number for each sample [N], for each token [K] if they are `per_token`, or for each turn
-    [T] of `turns`. NaN where there was no verdict."""
+    """One number for each sample [N], or for each token [K] if `per_token`, or for each turn [T] of
+    `turns`. NaN where there was no verdict."""
     per_token: bool
     turns: Turns | None = None
-    """The turns that the advantages are of. None: they are of samples or tokens."""
+    """The turns that have the advantages. None: samples or tokens have them."""
     returns: Tensor | None = None
     """The critic's targets [K]. None without a critic."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -48,19 +48,19 @@ def step_advantages(
     turns: Turns | None = None,
     known: Mapping[str, object] | None = None,
 ) -> StepAdvantages:
-    """The advantages of N samples with K response tokens, `lengths` of each.
+    """The advantages of N samples with K response tokens in all, `lengths` of each sample.
 
-    `rewards` [N] and `group_ids` [N] (integers); NaN is "no verdict". `log_probs`,
-    `ref_log_probs`, `teacher_log_probs` and `values` are [K], sample after sample, and needed where
-    `config` says so: the first two for a KL penalty in the reward, the first and third for a
-    teacher, the last for a critic. With `config.credit` by turn, `turns` have the rewards, and
-    `rewards` are not looked at. `known` is what else a function from outside of the package may
-    ask for. With `config.needs_whole_batch` these must be all samples of the step.
+    `rewards` [N] and `group_ids` [N] (integers); NaN is "no verdict". `log_probs`, `ref_log_probs`,
+    `teacher_log_probs` and `values` are [K], sample after sample, and needed as `config` demands:
+    the first two for a KL penalty in the reward, the first and third for a teacher, the last for a
+    critic. With `config.credit` by turn, `turns` have the rewards, and `rewards` are ignored.
+    `known` has further arguments of a user's own function. With `config.needs_whole_batch` these
+    must be all samples of the step.
 
     Metrics, where they apply: `critic/kl_reward/mean` (per token), `critic/returns/mean`,
     `critic/values/mean`, `critic/explained_variance`, `critic/teacher_kl/mean` (per token).
 
-    Raises `ValueError` if something that is needed is missing.
+    Raises `ValueError` if a tensor that is needed is missing.
     """
     rewards = rewards.double()
     penalty, metrics = _penalty(log_probs, ref_log_probs, config)
@@ -129,7 +129,7 @@ def _from_turns(
     values: Tensor | None,
     config: AlgorithmConfig,
 ) -> StepAdvantages:
-    """A token's penalty is a matter of its turn."""
+    """Advantages of turns. The KL penalties of a turn's tokens are part of the turn's reward."""
     if turns is None:
         raise ValueError("credit=turn needs the turns of each sample")
     rewards = turns.rewards if penalty is None else turns.sums(penalty)
@@ -155,8 +155,8 @@ def _from_rewards(
     config: AlgorithmConfig,
     own: Callable[..., Any] | None,
 ) -> StepAdvantages:
-    """Advantages of the rewards. KL penalties count for the whole response if it is compared with
-    others of its group; else each penalty counts for the tokens before it."""
+    """Advantages from rewards. KL penalties count for the whole response if responses of a group
+    are compared; else each token's penalty counts for the tokens before it."""
     token_rewards = _token_rewards(rewards, penalty, lengths)
     if config.needs_groups and penalty is not None:
         of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -176,13 +176,13 @@ def _from_rewards(
 
 
 def _is_per_token(advantages: Tensor, lengths: Sequence[int]) -> bool:
-    """Whether there is one advantage per token. Where each sample has one token, both are the
-    same."""
+    """Whether there is one advantage per token; False also if each sample has one token."""
     return len(advantages) != len(lengths)
 
 
 def _checked_own(found: Any, lengths: Sequence[int], config: AlgorithmConfig) -> Tensor:
-    """Advantages from outside of the package: float64 on the CPU, of each sample or each token."""
+    """The advantages that a user's function returned, as float64 on the CPU, for samples or tokens.
+    Raises `ValueError` for another shape."""
     assert config.own_advantages is not None, "they come from there"
     said_by = config.own_advantages.said_by
     if not isinstance(found, Tensor) or found.shape not in ((len(lengths),), (sum(lengths),)):
@@ -217,8 +217,8 @@ def _penalty(
 
 
 def _whitened(advantages: Tensor, lengths: Sequence[int] | None) -> Tensor:
-    """Mean 0 and (unbiased) standard deviation 1 over tokens. `lengths`: the tokens behind each
-    number; None if each stands for one."""
+    """The advantages shifted and scaled to mean 0 and (unbiased) standard deviation 1 over tokens.
+    `lengths`: the tokens that each number stands for; None: one each."""
     known = ~advantages.isnan()
     values = advantages[known]
     if len(values) == 0:

@@ -1,10 +1,9 @@
 """Credit turn by turn: what each turn of a trajectory was worth, from there to the end.
 
 A turn's *return* is its own reward and, discounted by `turn_discount` from turn to turn, those of
-the turns behind it. What was over before a turn began says nothing of it. All tokens of a turn have
-the same advantage.
+the turns behind it; earlier turns do not enter. All tokens of a turn have the same advantage.
 
-Flat turns: sample after sample, as many of each as `Turns.counts` says.
+Turns are flat: sample after sample, as many of each as `Turns.counts` has.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Turns:
     counts: Sequence[int]
     """Number of turns of each sample, at least one."""
     lengths: Sequence[int]
-    """Tokens that the model drew in each turn [T]."""
+    """Number of tokens that the model sampled in each turn [T]."""
     rewards: Tensor
     """Reward of each turn by itself [T], float64. NaN in a sample without a verdict."""
 
@@ -54,8 +53,9 @@ class Turns:
 def relative_returns(
     rewards: Tensor, group_ids: Tensor, turns: Turns, *, config: AlgorithmConfig
 ) -> Tensor:
-    """Returns of turns less the mean that `normalize_mean` says, divided by the standard deviation
-    that `normalize_std` says; as `baselines.advantages` has it of rewards. [T].
+    """Advantages of turns [T]: returns of turns less the mean that `normalize_mean` names, divided
+    by the standard deviation that `normalize_std` names, as `baselines.advantages` does with
+    rewards.
 
     `rewards` [T] of turns, `group_ids` [N]. The step's statistics span all of its turns (GEM's
     return batch normalization, arXiv 2510.01051), the group's those at the same place: first turns
@@ -66,13 +66,13 @@ def relative_returns(
 
 
 def places_in_groups(returns: Tensor, group_ids: Tensor, turns: Turns) -> Tensor:
-    """The groups of turns that are compared with each other, as integers [T]: turns of one group at
-    one place in their dialogues.
+    """The number of the group that each turn is compared in [T]: turns of one group of samples that
+    have the same place in their dialogues.
 
-    Nothing stands beside the turns that only one sample of a group came to. They are compared with
-    each other and with the last place that another sample has too: a late success is worth
-    something, whoever else had ended. Samples without a verdict (`returns` [T] of NaN) are not
-    counted.
+    A turn that only one sample of a group came to would have nothing to be compared with. Such
+    turns are compared with each other and with the last place that another sample has too: a late
+    success is worth something, even if all others had ended. Samples without a verdict (`returns`
+    [T] of NaN) are not counted.
     """
     counts = torch.tensor(turns.counts, dtype=torch.int64)
     first = counts.cumsum(0) - counts
@@ -92,10 +92,10 @@ def places_in_groups(returns: Tensor, group_ids: Tensor, turns: Turns) -> Tensor
 def generalized_turn_advantages(
     rewards: Tensor, values: Tensor, turns: Turns, *, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """GAE whose steps are turns: advantages [T] and returns [T].
+    """Advantages [T] and returns [T] of turns, by GAE whose steps are turns.
 
-    `rewards` [T]; `values` [K] are the critic's before each token, of which a turn has that of its
-    first: what was to be expected when it began.
+    `rewards` [T]; `values` [K] are the critic's before each token, of which the one before a turn's
+    first token counts: what was to be expected when the turn began.
     """
     return generalized_advantages(
         rewards,

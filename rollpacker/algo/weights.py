@@ -19,8 +19,8 @@ def token_weights(
 
     `lengths` are the response tokens of *all* samples of the step (each at least 1). If they are
     only some, give any `denominator`: weights with another one differ by one common factor.
-    `counted` (all, if None) says which samples count; the others have weight 0 and are in no
-    denominator. `max_response_tokens` stands in for `config.fixed_length`.
+    `counted` (None: all true) has whether each sample counts; one that does not has weight 0 and is
+    in no denominator. `max_response_tokens` stands in for `config.fixed_length`.
 
     Raises `ValueError` if fixed-length knows no length.
     """

@@ -46,7 +46,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def allowed(kind: Any) -> str:
-    """A type in the user's words."""
+    """A description of the values that a type allows, such as `a number or null`, for messages."""
     parts = members(kind)
     choices = [c for m in parts if get_origin(m) is Literal for c in get_args(m)]
     words = [_WORDS.get(m) or _container_words(m) for m in parts if get_origin(m) is not Literal]
@@ -85,14 +85,14 @@ class Checker:
     def __init__(self, raw: Mapping[Path_, str]) -> None:
         self.problems: list[tuple[Path_, str]] = []
         self._root: type = object
-        """The schema of the whole config."""
+        """Schema of the whole config."""
         self.names_trl = False
-        """Whether keys of TRL's are among the problems."""
+        """True if one of the problems is a key of TRL's."""
         self._raw = raw
-        """Texts that the user typed for overrides, for the keys that want a text."""
+        """Texts that the user typed for overrides, by key, for fields whose value is a text."""
 
     def build(self, schema: type, value: Any, path: Path_) -> Any:
-        """An instance, or a sentinel after adding to `problems`."""
+        """An instance of `schema`, or the sentinel `_FAILED` after adding to `problems`."""
         if not isinstance(value, Mapping):
             keys = ", ".join(field_types(schema))
             return self._refuse(
@@ -174,8 +174,8 @@ class Checker:
         return self._refuse(path, problem)
 
     def _refuse_unknown(self, path: Path_, value: Any, siblings: Mapping[str, Any]) -> None:
-        """A key that other frameworks have gets its hint, also inside of a section that only they
-        have."""
+        """Note a key that is not known. One that other frameworks have gets a hint, also inside of
+        a section that only they have."""
         if gone := GONE.get(dotted(path)):
             self._refuse(path, f"is no known key. {gone}")
             return
@@ -208,8 +208,8 @@ class Checker:
         self.names_trl = self.names_trl or any(one.framework == TRL for one in found)
 
     def _refuse_whole(self, path: Path_, hints: Mapping[str, Any], problem: str) -> Any:
-        """Note what a dataclass refused of itself. Its messages mostly begin with a field's name,
-        or with the dotted name of a key further down."""
+        """Note an error that a dataclass raised when it was made. The message mostly begins with a
+        field's name, or with the dotted name of a key further down."""
         name, _, rest = problem.partition(" ")
         if name.partition(".")[0] in hints and rest and _DOTTED_NAME.fullmatch(name):
             inside = (int(part) if part.isdecimal() else part for part in name.split("."))
@@ -232,7 +232,7 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 
 def allowed_value(kind: Any) -> str:
-    """A type in the user's words, as `allowed` says them, also for types with schemas in them."""
+    """A description of the values that a type allows, as `allowed`, with schemas in it too."""
     schema = nested_schema(kind) or item_schema(kind)
     if schema is None:
         return allowed(kind)
@@ -247,7 +247,8 @@ def allowed_value(kind: Any) -> str:
 
 
 def _prepared(kind: Any, value: Any) -> Any:
-    """Lists become tuples, and a text such as "1e-6" a number, where the type asks for it."""
+    """The value with lists as tuples, and a text such as "1e-6" as a number, where the type asks
+    for it."""
     parts = members(kind)
     for part in parts:
         if get_origin(part) is Mapping and isinstance(value, Mapping):
@@ -269,7 +270,7 @@ def _prepared(kind: Any, value: Any) -> Any:
 
 
 def _prepared_key(kind: Any, key: Any) -> Any:
-    """Keys come as texts; a whole number is one where the type asks for it."""
+    """A mapping's key, which YAML has as a text, as a whole number if the type wants one."""
     if kind is int and isinstance(key, str) and key.isdecimal():
         return int(key)
     return _prepared(kind, key)

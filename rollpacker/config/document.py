@@ -19,13 +19,13 @@ from rollpacker.did_you_mean import did_you_mean, did_you_mean_file
 
 MAX_FILE_BYTES = 1 << 20
 MAX_NODES = 20_000
-"""Values in one config, aliases expanded."""
+"""Most values in one config, aliases expanded."""
 
 Path_ = tuple[str | int, ...]
 
 
 class ConfigError(ValueError):
-    """The config cannot be used. One message that lists every problem found."""
+    """Raised for a config that cannot be used. Its message lists every problem found."""
 
 
 _NUMBER_START = "-+0123456789."
@@ -41,7 +41,7 @@ _SCALARS = (
     ),
     ("merge", r"^<<$", "<"),
 )
-"""Name, pattern and possible first characters of what is not a text."""
+"""Name, pattern and possible first characters of each kind of value that is not a text."""
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
@@ -62,7 +62,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes every text that the loader would read as something else."""
+    """A YAML dumper that quotes every text that the loader would read as something else."""
 
     yaml_implicit_resolvers = _resolvers()
 
@@ -70,7 +70,8 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """Next line (U+0085) as an escape: written as it is, the loader makes a space of it."""
+        """A text's node. Next line (U+0085) is escaped, since the loader would make a space of
+        it."""
         return self.represent_scalar(_TEXT_TAG, data, style='"' if "\x85" in data else None)
 
 
@@ -90,12 +91,12 @@ def dotted(path: Path_) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """` Did you mean "..."?`, or nothing where no known name is close."""
+    """The hint ` Did you mean "..."?`, or an empty text if no known name is close."""
     return did_you_mean(name, known, cutoff=0.55)
 
 
 def read_text(path: str | Path) -> str:
-    """The file's text. Every way in which it cannot be read is a `ConfigError`."""
+    """The file's text. Raises `ConfigError` for every way in which it cannot be read."""
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -125,7 +126,7 @@ def _nearest_file(path: Path) -> str:
 
 
 def parse_document(text: str, where: str) -> tuple[dict[str, Any], dict[Path_, int]]:
-    """A config file's mapping, and the line of each of its keys (from 1)."""
+    """A config file's mapping, and the line of each of its keys (from 1). Raises `ConfigError`."""
     value, lines = _parse(text, where)
     if value is None:
         raise ConfigError(f"{where}: the file is empty.")
@@ -135,7 +136,8 @@ def parse_document(text: str, where: str) -> tuple[dict[str, Any], dict[Path_, i
 
 
 def parse_value(text: str, where: str) -> Any:
-    """The right side of an override, read as YAML; what is no YAML, such as `[0-9]+`, is a text."""
+    """Value of the right side of an override, read as YAML, or as a text if it is no YAML
+    (`[0-9]+`)."""
     try:
         return _parse(text, where, in_value=True)[0]
     except _SyntaxError:
@@ -170,13 +172,13 @@ def _parse(text: str, where: str, *, in_value: bool = False) -> tuple[Any, dict[
 
 
 class _Walk:
-    """Looks at every node before anything is built of it, aliases expanded."""
+    """Checks every node of a YAML document, aliases expanded, before anything is built of it."""
 
     def __init__(self, where: str, lines: dict[Path_, int], in_value: bool) -> None:
         self._where = where
         self._lines = lines
         self._in_value = in_value
-        """Whether the text is the value of some key, not a whole document."""
+        """True if the text is the value of some key, not a whole document."""
         self._num_nodes = 0
         self._open: list[yaml.Node] = []
 
@@ -227,7 +229,7 @@ def _kind(value: object) -> str:
 
 
 def write_document(value: dict[str, Any], path: str | Path, *, comment: str = "") -> None:
-    """Write as YAML, below a comment: complete or not at all. Raises `OSError`."""
+    """Write the value as YAML below a comment: the whole file or none. Raises `OSError`."""
     path = Path(path)
     text = yaml.dump(
         value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False

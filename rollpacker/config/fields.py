@@ -21,16 +21,16 @@ def members(kind: Any) -> tuple[Any, ...]:
 
 
 def nested_schema(kind: Any) -> type | None:
-    """The dataclass that a value of this type is made into, if it is one."""
+    """The dataclass that a value of this type is made into. None: the type has no dataclass."""
     return next((m for m in members(kind) if dataclasses.is_dataclass(m)), None)  # type: ignore[return-value]
 
 
 def item_schema(kind: Any) -> type | None:
-    """The dataclass of the items, where the type is `tuple[SomeDataclass, ...]`."""
+    """The dataclass of the items, where the type is `tuple[SomeDataclass, ...]`; else None."""
     item = item_kind(kind)
     return None if item is None else nested_schema(item)
 
 
 def item_kind(kind: Any) -> Any:
-    """The type of a list's items; None for what is no list."""
+    """The type of a list's items; None for a type that is no list."""
     return next((get_args(m)[0] for m in members(kind) if get_origin(m) is tuple), None)

@@ -43,8 +43,8 @@ def load_config(
 ) -> T:
     """The file with the overrides applied, as an instance of `schema`.
 
-    `below` is given what the file and the overrides say; its values hold for the keys that neither
-    of them sets.
+    `below` is given the values of the file and the overrides, and returns values for keys that
+    neither of them sets; None: there are no such values.
 
     Raises `ConfigError` with one message that lists everything that is wrong.
     """
@@ -62,7 +62,9 @@ def config_of(
     lines: Mapping[Path_, int] | None = None,
 ) -> T:
     """Plain values with the overrides applied, as an instance of `schema`; see `load_config`.
-    `where` begins messages; `lines` are those of keys in a file."""
+
+    `where` is the beginning of messages; `lines` has the line of each key in a file.
+    """
     lines = lines or {}
     problems: list[str] = []
     raw: dict[Path_, str] = {}
@@ -106,7 +108,7 @@ def _origin(place: Path_, raw: Mapping[Path_, str], lines: Mapping[Path_, int]) 
 
 
 def _override(tree: dict[str, Any], override: str) -> tuple[Path_, str]:
-    """Apply `a.b.0.c=value` to the tree; the path and the value's text."""
+    """Apply `a.b.0.c=value` to the tree; returns the key's path and the value's text."""
     name, equals, text = override.partition("=")
     name = name.strip()
     if not equals or not name:
@@ -169,7 +171,8 @@ def _leaves(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
 
 
 def _resolved(tree: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Path_, str]]]:
-    """The tree with every `${a.b}` replaced, and what is wrong with the references."""
+    """The tree with every `${a.b}` replaced, and the problems of the references, each with its
+    key's path."""
     references = [(p, v) for p, v in _leaves(tree) if isinstance(v, str) and "${" in v]
     if not references:
         return tree, []
@@ -227,7 +230,7 @@ def changes_since(old: Mapping[str, Any], config: object) -> list[tuple[str, obj
 
 
 def _completed(old: Any, config: Any) -> Any:
-    """`old` with the defaults of what it lacks, where `config` shows which schema holds there."""
+    """`old` with defaults for the keys it lacks, where `config` shows which schema holds there."""
     if dataclasses.is_dataclass(config) and isinstance(old, Mapping):
         found = dict(old)
         for field in dataclasses.fields(config):
@@ -244,7 +247,7 @@ def _completed(old: Any, config: Any) -> Any:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, object, object]]:
-    """`(path, old value, new value)` for every leaf in which two plain configs differ.
+    """The leaves in which two plain configs differ, as `(path, old value, new value)`.
 
     A key that one side lacks has the value None there.
     """

@@ -13,7 +13,7 @@ from rollpacker.trainer.trainer import TrainConfig
 
 RoleName = Literal["rollout", "train", "judge"]
 MAX_DEVICE = 99_999
-"""Larger numbers in a line are a slip."""
+"""Largest number of a device in a line; a larger one is taken for a slip."""
 _RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
@@ -22,10 +22,11 @@ class RolloutPlacement:
     """Devices of the engines (`placement.rollout.*`)."""
 
     devices: int | str = "all"
-    """all: as many engines as fit on what roles that take no turns with them leave. A number of
-    devices. Or which, over all hosts, such as `0-7` or `0-3,6`; one alone is `3-3`."""
+    """Devices of the engines. all: as many engines as fit beside roles that take no turns with
+    them. A number: so many devices. Ranges over all hosts, such as `0-7` or `0-3,6`: these devices;
+    a single device is `3-3`."""
     per_engine: int = 1
-    """Devices of one engine, all on one host. More than one with vLLM only."""
+    """Number of devices of one engine, all on one host. More than one with vLLM only."""
     memory_gib: float | None = None
     """GiB that an engine takes on each of its devices. None: as estimated from the model."""
 
@@ -41,7 +42,7 @@ class TrainPlacement:
     devices: int | str = "all"
     """Devices of the trainer, named as those of the engines (`placement.rollout.devices`)."""
     per_replica: int = 1
-    """Devices over which one whole copy of the model is sharded, all on one host."""
+    """Number of devices over which one whole copy of the model is sharded, all on one host."""
     memory_gib: float | None = None
     """GiB that a process of the trainer takes. None: as estimated from the model."""
 
@@ -52,8 +53,8 @@ class TrainPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgePlacement:
-    """Devices that nothing of the run is put on (`placement.judge.*`): for the server of a judge's
-    model, which the run asks and does not start."""
+    """Devices left free for the server of a judge's model, which the run asks and does not start
+    (`placement.judge.*`)."""
 
     devices: int | str = 1
     """Devices of the judge, named as those of the engines (`placement.rollout.devices`)."""
@@ -76,8 +77,7 @@ class PlacementConfig:
     train: TrainPlacement = field(default_factory=TrainPlacement)
     judge: JudgePlacement | None = None
     colocate: tuple[RoleName, ...] = ()
-    """Roles that may be on the same devices, where they take turns. All others have theirs for
-    themselves."""
+    """Roles that may share devices, where they take turns. Other roles share none."""
     across_hosts: tuple[RoleName, ...] = ()
     """Roles of which one unit, an engine or a replica, may have devices on several hosts."""
 
@@ -95,14 +95,13 @@ class PlacementConfig:
 
     @property
     def turns(self) -> bool:
-        """Engines and trainer share devices."""
+        """Whether engines and trainer share devices."""
         return {"rollout", "train"} <= set(self.colocate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardHostsConfig:
-    """Where rewards run (`rewards_hosts.*`): with `runtime=ray` beside the engines, on every
-    host."""
+    """Where rewards run (`rewards_hosts.*`): with `runtime=ray`, on every host beside engines."""
 
     per_host: int = 1
     """Processes on each host, each with the whole set of rewards, their workers and sandboxes."""
@@ -113,7 +112,7 @@ class RewardHostsConfig:
 
 
 def devices_of(line: int | str) -> Literal["all"] | int | tuple[int, ...]:
-    """The meaning of a line of `placement`: all, a number of devices, or which. Raises
+    """Meaning of a line of `placement`: "all", a number of devices, or the devices' numbers. Raises
     `ValueError`."""
     if isinstance(line, int):
         if line < 1:
@@ -182,18 +181,18 @@ class Derived(NamedTuple):
 
     key: str
     unset: object
-    """The key's value where nobody set it."""
+    """Value of the key where nobody set it."""
     value: object
-    """The value that follows. None: it depends on the hosts."""
+    """Value that follows from `placement`. None: it depends on the hosts."""
     lines: str
-    """The lines of the section that say so."""
+    """Lines of `placement` from which the value follows, for messages."""
 
 
 def derived(
     placement: PlacementConfig, engines: int | None = None, processes: int | None = None
 ) -> list[Derived]:
-    """All keys that follow. `engines` and `processes`: how many there are on the hosts; None if
-    that is not known."""
+    """All keys that follow from `placement`. `engines` and `processes`: how many there are on the
+    hosts; None if that is not known."""
     rollout, train = placement.rollout, placement.train
     of_engines, of_train = num_devices(rollout.devices), num_devices(train.devices)
     if engines is None and of_engines is not None:

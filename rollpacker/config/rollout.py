@@ -14,32 +14,35 @@ from rollpacker.engines.engine import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
-    """One round of generation (`rollout.*`)."""
+    """How responses are generated (`rollout.*`)."""
 
     prompts_per_step: int
-    """P0: prompts that each optimizer step trains on."""
+    """P0: number of prompts that each optimizer step trains on."""
     samples_per_prompt: int
-    """R0: responses per prompt; the group size of GRPO. 1 goes with algorithms that do not compare
-    the samples of a prompt."""
+    """R0: number of responses per prompt; the group size of GRPO. 1 is for algorithms that do not
+    compare the samples of a prompt."""
     max_response_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
-    """Training takes the whole distribution's log-probs: with top_p or top_k the gradient is not
-    quite that of the distribution that was sampled from."""
+    """Share of probability that sampling keeps, of the most probable tokens; 1: all. Training uses
+    the whole distribution's log-probs, so with top_p or top_k the gradient is not exactly that of
+    sampling."""
     top_k: int = 0
-    """0 is off."""
+    """Number of most probable tokens that sampling keeps. 0: all."""
     stop: tuple[str, ...] = ()
     """Strings that end a response, besides the model's end tokens."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     engines: int = 1
-    """How many. 1: in the run's own process. More: each in a process of its own, on a device of its
-    own or, on a CPU, with its share of `train.threads`; one that is lost is replaced while the
-    others go on. With `parallelism_planner`: how many there are at its `initial` degree."""
+    """Number of engines. 1: the engine is in the run's own process. More: each engine has a process
+    of its own, on a device of its own or, on a CPU, with its share of `train.threads`; a lost one
+    is replaced while the others go on. With `parallelism_planner`: the number at its `initial`
+    degree."""
     routing: Routing = "spread"
-    """With several engines: spread gives each sample to the engine with the least work. group keeps
-    the samples of a prompt together, so that its prefill is made once, as long as their engine has
-    not much more work than others. turns gives each to the next engine, whatever they have."""
+    """How several engines share samples. spread: each sample goes to the engine with the least
+    work. group: the samples of a prompt stay together, so that its prefill is made once, as long as
+    their engine has not much more work than others. turns: engines get samples in turn, whatever
+    their work."""
 
     def __post_init__(self) -> None:
         counts = ("prompts_per_step", "samples_per_prompt", "max_response_tokens", "engines")
@@ -57,13 +60,14 @@ class RolloutConfig:
 
     @property
     def max_slots(self) -> int | None:
-        """Slots of all engines together."""
+        """Most samples that all engines together decode at the same time. None: no limit."""
         slots = self.engine.max_slots
         return None if slots is None else slots * self.engines
 
     @property
     def is_repeatable(self) -> bool:
-        """Two runs generate the same, bit for bit: with one embedded engine."""
+        """Whether two runs generate the same, bit for bit, as one engine in the run's process
+        does."""
         return self.engines == 1 and self.engine.name == "torch"
 
     def fleet(self, parallelism: ParallelismConfig) -> FleetConfig:

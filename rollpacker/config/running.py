@@ -1,5 +1,5 @@
-"""Configuration of what is no single part's: which checks come first, evaluation, checkpoints, and
-how long anything may wait."""
+"""Configuration that belongs to no single part: the order of checks, evaluation, checkpoints, and
+deadlines."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from rollpacker.core.checks.reward_schedule import RewardKindConfig, RewardSched
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSchedulerConfig:
-    """When each check of a response starts (`reward_scheduler.*`). Workers and deadlines are each
-    reward's own."""
+    """When each check of a response starts (`reward_scheduler.*`). Numbers of workers and time
+    limits are settings of each reward."""
 
     overlap: bool = True
-    """Check a response while others are still generated. False: all of a round's together."""
+    """Whether to check a response while others are still generated. False: all responses of a round
+    are checked together, after the last one."""
     order: Literal["auto", "fifo", "closest", "longest"] = "auto"
-    """The check that a free worker takes next. fifo: the one that came first. closest: one of the
-    prompt that lacks the fewest verdicts. longest: the one that is expected to take longest. auto:
-    longest, but closest in a race on verdicts."""
+    """The check that a free worker takes next. fifo: the oldest. closest: one of the prompt that
+    lacks the fewest verdicts. longest: the one that is expected to take longest. auto: longest, or
+    closest where the first samples with a verdict win (`tail_batching.race=scored`)."""
     cancel: bool = True
-    """End checks of samples that are not needed any more."""
+    """Whether to end checks of samples that are not needed any more."""
     max_retries: int = 1
     """Number of times that a check is asked for again when a worker or an endpoint failed; then the
     sample has no verdict."""
@@ -50,16 +51,17 @@ class EvalConfig:
     """Held-out evaluation (`eval.*`)."""
 
     every_steps: int | None = 10
-    """None: only before the first and after the last step."""
+    """Steps between two evaluations. None: only before the first and after the last step."""
     samples_per_prompt: int = 1
-    """More than one gives pass@k besides pass@1, for k = 2, 4, 8, ... below it and for itself."""
+    """Responses to each prompt. More than one gives pass@k besides pass@1, for k = 2, 4, 8, ...
+    below this number and for this number."""
     max_prompts: int | None = None
     temperature: float | None = None
-    """None: as in training. 0: greedy."""
+    """Sampling temperature. None: as in training. 0: greedy."""
     max_response_tokens: int | None = None
-    """None: as in training."""
+    """Most tokens of a response. None: as in training."""
     pass_threshold: float = 1.0
-    """A response passes if its reward is at least this."""
+    """Least reward with which a response passes."""
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "samples_per_prompt", "max_prompts", "max_response_tokens"):
@@ -90,9 +92,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlineConfig:
-    """How long each wait may last without any sign of life, in seconds (`deadlines.*`).
+    """Longest wait for each kind of work without any sign of life, in seconds (`deadlines.*`).
 
-    When one passes the run stops, resumable, and the message names what it waited for.
+    A wait that is longer stops the run, which can be resumed, and the message names what it waited
+    for.
     """
 
     generation_s: float = 600.0
@@ -101,10 +104,10 @@ class DeadlineConfig:
     sync_s: float = 300.0
     checkpoint_s: float = 600.0
     heartbeat_s: float = 5.0
-    """Seconds without an answer after which a process is lost, and begun anew: an engine in a
-    process of its own, a reward host (`rewards_hosts`), and with `runtime: ray` another host, with
-    all that the run has there. So is an engine that makes no progress for twelve times as long
-    while others make some."""
+    """Seconds without an answer after which a process counts as lost and is started anew: an engine
+    in a process of its own, a reward host (`rewards_hosts`), and with `runtime: ray` another host,
+    with all of the run's processes there. An engine also counts as lost if it makes no progress for
+    twelve times as long while others make some."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

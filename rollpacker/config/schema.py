@@ -1,4 +1,5 @@
-"""The whole configuration of a run. Each part's own class stands beside the part.
+"""The whole configuration of a run: `RunConfig`. The class of a part stands beside the code of that
+part.
 
 Every default is on its field and nowhere else. Units are in the names. Frozen once loaded.
 """
@@ -36,27 +37,26 @@ from rollpacker.trackers.tracker import TrackerConfig, TrackerName
 from rollpacker.trainer.trainer import ModelConfig, TrainConfig
 
 OF_RELEASES = ("kinds", "window", "every", "released_share", "min_new_share")
-"""Keys of `stream_trainer` that say when devices leave a round early. A run in which engines and
-trainer each have theirs from beginning to end has none to release."""
+"""Keys of `stream_trainer` that decide when devices leave a round early. They have no effect in a
+run whose engines and trainer have devices of their own from beginning to end."""
 
 MAX_TRAINER_LOSSES = 3
-"""Number of losses of the trainer's processes, without a committed step between them, that end the
-run."""
+"""Losses of the trainer's processes, without a committed step between them, that end the run."""
 
 ENVIRONMENT = "environment"
-"""Name of the built-in reward that is what the environment says."""
+"""Name of the built-in reward whose value is the one that the environment returns."""
 
 MAX_NAME_BYTES = 200
-"""Longest name of a run: file systems take 255 bytes, and suffixes come on top."""
+"""Most bytes of a run's name: file systems take 255 bytes, and suffixes are added to the name."""
 
 
 # One field for each key of a config file: grouping them would rename the users' keys.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything that a run depends on; saved beside it as it was resolved."""
+    """Everything that a run depends on; saved in the run's folder with all values filled in."""
 
     name: str
-    """The run's folder is `runs_dir/name`."""
+    """Name of the run; its folder is `runs_dir/name`."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
@@ -64,8 +64,8 @@ class RunConfig:
     rewards: tuple[RewardConfig, ...]
     """Rewards, of which the weighted sum is a sample's reward."""
     warmup: str | None = None
-    """A config of `rollpacker warmup`, which is run first where there is no folder `model.path`,
-    and writes that folder."""
+    """Path of a config of `rollpacker warmup`, which is run first if the folder `model.path` does
+    not exist, and writes that folder. None: no warmup."""
     seed: int = 0
     runs_dir: str = "runs"
     runtime: Literal["local", "ray"] = "local"
@@ -75,17 +75,17 @@ class RunConfig:
     rewards_hosts: RewardHostsConfig | None = None
     reward_scheduler: RewardSchedulerConfig = field(default_factory=RewardSchedulerConfig)
     environment: EnvironmentConfig | None = None
-    """Tools, or an environment, that samples take turns with: what is trained on are trajectories.
-    None: one response each."""
+    """Tools, or an environment, that samples take turns with, so that whole trajectories are
+    trained on. None: a sample is a single response."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     stream_trainer: StreamConfig = field(default_factory=StreamConfig)
-    """Gradients before a round is over. With `train.processes` the trainer begins on every group
-    that is complete, in rounds of all kinds. Without, the run's process has no device to give away,
-    and only `reward_wait` and `max_share` count. Which groups come early depends on when verdicts
-    arrive, so that runs are repeatable up to rounding, and no longer bit by bit. `kinds`, `window`,
-    `every`, `released_share` and `min_new_share` say when engines release devices, which happens
-    with `train.colocate` and in `rollpacker simulate`."""
+    """When gradients start before a round is over. With `train.processes` the trainer begins on
+    every group that is complete, in rounds of all kinds. Without, the run's process has no device
+    to give away, and only `reward_wait` and `max_share` count. Which groups come early depends on
+    when verdicts arrive, so that runs are repeatable up to rounding, and no longer bit by bit.
+    `kinds`, `window`, `every`, `released_share` and `min_new_share` decide when engines release
+    devices, which happens with `train.colocate` and in `rollpacker simulate`."""
     parallelism_planner: ParallelismConfig = field(default_factory=ParallelismConfig)
     """How many devices share one engine. Rounds in which engines run out of memory for keys and
     values and put samples back call for more, rounds without that for fewer. With vLLM only."""
@@ -94,11 +94,11 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     trackers: tuple[TrackerName | TrackerConfig, ...] = ()
-    """Where the run is shown besides its folder, such as `[wandb]`; a name alone stands for
-    `{name: wandb}`. A tracker that cannot be used, or stops answering, never ends the run."""
+    """Experiment trackers that show the run, such as `[wandb]`; a name alone stands for `{name:
+    wandb}`. A tracker that cannot be used, or stops answering, never ends the run. Empty: none."""
     save_samples: bool = True
-    """Write every trained sample's text to `samples/`, and those of evaluations to `evaluations/`,
-    as parquet."""
+    """Whether to write the text of every trained sample to `samples/`, and of every evaluated
+    sample to `evaluations/`, as parquet."""
 
     def __post_init__(self) -> None:
         if not self.rewards:
@@ -295,14 +295,15 @@ class RunConfig:
 
     @property
     def tracker_configs(self) -> tuple[TrackerConfig, ...]:
-        """`trackers` with the names alone written out."""
+        """`trackers` as configs, where `trackers` may have names alone."""
         return tuple(
             TrackerConfig(name=one) if isinstance(one, str) else one for one in self.trackers
         )
 
     @property
     def layout(self) -> DeviceLayout:
-        """The devices that engines share with the trainer; empty if they share none."""
+        """The layout of the devices that engines share with the trainer; the default layout if they
+        share none."""
         if not self.train.colocate:
             return DeviceLayout()
         assert self.train.processes is not None
@@ -320,8 +321,7 @@ class RunConfig:
 
     @property
     def without_effect(self) -> str | None:
-        """A sentence that names settings which change nothing in a real run. None if there is
-        none."""
+        """A sentence that names settings without effect in a real run. None if there is none."""
         stream, default = self.stream_trainer, StreamConfig()
         keys = [k for k in OF_RELEASES if getattr(stream, k) != getattr(default, k)]
         if self.train.colocate and stream.enabled and not self._releases:
@@ -365,7 +365,8 @@ class RunConfig:
 
     @property
     def routed(self) -> bool:
-        """Rewards choose rows by their task; each task is then a source of prompts of its own."""
+        """Whether rewards choose rows by task, so that each task is a source of prompts of its
+        own."""
         return any(reward.tasks is not None for reward in self.rewards)
 
     def num_steps(self, num_prompts: int) -> int:
@@ -377,9 +378,9 @@ class RunConfig:
 
     @property
     def tail(self) -> TailBatchingConfig:
-        """Tail batching as it is with environments: each trajectory is as from scratch, and those
-        whose earlier turns a template rewrites carry nothing, since each turn has a prompt of its
-        own."""
+        """The settings of tail batching, changed where an environment needs it: `complement` is
+        off, and nothing is carried over where a template rewrites earlier turns, since each turn
+        then has a prompt of its own."""
         tail, environment = self.tail_batching, self.environment
         if environment is None:
             return tail
@@ -397,8 +398,8 @@ class RunConfig:
         acting: ActingConfig | None = None,
     ) -> JobConfig:
         """The core's config of the run. `prompt_tokens`: mean length of a prompt. `reward_kinds`:
-        workers and deadlines by source of prompts. `acting`: for samples that take turns with
-        environments; None for single responses."""
+        workers and deadlines by source of prompts; None: no bounds. `acting`: how samples take
+        turns with environments; None: they are single responses."""
         longest = None if acting is None else acting.limits.max_trajectory_tokens
         return JobConfig(
             prompts_per_step=self.rollout.prompts_per_step,

@@ -27,18 +27,18 @@ TRL_DIFFERS = (
     "What TRL's defaults are here (schedule, betas, loss, chat template): docs/migration.md,"
     ' "What means something else".'
 )
-"""A pointer that is printed once where keys of TRL's were found."""
+"""Pointer to the docs that is printed once if a config had keys of TRL's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Synonym:
-    """A line of the table."""
+    """A line of `synonyms.yaml`: a key of another framework, and our keys that mean the same."""
 
     framework: str
     theirs: str
-    """A key, or `key=value`."""
+    """Key of the other framework, or `key=value`."""
     ours: tuple[str, ...]
-    """Keys, or `key=value`. Empty: there is none."""
+    """Our keys, or `key=value`. Empty: there is none."""
     note: str
     """The difference between the two, or the reason why there is no key of ours."""
 
@@ -49,8 +49,8 @@ class Synonym:
 
     @property
     def value(self) -> str:
-        """The value of theirs which the line is for, `*` for anything. Empty if it is for every
-        value."""
+        """Pattern of the other framework's values that the line is for. Empty: the line is for
+        all."""
         return self.theirs.partition("=")[2]
 
     @property
@@ -61,7 +61,7 @@ class Synonym:
 
 @functools.cache
 def synonyms() -> tuple[Synonym, ...]:
-    """The whole table, in its order."""
+    """All lines of `synonyms.yaml`, in their order."""
     table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     return tuple(
         Synonym(framework, theirs, tuple(ours.split(", ")) if ours else (), note)
@@ -72,7 +72,8 @@ def synonyms() -> tuple[Synonym, ...]:
 
 
 def hint(path: Collection[str | int], known: Collection[str], value: Any = "") -> str:
-    """` Here it is ...`, or why there is no such key; empty where nothing is known of it.
+    """The hint ` Here it is ...`, or why there is no such key; empty where nothing is known of the
+    key.
 
     `known` are the dotted keys of the schema at hand, `N` for a number: what does not exist there
     is not named. A key of ours in the wrong section is pointed to its own. `value` is what the key
@@ -84,13 +85,14 @@ def hint(path: Collection[str | int], known: Collection[str], value: Any = "") -
 def of_others(
     path: Collection[str | int], known: Collection[str], value: Any = ""
 ) -> list[Synonym]:
-    """The lines of the table for a key of other frameworks."""
+    """The lines of `synonyms.yaml` for a key that other frameworks have; empty if none has it."""
     parts = [str(part).lstrip("+-").replace("-", "_") for part in path]
     return _best(parts, known, value)
 
 
 def of_value(path: Collection[str | int], known: Collection[str], value: Any) -> list[Synonym]:
-    """The line of the table for a value that our key does not know and a framework does."""
+    """The line of `synonyms.yaml` for a value of our key that only a framework knows; at most
+    one."""
     ours = ".".join(str(part) for part in path if not isinstance(part, int))
     for_any = {one.theirs: one.keys for one in synonyms() if not one.value}
     return [
@@ -103,13 +105,13 @@ def of_value(path: Collection[str | int], known: Collection[str], value: Any) ->
 
 
 def said(found: Collection[Synonym]) -> str:
-    """A hint of these lines; empty for none."""
+    """The hint that these lines of `synonyms.yaml` make; empty for no lines."""
     return f" {'; '.join(_sentence(one, len(found) > 1) for one in found)}" if found else ""
 
 
 def elsewhere(name: str, known: Collection[str]) -> str:
-    """` Here it is ...` for a key of ours in the wrong section. One in the entries of a list is
-    named for the first of them, where there is no other."""
+    """The hint ` Here it is ...` for a key of ours in the wrong section; empty if there are too
+    many places. A key of a list's entries is named for the first entry, if it is nowhere else."""
     if name in known:
         return f" Here it is {name}"
     places = [key for key in known if key.rpartition(".")[2] == name]
@@ -119,7 +121,7 @@ def elsewhere(name: str, known: Collection[str]) -> str:
 
 
 def _best(parts: list[str], known: Collection[str], value: Any) -> list[Synonym]:
-    """The lines that share most of the path; those that say the same only once."""
+    """The lines whose keys share most of the path; lines with the same answer only once."""
     best: list[Synonym] = []
     most = (1, False, False)
     for one in synonyms():
@@ -138,7 +140,7 @@ def _best(parts: list[str], known: Collection[str], value: Any) -> list[Synonym]
 
 
 def _is_for(one: Synonym, value: Any) -> bool:
-    """Whether the line is for this value alone; a list of one is that one."""
+    """Whether the line is for this value alone; a list with one item counts as that item."""
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
     return bool(one.value) and fnmatch.fnmatchcase(str(value).lower(), one.value)
@@ -151,8 +153,9 @@ def _applies(one: Synonym, known: Collection[str]) -> bool:
 
 
 def _num_shared(parts: list[str], theirs: list[str]) -> int:
-    """Number of names at the end that are the same: all of one of the two, or a last one that says
-    what it is by itself, as `ppo_mini_batch_size` does and `path` does not."""
+    """Number of names at the end that are the same. It counts if it is all of one path, or if the
+    last name has a meaning by itself, as `ppo_mini_batch_size` has and `path` has not; else it is
+    0."""
     count = 0
     for own, their in zip(reversed(parts), reversed(theirs), strict=False):
         if own != their:

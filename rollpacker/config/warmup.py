@@ -14,19 +14,20 @@ class WarmupConfig:
     """Supervised fine-tuning before reinforcement learning (`rollpacker warmup`)."""
 
     output: str
-    """The Hugging Face folder that it writes."""
+    """Hugging Face folder that the warmup writes."""
     stages: tuple[WarmupStage, ...]
     model: ModelConfig | None = None
-    """Start from the weights of this model. Either this or `architecture` is set."""
+    """Model whose weights training starts from. None: `architecture` is set instead."""
     architecture: dict[str, object] | None = None
-    """Start from random weights of this architecture: `model_type` and the fields of its
-    transformers config."""
+    """Architecture of which random weights are made to start from: `model_type` and the fields of
+    its transformers config. None: `model` is set instead."""
     alphabet: str | None = None
-    """The characters of the tokenizer that is built for `architecture`, a token each."""
+    """Characters of the tokenizer that is built for `architecture`; each is a token."""
     markers: tuple[str, ...] = ()
-    """Longer texts that are a token of it each, such as the marks of `chat_template`."""
+    """Longer texts that are also single tokens of that tokenizer, such as the marks of
+    `chat_template`."""
     chat_template: str | None = None
-    """Jinja, of that tokenizer. The end of a turn is `<eos>`."""
+    """Chat template of that tokenizer, in Jinja. None: none. The end of a turn is `<eos>`."""
     seed: int = 0
     threads: int | Literal["auto"] = "auto"
 
@@ -50,27 +51,27 @@ class WarmupStage:
     """One pass of supervised steps over one file, or over rows that a function makes."""
 
     path: str | None = None
-    """JSONL with `prompt` and `completion`, texts or chat messages, or with `messages`. The loss is
-    on the completion, or each message of the assistant, its tool calls too, and the token that ends
-    it. `tools` of a row are the schemas that the chat template shows."""
+    """JSONL file whose rows have `prompt` and `completion`, texts or chat messages, or `messages`.
+    The loss is on the completion, or on each message of the assistant, its tool calls too, and on
+    the token that ends it. `tools` of a row are the schemas that the chat template shows."""
     function: str | None = None
-    """Instead of `path`, `module:function` or `file.py:function`: takes a `random.Random` and
-    yields such rows as dicts, of which the first `rows` are taken."""
+    """Function in place of `path`: `module:function` or `file.py:function`. It takes a
+    `random.Random` and yields such rows as dicts, of which the first `rows` are taken."""
     rows: int = 20_000
     """Number of rows that `function` is asked for."""
     steps: int
     batch_size: int = 64
     learning_rate: float = 1e-3
     final_learning_rate_ratio: float = 0.1
-    """The rate falls linearly to this share."""
+    """Learning rate at the last step, as a share of `learning_rate`; it falls linearly to this."""
     warmup_steps: int = 50
     max_grad_norm: float = 1.0
     max_loss: float | None = None
-    """Stop with a message if the mean loss of the last 20 steps is above this."""
+    """Largest mean loss of the last 20 steps; above it the stage fails. None: no bound."""
 
     @property
     def source(self) -> str:
-        """The stage's file or function, "" without one."""
+        """The stage's file or function; empty if it has neither."""
         return self.path or self.function or ""
 
     def __post_init__(self) -> None:

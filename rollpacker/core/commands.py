@@ -1,7 +1,7 @@
-"""What to do: the only output of the core. Imperative, frozen, small.
+"""Commands, which are all that the core gives out: what is to be done, as small frozen records.
 
-Each kind has exactly one port on every bus, which the bus checks when it is connected; a
-subclass of `BaseCommand` is one.
+Each kind has exactly one port on every bus, which the bus checks when it is connected; a subclass
+of `BaseCommand` is one.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from rollpacker.core.messages import BaseCommand
 
 class RoundKind(StrEnum):
     PLAIN = "plain"
-    """Tail batching is off: what is launched is awaited."""
+    """Tail batching is off: the round waits for every sample that it launches."""
     SHORT = "short"
-    """More is launched than needed; the first to finish are kept."""
+    """More samples are launched than needed; the first to finish are kept."""
     CASCADE = "cascade"
-    """Deferred prompts race once more, at their own factors."""
+    """Prompts that an earlier race left unfinished race again, with their tier's own factors."""
     LONG = "long"
-    """Deferred prompts only; all are awaited."""
+    """Prompts that a race left unfinished are launched again, and all of them are awaited."""
     FLUSH = "flush"
-    """A long round, possibly smaller, that empties the queue at the end of an epoch or of the
-    run."""
+    """A LONG round of any size that empties the queue at the end of an epoch or of the run."""
 
 
 NOWHERE = -1
-"""Instead of an engine's number: none is there."""
+"""Stands in place of an engine's number for a sample that has no engine yet."""
 
 
 class FetchPrompts(BaseCommand, frozen=True, kw_only=True):
@@ -38,123 +37,126 @@ class FetchPrompts(BaseCommand, frozen=True, kw_only=True):
 
 
 class Launch(BaseCommand, frozen=True, kw_only=True):
-    """Start these samples. Samples of one prompt are adjacent and share their prompt's prefill."""
+    """Start generating these samples. Those of one prompt are adjacent and share their prompt's
+    prefill."""
 
     round: int
     kind: RoundKind
     samples: tuple[SampleId, ...]
     version: int
     tensor_parallel: int = 1
-    """Devices per engine in this round; engines of another degree are laid out anew first, where
-    the core knows of them by `Resize`."""
+    """Devices per engine in this round. If it changes, and the core controls how devices are
+    grouped into engines, `Resize` is given first."""
     speculate: Omitted[bool] = False
-    """Decode speculatively in this round."""
+    """True if the engine decodes speculatively in this round."""
     carried: Omitted[tuple[int, ...]] = ()
-    """Tokens that an earlier launch of each sample's prompt left for it, aligned with `samples`;
-    empty if nobody has any. The sample takes them up (`tail_batching.carry`). Of a trajectory all
-    that came after its prompt, given tokens too."""
+    """Response tokens that an earlier launch of the prompt left for each sample, aligned with
+    `samples`; empty if there are none. The sample goes on from them (`tail_batching.carry`). In a
+    run of several turns they include those that the environment gave."""
     replaces: Omitted[tuple[SampleId, ...]] = ()
-    """The samples that the engine failed on and that these are launched for, aligned with
-    `samples`: each draws with the noise of the one that it replaces. Empty: nobody failed."""
+    """Failed samples that these are launched to replace, aligned with `samples`: a replacement
+    samples with the random noise of the failed sample. Empty: nothing is replaced."""
     engines: Omitted[tuple[int, ...]] = ()
-    """Where each sample runs, aligned with `samples`. Empty: all on engine 0. `NOWHERE`: no engine
-    is there; `Place` follows when one is."""
+    """Number of the engine that each sample runs in, aligned with `samples`. Empty: all run in
+    engine 0. `NOWHERE`: no engine is there yet, and `Place` follows once one is."""
 
 
 class Place(BaseCommand, frozen=True, kw_only=True):
-    """Start these samples again, from what their launch, or the `Continue` of the turn at hand,
-    gave them and under their own ids: their engine was lost, or none was there to take them. Of a
-    sample that was to move, nothing of the move holds any longer."""
+    """Start these samples again under their own ids, from the tokens that their `Launch`, or the
+    `Continue` of this turn, gave them, because their engine was lost or none was there to take
+    them. An unfinished `Move` of such a sample is void."""
 
     samples: tuple[SampleId, ...]
     engines: tuple[int, ...]
-    """Where each runs, aligned with `samples`."""
+    """Number of the engine that each sample runs in, aligned with `samples`."""
 
 
 class Move(BaseCommand, frozen=True, kw_only=True):
-    """Let these go on in another engine, with the tokens that they have; each is answered by
-    `SampleMoved`, or by how it ended if it just had. One that was to move to another engine, and
-    has not yet, goes to this one instead, which may be the one that it is in."""
+    """Let these samples go on in another engine, with the tokens that they have. The answer for a
+    sample is `SampleMoved`, or its end if it had just ended. A sample whose earlier move is not
+    done goes to this engine instead, which may be the one that it is still in."""
 
     samples: tuple[SampleId, ...]
     engine: int
-    """Where they go."""
+    """Number of the engine that the samples go to."""
 
 
 class Replace(BaseCommand, frozen=True, kw_only=True):
-    """Let a new engine take the place of a lost one, at the weights of `version`; answered by
-    `EngineReady`. Said once more of one that came up with older weights: it takes these."""
+    """Let a new engine take the place of a lost one, with the weights of `version`; answered by
+    `EngineReady`. Given again if the engine came up with older weights, which it then updates."""
 
     engine: int
     incarnation: int
-    """Incarnation of the new engine."""
+    """Incarnation of the new engine: how often the engine of this number was replaced."""
     version: int
 
 
 class Resize(BaseCommand, frozen=True, kw_only=True):
-    """End all engines, and replacements on their way, and lay the devices out anew: engine k has
-    those from k * `tensor_parallel` on, and the weights of `version`. Each is answered by
-    `EngineReady`, or by `EngineLost`. Said when no engine has a sample; those of the `Launch` that
-    follows wait for a `Place`."""
+    """End all engines, and replacements that are being started, and regroup the devices: engine k
+    has the `tensor_parallel` devices from k * `tensor_parallel` on, and the weights of `version`.
+    Each engine answers by `EngineReady`, or is reported by `EngineLost`. Given only while no engine
+    has a sample; those of the `Launch` that follows wait for a `Place`."""
 
     tensor_parallel: int
     """Devices of each engine."""
     incarnations: tuple[int, ...]
-    """Incarnations of the new engines, from engine 0 on. There are no other engines."""
+    """Incarnation (number of replacements) of each new engine, from engine 0 on. There are no
+    others."""
     version: int
 
 
 class Abort(BaseCommand, frozen=True, kw_only=True):
-    """Stop these samples now; each is answered by `SampleAborted` (or by a late
-    `SampleGenerated`). One that waits for an engine (`NOWHERE`, or its engine was lost) has stopped
-    already, without an answer; one that is to move stays, and its engine answers."""
+    """Stop these samples now. The answer for a sample is `SampleAborted`, or a late
+    `SampleGenerated`. A sample that waits for an engine (`NOWHERE`, or its engine was lost) has
+    stopped already, without an answer; one whose `Move` is not done stays in its engine, which
+    answers."""
 
     samples: tuple[SampleId, ...]
 
 
 class Act(BaseCommand, frozen=True, kw_only=True):
-    """Give the sample's latest message to its environment; answered by `Acted`. Turn 0 has no
-    message: begin the episode, whose prompt the answer is. Where environments need not be begun,
-    turn 1 begins it."""
+    """Give the sample's latest message to its environment; answered by `Acted`. In turn 0 there is
+    no message yet: the environment begins the episode and answers with the prompt. Environments
+    that need no such beginning start the episode at turn 1."""
 
     sample: SampleId
     turn: int
-    """Messages of the model so far."""
+    """Number of the model's messages so far."""
     timeout_s: float | None = None
-    """The environment may take so many seconds for each answer. None: its own limit holds."""
+    """Seconds that the environment may take for an answer. None: its own limit holds."""
     retry: Omitted[int] = 0
-    """How often it was said before: the episode was lost each time. It is played again from its
-    start, with the same messages, up to this one."""
+    """How often this command was given before, because the episode was lost. The episode is then
+    played again from its start, with the same messages, up to this one."""
 
 
 class CancelAct(BaseCommand, frozen=True, kw_only=True):
-    """Nobody needs these episodes any more: end them. Those whose `Act` was not answered still are,
-    by `Acted` with an answer that was there already or with cause "cancelled"."""
+    """End these episodes, which nobody needs any more. An `Act` on them that is still open is
+    answered by `Acted`, with an answer that was there already or with cause "cancelled"."""
 
     samples: tuple[SampleId, ...]
 
 
 class Continue(BaseCommand, frozen=True, kw_only=True):
-    """Go on with these: what their environments gave them stands behind what they have, and the
-    model's next message begins. Each is answered as one that was launched."""
+    """Let the model write its next message in these samples, after what their environments
+    answered. Each sample ends in the same events as after `Launch`."""
 
     samples: tuple[SampleId, ...]
     engines: Omitted[tuple[int, ...]] = ()
-    """Engine of each sample, as in `Launch`: where possible the one that generated the turn
-    before."""
+    """Number of the engine of each sample, as in `Launch`: where possible the engine that generated
+    the turn before."""
 
 
 class LetGo(BaseCommand, frozen=True, kw_only=True):
-    """Engines need not keep what they computed of these, which are with their environments: the
-    room is for others. They are computed again when they go on. Of those of `Conclude` and
-    `CancelAct` nothing is kept, unsaid."""
+    """Engines may drop the keys and values of these samples, which are with their environments, to
+    make room for others; they are computed again when the samples go on. Samples of `Conclude` and
+    `CancelAct` are dropped without this command."""
 
     samples: tuple[SampleId, ...]
 
 
 class Conclude(BaseCommand, frozen=True, kw_only=True):
-    """The trajectory is over: its episode can end, and what it came to is laid down as the sample's
-    response. Tokens that were given after its last message are no part of it."""
+    """End the episode of this sample and store the trajectory as the sample's response. Tokens that
+    the environment gave after the model's last message are no part of it."""
 
     sample: SampleId
     reason: str
@@ -163,10 +165,10 @@ class Conclude(BaseCommand, frozen=True, kw_only=True):
 
 
 LIMITS = frozenset(("length", "tokens", "turns", "environment_s", "truncated"))
-"""Finish reasons of what a limit ended; the last of them: one of the environment's own."""
+"""Finish reasons for an end by a limit; "truncated" is a limit of the environment's own."""
 
 OF_TURNS = (Act, CancelAct, Continue, LetGo, Conclude)
-"""Said only where samples take turns with environments (`JobConfig.acting`)."""
+"""Commands that are given only where samples take turns with environments (`JobConfig.acting`)."""
 
 
 class Score(BaseCommand, frozen=True, kw_only=True):
@@ -174,53 +176,52 @@ class Score(BaseCommand, frozen=True, kw_only=True):
 
     sample: SampleId
     timeout_s: float | None = None
-    """The check (of a program: each of its tests) may run for so many seconds. None: the reward's
-    own limit holds."""
+    """Seconds that the check (a program's: each test) may take. None: the reward's own limit."""
     retry: int = 0
-    """How often it was asked for before: the machinery failed."""
+    """How often this verdict was asked for before, because a worker or an endpoint failed."""
 
 
 class CancelScore(BaseCommand, frozen=True, kw_only=True):
-    """Nobody needs these verdicts any more: end the checks. Each is still answered by
+    """End these checks, whose verdicts nobody needs any more. Each check is still answered by
     `SampleScored`, with a verdict that was there already or with cause "cancelled"."""
 
     samples: tuple[SampleId, ...]
 
 
 class Defer(BaseCommand, frozen=True, kw_only=True):
-    """The prompts join the long queue. Responses that were generated for them in this round may be
-    released."""
+    """These unfinished prompts join the queue for a later round. Responses that were generated for
+    them in this round may be released."""
 
     prompts: tuple[PromptId, ...]
 
 
 class Drop(BaseCommand, frozen=True, kw_only=True):
-    """This prompt will not be trained on, for this reason. Recorded, never silent."""
+    """This prompt will not be trained on, for this reason, which is recorded."""
 
     prompt: PromptId
     reason: str
 
 
 class Release(BaseCommand, frozen=True, kw_only=True):
-    """The devices are not needed for the rest of the round: their engines hand their requests, with
-    what was generated of them, to the others, and the trainer may use the devices."""
+    """Free these devices for the rest of the round: their engines hand unfinished samples, with the
+    tokens that those have, to the other engines, and the trainer may use the devices."""
 
     devices: tuple[int, ...]
 
 
 class StartGradients(BaseCommand, frozen=True, kw_only=True):
-    """Accumulate the gradients of these groups now, while the round goes on. No update: the
-    groups come again in the step's `TrainOn`, which asks for the rest and applies the step."""
+    """Accumulate the gradients of these groups now, while the round goes on, without an optimizer
+    step. The groups are listed again in the step's `TrainOn`, which asks for the rest and applies
+    the step."""
 
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
     devices: Omitted[tuple[int, ...]] = ()
-    """Devices that compute the gradients, released by their engines. Empty: all devices of the
-    trainer."""
+    """Devices that compute the gradients, released by engines. Empty: all of the trainer's."""
 
 
 class TrainOn(BaseCommand, frozen=True, kw_only=True):
-    """One optimizer step on these groups; answered by `Trained`.
+    """Take one optimizer step on these groups; answered by `Trained`.
 
     Groups are in the order in which their prompts came to the round, and the samples of a group in
     index order, whatever order they finished in. Every sample listed has a verdict.
@@ -229,14 +230,14 @@ class TrainOn(BaseCommand, frozen=True, kw_only=True):
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
     weights: tuple[tuple[float, ...], ...] | None = None
-    """Weight of each sample's loss, aligned with `groups`; they undo the selection by length. Their
-    mean is 1 over many steps, not in one. None: all 1."""
+    """Weight of each sample's loss, aligned with `groups`. The weights undo the selection by
+    length, and their mean is 1 over many steps, not in one. None: all are 1."""
     num_missing: int = 0
-    """Dynamic sampling gave up refilling: so many groups are fewer than the step should have."""
+    """Number of groups that the step lacks since dynamic sampling gave up replacing them."""
     num_streamed: int = 0
-    """Samples whose gradients were asked for before, by `StartGradients`."""
+    """Number of samples whose gradients were computed before, by `StartGradients`."""
     not_streamed: str = ""
-    """Why that was done with none of them, if it should have been."""
+    """Why no gradients were computed early, in words. Empty: some were, or none were due."""
 
 
 class SyncWeights(BaseCommand, frozen=True, kw_only=True):
@@ -246,14 +247,13 @@ class SyncWeights(BaseCommand, frozen=True, kw_only=True):
 
 
 class RestoreTrainer(BaseCommand, frozen=True, kw_only=True):
-    """Let new processes take the place of the lost ones, with weights and optimizer as they were
-    after the optimizer step that made `version`; answered by `TrainerReady`, or by `TrainerLost`.
-    Nothing else is said again: of `TrainOn`, `SyncWeights` or `Commit`, what was not answered is
-    done from its beginning. Gradients that were begun ahead of their step are not: `TrainOn` has
-    all groups."""
+    """Start new trainer processes in place of the lost ones, with weights and optimizer as they
+    were after the optimizer step that made `version`; answered by `TrainerReady` or `TrainerLost`.
+    A `TrainOn`, `SyncWeights` or `Commit` that was not answered is then done from its beginning
+    without being given again, but `StartGradients` is not: `TrainOn` has all groups."""
 
     incarnation: int
-    """Incarnation of the new processes."""
+    """Incarnation of the new processes: how often the trainer was brought back."""
     version: int
 
 
@@ -266,34 +266,36 @@ class Commit(BaseCommand, frozen=True, kw_only=True):
 
     step: int
     last: bool
-    """Nothing follows, as far as is known now."""
+    """True if no step follows, as far as is known now."""
     stopping: bool = False
-    """The run was asked to end here, and quickly."""
+    """True if the run was asked to end here, and quickly."""
     checkpoint: Omitted[bool] = False
-    """Write one, after the evaluation if that is due too."""
+    """True if a checkpoint is to be written, after the evaluation if that is due too."""
     evaluate: Omitted[bool] = False
-    """Evaluate this step. One that is due when the run is asked to stop waits for its resume."""
+    """True if this step is to be evaluated. An evaluation that is due when the run is asked to stop
+    waits for its resume."""
 
 
 class Enter(BaseCommand, frozen=True, kw_only=True):
-    """Wait until the devices of this pool are the run's, and wake up who is parked there; answered
-    by `Entered`. The rollout pool's engines then have the weights that were published last."""
+    """Wait until the devices of this pool are the run's, and wake up the engines or the trainer
+    parked there; answered by `Entered`. Engines then have the weights that were published last."""
 
     pool: PoolName
     purpose: str
-    """round, step, turns, or what `PoolNeeded` says."""
+    """Use that the run has for the pool: "round", "step", "turns", or that of a `PoolNeeded`."""
 
 
 class Leave(BaseCommand, frozen=True, kw_only=True):
-    """Park who is on this pool's devices, and give them to others; after what was said before. Said
-    of a pool that is still waited for, it ends the wait, and no `Entered` follows."""
+    """Park the run's engines or trainer on this pool's devices and give the devices to other jobs,
+    once all commands before this one are done. If the run still waits for the pool, the wait ends
+    and no `Entered` follows."""
 
     pool: PoolName
 
 
 class Remind(BaseCommand, frozen=True, kw_only=True):
-    """Say `Reminded` after so many seconds. The last one holds: what an earlier one asked for may
-    still come, or not. Only where pools are shared."""
+    """Send the event `Reminded` after so many seconds. A new command takes the place of an earlier
+    one, whose `Reminded` may still come, or not. Given only where pools are shared."""
 
     after_s: float
 
@@ -303,7 +305,7 @@ class Finish(BaseCommand, frozen=True, kw_only=True):
 
     reason: str
     failed: bool = False
-    """The run cannot do what it is for; going on would only waste time."""
+    """True if the run ends because it cannot do its work, and going on would only waste time."""
 
 
 Command = (

@@ -1,4 +1,5 @@
-"""What happened: the only input of the core. Past tense, frozen, small.
+"""Events, which are all that the core is told: what has happened, in the past tense, as small
+frozen records.
 
 Events hold ids, counts and seconds; tokens and tensors stay with whoever made them. `time_s` is
 seconds since the run began (virtual seconds in a simulation), stamped by the driver when it takes
@@ -18,19 +19,19 @@ from rollpacker.core.messages import BaseEvent
 
 
 class RunStarted(BaseEvent, frozen=True, kw_only=True):
-    """The driver is ready. The first event of a run, once; a resumed run begins with `Committed`
-    instead."""
+    """The driver is ready. This is the first event of a run, once; a resumed run begins with
+    `Committed` instead."""
 
 
 class PromptsFetched(BaseEvent, frozen=True, kw_only=True):
-    """Answer to `FetchPrompts`. Never crosses an epoch; may be shorter than asked, then
-    `epoch_ended` is true."""
+    """Prompts that the dataset cursor gave in answer to `FetchPrompts`. All are of one epoch; if
+    they are fewer than asked for, `epoch_ended` is true."""
 
     prompts: tuple[PromptId, ...]
     epoch_ended: bool
     """True if these were the last prompts of their epoch."""
     data_ended: bool = False
-    """No further epoch will come."""
+    """True if no further epoch will come."""
 
 
 class SampleGenerated(BaseEvent, frozen=True, kw_only=True):
@@ -38,49 +39,49 @@ class SampleGenerated(BaseEvent, frozen=True, kw_only=True):
 
     sample: SampleId
     num_tokens: int
-    """Response tokens, the end-of-sequence token included; of this turn alone, here and in
-    `SampleAborted`."""
+    """Tokens of the response, with the end-of-sequence token; in a run of several turns, those of
+    this turn alone."""
     finish_reason: str
     """"stop" (end token or stop string) or "length" (the limit was reached)."""
     version: int
-    """Version of the weights that sampled every token of it."""
+    """Version of the weights that sampled every token of the response."""
     preemptions: int = 0
-    """How often the engine had to put it back for lack of key-value cache."""
+    """How often the engine put the sample back into its queue for lack of key-value cache."""
     num_kept: Omitted[int | None] = None
-    """Tokens carried into this launch that came out the same under the weights at hand. None:
-    nothing was carried, or it was not looked at."""
+    """Tokens carried over from an earlier launch that came out the same under the weights at hand.
+    None: nothing was carried over, or nothing was compared."""
     num_redraws: Omitted[int] = 0
-    """How often its end was drawn anew, because it came before the place where the response had
-    been cut off (`tail_batching.complement`)."""
+    """How often the response's end was sampled anew, because it came before the place where an
+    earlier launch had been cut off (`tail_batching.complement`)."""
     num_reused: Omitted[int] = 0
     """Tokens before the response that the engine did not have to compute, since it had kept them
     from an earlier turn."""
     num_held: Omitted[int] = 0
-    """Tokens that it keeps now for the next turn, the prompt's among them."""
+    """Tokens of the sample whose keys and values the engine keeps now for the next turn, the
+    prompt's among them."""
     room: Omitted[int | None] = None
-    """So many more it can keep beside the rows that run; negative: so many should go for those that
-    wait, and for what comes next. None: it does not say."""
+    """Tokens that the engine can still keep for waiting samples, beside those that run. Negative:
+    so many kept tokens should be let go of to make room. None: the engine does not report it."""
     engine: Omitted[int] = 0
-    """The engine that says so ..."""
+    """Number of the engine that reports this."""
     incarnation: Omitted[int] = 0
-    """... and how often that one had been replaced when it was given the sample."""
+    """How often that engine had been replaced when it was given the sample."""
 
 
 class SampleAborted(BaseEvent, frozen=True, kw_only=True):
-    """The engine let go of a sample after `Abort`; its slot is free."""
+    """The engine stopped a sample in answer to `Abort`; the sample's slot is free."""
 
     sample: SampleId
     num_tokens: int
-    """Tokens generated so far: the response would have been at least this long (a censored
-    length)."""
+    """Tokens generated so far: the response would be at least this long (a censored length)."""
     preemptions: int = 0
     num_kept: Omitted[int | None] = None
-    """See `SampleGenerated`."""
+    """Tokens carried over from an earlier launch that came out the same. None: not compared."""
     num_redraws: Omitted[int] = 0
     engine: Omitted[int] = 0
-    """The engine that says so ..."""
+    """Number of the engine that reports this."""
     incarnation: Omitted[int] = 0
-    """... and how often that one had been replaced when it was given the sample."""
+    """How often that engine had been replaced when it was given the sample."""
 
 
 class SampleFailed(BaseEvent, frozen=True, kw_only=True):
@@ -89,34 +90,35 @@ class SampleFailed(BaseEvent, frozen=True, kw_only=True):
     sample: SampleId
     reason: str
     engine: Omitted[int] = 0
-    """The engine that says so ..."""
+    """Number of the engine that reports this."""
     incarnation: Omitted[int] = 0
-    """... and how often that one had been replaced when it was given the sample."""
+    """How often that engine had been replaced when it was given the sample."""
 
 
 class SampleMoved(BaseEvent, frozen=True, kw_only=True):
-    """Answer to `Move`: the sample goes on in another engine."""
+    """Answer to `Move`: the sample goes on in another engine, with the tokens that it has."""
 
     sample: SampleId
     engine: int
-    """The one that has it now."""
+    """Number of the engine that has the sample now."""
     incarnation: Omitted[int] = 0
     num_tokens: int = 0
-    """Response tokens that it brought along; they stay as they are."""
+    """Response tokens that the sample brought along; they are not sampled again."""
 
 
 class EngineReady(BaseEvent, frozen=True, kw_only=True):
-    """Answer to `Replace`: the engine can take samples. At the start all are ready, unsaid."""
+    """Answer to `Replace` or `Resize`: the engine can take samples. Engines that a run begins with
+    are ready without this event."""
 
     engine: int
     incarnation: int
     version: int
-    """Version of its weights."""
+    """Version of the engine's weights."""
 
 
 class EngineLost(BaseEvent, frozen=True, kw_only=True):
-    """The engine has ended, hangs, or computes what cannot be used. Whatever it still says is not
-    heeded."""
+    """The engine has ended, hangs, or computes what cannot be used. Events that still come from
+    this incarnation of the engine are ignored."""
 
     engine: int
     incarnation: int
@@ -124,75 +126,76 @@ class EngineLost(BaseEvent, frozen=True, kw_only=True):
 
 
 class TrainerLost(BaseEvent, frozen=True, kw_only=True):
-    """A process of the trainer has ended, or can be used no more, and with it all of them. What was
-    asked of them is not answered: whoever obeys it begins it again when they are back."""
+    """A process of the trainer has ended or can be used no more, so that all of them are lost.
+    Commands that they had not answered are begun again once they are back."""
 
     incarnation: int
-    """How often they had been brought back."""
+    """How often the trainer's processes had been brought back before."""
     reason: str
 
 
 class TrainerReady(BaseEvent, frozen=True, kw_only=True):
-    """Answer to `RestoreTrainer`: the trainer is where it was, and goes on with what it was asked
-    for."""
+    """Answer to `RestoreTrainer`: the trainer has the weights of `version` again, and goes on with
+    the commands that it had not answered."""
 
     incarnation: int
     version: int
-    """Version of its weights."""
+    """Version of the trainer's weights."""
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool that a message made."""
+    """A call of a tool that a message of the model made."""
 
     tool: str
-    """Empty: the model asked for one that there is not."""
+    """Name of the tool. Empty: the model asked for a tool that does not exist."""
     seconds: float | None
-    """From the call to its result. None: it was not run, since there is no such tool or the
-    arguments were wrong."""
+    """Seconds from the call to its result. None: the call was not run, since there is no such tool
+    or its arguments were wrong."""
     is_well: bool
-    """False: it was not run, or raised. The model was told so."""
+    """False if the call was not run, or raised an error; the model was told so."""
 
 
 class Acted(BaseEvent, frozen=True, kw_only=True):
-    """Answer to `Act`: what the environment made of a turn."""
+    """Answer to `Act`: the environment's answer to a message of the model."""
 
     sample: SampleId
     turn: int
     num_tokens: int = 0
-    """Given to the model by the answer: they stand behind what it has."""
+    """Tokens that the environment's answer adds after the sample's own."""
     is_over: bool = False
-    """The episode is: the model is not asked again."""
+    """True if the episode is over: the model is not asked again."""
     seconds: float | None = None
-    """In the environment, without waiting; limits and adaptive deadlines go by it."""
+    """Seconds that the environment took for the answer, without waiting in a queue; limits and
+    adaptive deadlines go by them."""
     reason: str = ""
-    """Why it is over, as a finish reason ("" is "done"), or why the episode was lost."""
+    """Why the episode is over, as a finish reason ("" means "done"), or why it was lost."""
     cause: str = ""
     """Cause of a lost episode: "environment" (it raised), "deadline" (it was too slow),
-    "infrastructure" (its process died: worth another try), "prompt" (the prompt that it said cannot
-    be taken) or "cancelled"."""
+    "infrastructure" (its process died: worth another try), "prompt" (its prompt cannot be used) or
+    "cancelled"."""
     calls: Omitted[tuple[ToolCall, ...]] = ()
-    """Calls of tools, in order, without those that an environment makes of a message by itself.
-    Where the answer was too slow, the last call had not ended."""
+    """Calls of tools, in order, without those that an environment makes of a message by itself. If
+    the answer was too slow, the last call had not ended."""
 
 
 class SampleScored(BaseEvent, frozen=True, kw_only=True):
-    """The verdict on a sample. `value` None is "no verdict" and `reason` says why; it is never a
-    zero."""
+    """The verdict on a sample. A `value` of None is no verdict, never 0; `reason` explains it."""
 
     sample: SampleId
     value: float | None
     parts: Mapping[str, float | None] = msgspec.field(default_factory=dict)
-    """Each reward function's own value."""
+    """Value of each reward function, by name. None: that function gave no verdict."""
     reason: str = ""
     seconds: float | None = None
     """Execution time of the check, without waiting; adaptive deadlines learn from it."""
     correct: bool | None = None
-    """Whether what was timed was right. None: a value above 0 is."""
+    """True if the timed answer was correct. None: it counts as correct if `value` is above 0."""
     timed_out: bool = False
-    """The answer ran into its time limit and counts as wrong."""
+    """True if the answer ran into its time limit, and counts as wrong."""
     cause: str = ""
-    """Without a verdict: "sample" (this response cannot be judged), "deadline" (the reward was too
-    slow), "infrastructure" (a worker or an endpoint failed: worth asking again) or "cancelled"."""
+    """Cause of a missing verdict: "sample" (this response cannot be judged), "deadline" (the reward
+    was too slow), "infrastructure" (a worker or an endpoint failed: worth asking again) or
+    "cancelled"."""
 
 
 class Trained(BaseEvent, frozen=True, kw_only=True):
@@ -217,34 +220,35 @@ class Committed(BaseEvent, frozen=True, kw_only=True):
 
 
 class StopRequested(BaseEvent, frozen=True, kw_only=True):
-    """Somebody wants the run to end after the step at hand."""
+    """Somebody wants the run to end after the step at hand, such as a user who pressed Ctrl-C."""
 
     reason: str = "asked to stop"
 
 
 class Entered(BaseEvent, frozen=True, kw_only=True):
-    """Answer to `Enter`: the pool's devices are the run's until `Leave`."""
+    """Answer to `Enter`: the devices of this pool are the run's until `Leave`."""
 
     pool: PoolName
     switch_s: float = 0.0
-    """Seconds of the time since `Enter` that waking up took, once the pool was there."""
+    """Seconds that the processes parked there took to wake up, once the run had the pool."""
 
 
 class PoolNeeded(BaseEvent, frozen=True, kw_only=True):
-    """The driver itself needs a pool, for what is no command of its own; answered by `Enter` once
-    no other pool is held, and by nothing if this one is. Only where pools are shared."""
+    """The driver needs a pool of devices for work that no command asks for. The answer is `Enter`,
+    once no other pool is held, or nothing if the run holds this pool already. Sent only where pools
+    are shared."""
 
     pool: PoolName
     purpose: str
-    """evaluation, or recovery of the trainer."""
+    """Use that the driver has for the pool: evaluation, or recovery of the trainer."""
 
 
 class PoolUnneeded(BaseEvent, frozen=True, kw_only=True):
-    """Purpose that has ended."""
+    """The driver no longer needs the pool that `PoolNeeded` asked for; its purpose has ended."""
 
 
 class Reminded(BaseEvent, frozen=True, kw_only=True):
-    """Answer to `Remind`: the seconds are over."""
+    """Answer to `Remind`: the seconds that the command named are over."""
 
 
 Event = (

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 PoolName = Literal["rollout", "train"]
-"""Devices of a phase, which several jobs may share."""
+"""Name of a pool of devices, which jobs may share: for generating (rollout) or training."""
 
 
 class PromptId(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False, array_like=True):

@@ -18,11 +18,11 @@ class SampleState(StrEnum):
     SCORED = "scored"
     TRAINED = "trained"
     ABORTED = "aborted"
-    """Surplus: its group was complete without it."""
+    """The sample was surplus: its group was complete without it."""
     DEFERRED = "deferred"
-    """The prompt joined the long queue; this response is not needed."""
+    """The prompt was left for a later round, which does not need this response."""
     FAILED = "failed"
-    """The engine, or its environment, could not go on with it."""
+    """The engine, or the sample's environment, could not go on with the sample."""
     DROPPED = "dropped"
     """The sample has no verdict, or its group is not trained on."""
 
@@ -46,18 +46,19 @@ FINAL = frozenset(state for state, following in TRANSITIONS.items() if not follo
 
 
 class LifecycleError(AssertionError):
-    """A transition that the table does not have."""
+    """Raised for a transition that `TRANSITIONS` does not have."""
 
 
 def check(before: SampleState, after: SampleState) -> SampleState:
-    """`after`, if the table allows it."""
+    """Returns `after` if `TRANSITIONS` allows it after `before`, and raises `LifecycleError`
+    otherwise."""
     if after not in TRANSITIONS[before]:
         raise LifecycleError(f"a sample cannot go from {before} to {after}")
     return after
 
 
 def mermaid() -> str:
-    """The table as a Mermaid state diagram, for the docs."""
+    """`TRANSITIONS` as a Mermaid state diagram, for the docs."""
     lines = ["stateDiagram-v2", "    [*] --> planned"]
     for before, following in TRANSITIONS.items():
         lines += [f"    {before} --> {after}" for after in sorted(following)]

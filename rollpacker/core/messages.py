@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 
 COMMANDS: dict[str, type[Any]] = {}
-"""Every kind of command by name. The bus checks that each has a port, and the log is read by it."""
+"""Class of every kind of command, by its name. The bus checks that each kind has a port, and
+reading a log looks the classes up here."""
 
 EVENTS: dict[str, type[Any]] = {}
-"""Every kind of event by name. The log is read by it."""
+"""Class of every kind of event, by its name. Reading a log looks the classes up here."""
 
 
 class BaseCommand(
@@ -36,7 +37,7 @@ class BaseEvent(
     msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True, forbid_unknown_fields=True
 ):
     """A message that the core may receive, at the time `time_s` in seconds since the run began.
-    The rest is as for `BaseCommand`."""
+    Each kind is a subclass, made like those of `BaseCommand`."""
 
     time_s: float
 

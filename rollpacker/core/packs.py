@@ -18,7 +18,7 @@ class WorkModel:
     """Cost of a row of some length, in units of one token's cost without attention."""
 
     crossover_tokens: float = 48_000.0
-    """The length at which attention costs as much as everything else.
+    """Length in tokens at which attention costs as much as everything else.
 
     Matrices cost 6 FLOPs per parameter and token, causal attention 6 x layers x heads x head size
     per token and token of its row, so it is parameters / (layers x heads x head size): about 12
@@ -56,11 +56,12 @@ def assign(
 
 
 def plan_packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Best-fit decreasing: row numbers of each pack, rising. At most `max_tokens` a pack, except
-    that a longer row has one of its own. At most 11/9 of the fewest possible packs, plus 1."""
+    """Row numbers of each pack, rising, by best-fit decreasing. A pack has at most `max_tokens`
+    tokens, except that a longer row has a pack of its own. There are at most 11/9 of the fewest
+    packs, plus 1."""
     packs: list[list[int]] = []
     room: list[tuple[int, int]] = []
-    """(tokens left, pack), sorted."""
+    """Pairs of tokens left and pack number, sorted."""
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         size = lengths[index]
         tightest = bisect_left(room, (size, 0))

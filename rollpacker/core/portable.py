@@ -32,9 +32,10 @@ FloatArray = NDArray[np.float64]
 FloatOrArray = TypeVar("FloatOrArray", float, FloatArray)
 
 LEAST_EXPONENT, GREATEST_EXPONENT = -708.0, 709.0
-"""`exp` is 0 below the first, and counts an argument above the second as the second."""
+"""Bounds of the argument of `exp`: below the first it is 0, and above the second it is that of the
+second."""
 _CHUNK = 8192
-"""Numbers whose `exps` are computed at once: they and what is made of them fit a cache."""
+"""Number of values whose `exps` are computed at once: they and what is made of them fit a cache."""
 
 
 def _split(value: Decimal, bits: int) -> tuple[float, float]:
@@ -47,9 +48,10 @@ with localcontext() as _context:
     _context.prec = 60
     _LN2 = Decimal(2).ln()
     _LN2_HIGH, _LN2_LOW = _split(_LN2, 40)
-    """Multiples of the high part by an exponent (at most 11 bits) are exact."""
+    """The logarithm of 2 in two parts; multiples of the high one by up to 11 bits are exact."""
     _STEP_HIGH, _STEP_LOW = _split(_LN2 / 64, 42)
-    """The logarithm of 2 ** (1/64); multiples by up to 17 bits are exact."""
+    """The logarithm of 2 ** (1/64) in two parts; multiples of the high one by up to 17 bits are
+    exact."""
     _STEPS_PER_UNIT = float(64 / _LN2)
 _SQRT_HALF = math.sqrt(0.5)
 _PER_SQRT_TURN = 1.0 / math.sqrt(2.0 * math.pi)
@@ -60,7 +62,7 @@ _COS = tuple((-1) ** n / math.factorial(2 * n) for n in range(8, 0, -1))
 
 
 def _polynomial(coefficients: Sequence[float], x: FloatOrArray) -> FloatOrArray:
-    """The highest power comes first, the constant last (Horner's rule)."""
+    """Value of a polynomial at `x`, coefficients from highest power to constant (Horner's rule)."""
     value = coefficients[0] * x + coefficients[1]
     for coefficient in coefficients[2:]:
         value = value * x + coefficient
@@ -223,7 +225,8 @@ def normal_cdfs(scores: FloatArray) -> FloatArray:
 
 
 def _near_tail(distance: FloatOrArray, density: FloatOrArray) -> FloatOrArray:
-    """1/2 - density * (d + d**3 / 3 + d**5 / (3 * 5) + ...), whose terms are all positive."""
+    """Share of a standard normal distribution beyond a small distance from the mean, as the series
+    1/2 - density * (d + d**3 / 3 + d**5 / (3 * 5) + ...), whose terms are all positive."""
     square = distance * distance
     term = total = distance
     for number in range(1, _SERIES_TERMS):
@@ -233,7 +236,8 @@ def _near_tail(distance: FloatOrArray, density: FloatOrArray) -> FloatOrArray:
 
 
 def _far_tail(distance: FloatOrArray, density: FloatOrArray) -> FloatOrArray:
-    """density / (d + 1 / (d + 2 / (d + 3 / (d + ...))))."""
+    """Share of a standard normal distribution beyond a large distance from the mean, as the
+    fraction density / (d + 1 / (d + 2 / (d + 3 / (d + ...))))."""
     value = distance
     for number in range(_FRACTION_TERMS, 0, -1):
         value = distance + number / value
@@ -281,8 +285,7 @@ _OUTMOST = (
 
 
 def normal_quantile(share: float) -> float:
-    """Standard normal score below which a share (between 0 and 1) lies, with a relative error below
-    1e-15."""
+    """Standard normal score below which a share (0 to 1) lies; relative error below 1e-15."""
     from_middle = share - 0.5
     if abs(from_middle) <= 0.425:
         rest = 0.180625 - from_middle * from_middle

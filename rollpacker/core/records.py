@@ -18,45 +18,46 @@ from rollpacker.core.events import Event
 from rollpacker.core.messages import COMMANDS, EVENTS
 
 POOL_SWITCH = "switch"
-"""Name of a note of a run that shares its pools: a part parked. How long waking up takes, `Entered`
-says."""
+"""Name of the note that reports how long parking took, in a run that shares its pools of devices.
+The time of waking up is in `Entered`."""
 CALLBACK_SECONDS = "timing_s/callbacks"
-"""A metric of an evaluation's note: so many of its seconds were the program's own callbacks, which
-came last."""
+"""Metric of an evaluation's note: seconds, at the end of the evaluation, that the program's own
+callbacks took."""
 EVALUATION_ROLLOUT = "timing_s/testing_gen"
-"""A metric of an evaluation's note: so many of its seconds it held the rollout pool: it generated,
-and environments answered."""
+"""Metric of an evaluation's note: seconds that the evaluation held the rollout pool, while it
+generated and environments answered."""
 
 
 class LogError(ValueError):
-    """A line is not an event log's."""
+    """Raised for a line that is not an event log's."""
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A process took the run up. The first line of a log, and again at every resume."""
+    """Entry of a log which says that a process began or resumed the run: its first line, and one
+    more at every resume."""
 
     started_at: str
     """Wall-clock time, ISO 8601, UTC."""
     time_s: float
-    """Where the run's own clock goes on."""
+    """Seconds on the run's own clock at which this session begins."""
     step: int
-    """Steps committed before."""
+    """Number of steps committed before this session."""
     job: Mapping[str, Any]
     """`JobConfig` as a plain mapping, so that a log replays without its config file."""
     slots: int | None = None
-    """Samples that the engine decodes at the same time at most; None: no limit was set, or the log
-    is older than this field."""
+    """Most samples that the engine decodes at the same time. None: no limit was set, or the log is
+    older than this field."""
     marks: tuple[str, ...] = ()
     """Marks with which every number of this session must be read: "unsandboxed" if model-written
     code ran without isolation."""
     data_ended: Omitted[bool | None] = None
-    """Of a resumed run: whether the data has ended now. It may have ended before and go on, since
-    the run was given more epochs. None: as the checkpoint says; so in older logs."""
+    """Whether the data has ended, in a resumed run that may have been given more epochs since.
+    None: as the checkpoint says, also in older logs."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One event, the commands that the core gave in answer, and the controller's seconds for
-    both."""
+    """One event, the commands that the core gave in answer, and the seconds that the controller
+    needed for both."""
 
     time_s: float
     event: Event
@@ -65,8 +66,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A span that the core does not know of; `time_s` is its end. "startup", "evaluation", and
-    "gradients" of `StartGradients` commands, whose number of groups is among its metrics."""
+    """A span of time that the core does not know of; `time_s` is its end. Its name is "startup",
+    "evaluation", or "gradients" (of `StartGradients` commands; their number of groups is a
+    metric)."""
 
     time_s: float
     name: str
@@ -79,7 +81,8 @@ Entry = Session | Record | Note
 
 
 class Observer(Protocol):
-    """Whoever watches a run: display, metrics, trace. Fed in log order; must be quick."""
+    """An interface for what watches a run: display, metrics or trace. Entries come in log order,
+    and `feed` must be quick."""
 
     def feed(self, entry: Entry) -> None: ...
 
@@ -87,7 +90,7 @@ class Observer(Protocol):
 
 
 def encode(entry: Entry) -> str:
-    """One line of JSON, without the newline."""
+    """The entry as one line of JSON, without the newline."""
     if isinstance(entry, Record):
         event = to_plain(entry.event)
         del event["time_s"]

@@ -1,4 +1,4 @@
-"""Turns with an environment: what they are limited to, and when each act starts."""
+"""Turns of samples with environments: the limits of a trajectory, and when each answer starts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rollpacker.core.ids import SampleId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnLimits:
-    """Where a trajectory ends although its episode goes on. A message that ended by itself is
-    always given to the environment, which may reward it; limits are looked at when the answer is
-    there. None: no limit."""
+    """Limits at which a trajectory ends although its episode goes on. A message that ended by
+    itself is always given to the environment, which may reward it; limits are checked when the
+    answer is there. None: no limit."""
 
     max_turns: int | None = None
-    """Messages of the model."""
+    """Most messages of the model. None: no limit."""
     max_trajectory_tokens: int | None = None
-    """Sampled and given ones, without the prompt."""
+    """Most tokens, of the model and the environment, without the prompt. None: no limit."""
     max_environment_s: float | None = None
-    """Seconds of the environment in all. What a single answer may take is the deadline's: one that
-    does not come is no end, but a failure."""
+    """Most seconds of the environment in all. None: no limit. A single answer has a deadline of its
+    own, and one that does not come is a failure, not an end."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_trajectory_tokens"):
@@ -38,7 +38,8 @@ class TurnLimits:
             raise ValueError(f"max_environment_s must be more than 0, not {seconds}")
 
     def reached(self, turns: int, tokens: int, environment_s: float) -> str:
-        """The finish reason of a trajectory that has come so far; empty if it goes on."""
+        """Finish reason if a trajectory with these counts has reached a limit; empty if it has
+        not."""
         if self.max_turns is not None and turns >= self.max_turns:
             return "turns"
         if self.max_trajectory_tokens is not None and tokens >= self.max_trajectory_tokens:
@@ -50,27 +51,27 @@ class TurnLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActingConfig:
-    """How samples act."""
+    """How samples take turns with environments."""
 
     limits: TurnLimits = field(default_factory=TurnLimits)
     begins: bool = False
-    """Environments say the prompt: an episode is begun before its sample is launched."""
+    """Whether environments give the prompt, so that an episode begins before its sample does."""
     is_deterministic: bool = False
     """True if the same messages bring the same answers, so that a lost episode is played again.
     False: the sample of a lost episode has failed."""
     order: Order = "longest"
-    """Order in which samples act where no more may act at a time; its values are those of
-    `RewardScheduleConfig.order`."""
+    """Order in which waiting samples get an answer, where the number at a time is bounded; its
+    values are those of `RewardScheduleConfig.order`."""
     max_retries: int = 1
     """How often a lost episode is played again before its sample has failed."""
     kinds: Mapping[str, KindConfig] = field(default_factory=dict)
-    """Source of the prompt -> how many samples act at a time, and the deadline of an answer."""
+    """How many samples act at a time, and the deadline of an answer, by source of prompts."""
     work_by_turn: bool = field(default=True, metadata=absent(False))
     """True: tokens that a trajectory carries are counted as work of the engine turn by turn. False:
     all of them at its launch, as in older logs."""
     leaves_pool: bool = field(default=True, metadata=absent(False))
-    """A round whose samples all act for long leaves a rollout pool that it shares (`stay.py`).
-    False: it stays, as in older logs."""
+    """Whether a round whose samples are all with environments for long leaves a rollout pool that
+    other jobs share (`stay.py`). False: it stays, as in older logs."""
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:
@@ -79,32 +80,32 @@ class ActingConfig:
 
 @dataclass(slots=True)
 class Retracing:
-    """How far a trajectory has come out as its earlier launches left it. The core, who has the
-    tokens, and reports each count so, and come to the same. Places are tokens from the prompt on,
-    for all who leave out those that were given, too, as long as one does so everywhere."""
+    """How far a trajectory has come out as an earlier launch of its prompt left it. Kept both by
+    the core and by the side that has the tokens, with the same result. Positions count tokens after
+    the prompt, with or without those that the environment gave, as long as all do so alike."""
 
     carried: int = 0
-    """Tokens that are left, the last one drawn."""
+    """Number of tokens that an earlier launch of the prompt left, up to the last sampled one."""
     kept: int | None = None
-    """So many came out the same. None: none were left, or nobody has looked."""
+    """Number of the carried tokens that came out the same. None: none were left or compared yet."""
     goes_on: bool = field(init=False)
-    """All that was drawn here came out the same, and there is more."""
+    """True if all tokens sampled so far came out the same, and more are left to compare."""
 
     def __post_init__(self) -> None:
         self.goes_on = self.carried > 0
 
     def drawn(self, start: int, num_tokens: int, num_kept: int | None) -> None:
-        """A turn of so many tokens has ended, which began in place `start`, and of which so many
-        came out the same. None: what stands before it is not as it was."""
+        """Records a turn that has ended: its number of tokens, the position where it began, and
+        how many of its tokens came out the same. None: tokens before it differ already."""
         if not self.goes_on:
             return
         self.kept = (self.kept or 0) if num_kept is None else start + num_kept
         self.goes_on = num_kept == num_tokens and self.kept < self.carried
 
     def stopped(self, start: int, num_tokens: int, num_kept: int | None) -> bool:
-        """Take in a turn that was stopped on its way; `num_kept` is None if nobody compared its
-        tokens. Returns whether the tokens of this turn count. If not, the tokens that an earlier
-        launch left still stand for it."""
+        """Records a turn that was stopped before its end; `num_kept` is None if its tokens were not
+        compared. Returns whether the tokens of this turn count. If not, those that an earlier
+        launch left still stand for the turn."""
         if num_kept is not None:
             self.drawn(start, num_tokens, num_kept)
         return num_tokens > 0 and not (self.goes_on and num_kept is None)
@@ -115,24 +116,23 @@ class Episode:
     """A sample's life with its environment, in the round at hand."""
 
     turns: int = 0
-    """Messages of the model."""
+    """Number of messages of the model so far."""
     tokens: int = 0
-    """Up to the last one's end, given ones included."""
+    """Number of tokens up to the end of the model's last message, the environment's included."""
     given: int = 0
-    """Tokens that stand behind it."""
+    """Number of tokens that the environment gave after the model's last message."""
     environment_s: float = 0.0
     acts: bool = False
-    """The environment has its turn."""
+    """True while the environment has the turn."""
     is_open: bool = False
-    """The environment, or whoever keeps what it is to be told once it has a worker, knows of it,
-    and was not told that it is over."""
+    """True while the environment, or the queue before it, has the episode and it was not ended."""
     replaces: tuple[SampleId, ...] = ()
-    """See `Launch`; of one that is not launched yet."""
+    """Failed sample whose noise this one uses, as in `Launch.replaces`; empty if there is none."""
     retracing: Retracing = field(default_factory=Retracing)
 
 
 class Acting(Schedule[Acted]):
-    """The acts of a run: said by `Act`, answered by `Acted`."""
+    """The turns of environments in a run: started by `Act`, answered by `Acted`."""
 
     def __init__(self, config: ActingConfig) -> None:
         super().__init__(

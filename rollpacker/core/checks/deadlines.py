@@ -20,13 +20,13 @@ class AdaptiveDeadlineConfig:
     """Bounds of the deadline of one check."""
 
     min_s: float = 2.0
-    """Never less than so many seconds."""
+    """Fewest seconds of the deadline."""
     factor: float = 1.5
-    """Margin over the longest correct execution."""
+    """The deadline is this factor times the longest execution of a correct answer."""
     max_s: float = 30.0
-    """Never more, and so much before any answer was correct."""
+    """Most seconds of the deadline, and its value before any answer was correct."""
     adaptive: bool = True
-    """False: always `max_s`."""
+    """Whether the deadline adapts to what was seen. False: it is always `max_s`."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.min_s) and self.min_s > 0):
@@ -38,24 +38,25 @@ class AdaptiveDeadlineConfig:
 
 
 class AdaptiveDeadline:
-    """Tell `observe` of every finished check, read `timeout_s` for the next one."""
+    """The deadline of one kind of check: report every finished check to `observe`, and read
+    `timeout_s` for the next one."""
 
     def __init__(self, config: AdaptiveDeadlineConfig) -> None:
         self.config = config
         self.anchor_s: float | None = None
-        """Longest execution of a correct answer; None before the first."""
+        """Seconds of the longest execution of a correct answer. None before the first."""
         self.timeout_s = config.max_s
         """Seconds that a check started now may take."""
 
     def observe(self, seconds: float, *, correct: bool) -> None:
-        """A check ran for so long and found the answer correct, or not (or ran out of time)."""
+        """Records a check of so many seconds. `correct`: it found the answer correct, in time."""
         assert math.isfinite(seconds) and seconds >= 0
         if correct and (self.anchor_s is None or seconds > self.anchor_s):
             self.set_anchor(seconds)
 
     def set_anchor(self, seconds: float | None) -> None:
-        """Take this as the longest execution of a correct answer; None: there was none. A
-        checkpoint holds it."""
+        """Sets the longest execution of a correct answer, from a checkpoint; None: there is
+        none."""
         config = self.config
         self.anchor_s = seconds
         self.timeout_s = config.max_s

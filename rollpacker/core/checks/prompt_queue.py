@@ -1,4 +1,4 @@
-"""Samples that wait for a worker, where it goes by prompt who is next.
+"""A queue of samples that wait for a worker, ordered by the rank of their prompts.
 
 The prompt with the lowest rank comes first, of its samples the longest, and among equals whoever
 came first. A prompt's rank changes with events of its own samples, and is asked for again after
@@ -23,7 +23,7 @@ class _Waiting:
     def __init__(self, prompt: PromptId, arrival: int) -> None:
         self.prompt = prompt
         self.arrival = arrival
-        """Number of prompts that began to wait before."""
+        """Number of prompts that had begun to wait before this one."""
         self.tokens: dict[SampleId, int] = {}
         """Tokens of each sample that waits, in the order of arrival."""
         self.entry: _Entry | None = None
@@ -35,7 +35,7 @@ _Entry = tuple[float, int, int, _Waiting]
 
 
 class PromptQueue:
-    """Call `look_again` for each prompt whose rank may have changed, before `pop`."""
+    """The waiting samples by prompt. Call `look_again` for prompts of changed rank before `pop`."""
 
     __slots__ = ("_arrivals", "_changed", "_known", "_unknown", "_waiting")
 
@@ -43,14 +43,14 @@ class PromptQueue:
         self._waiting: dict[PromptId, _Waiting] = {}
         self._arrivals = count()
         self._changed: dict[_Waiting, None] = {}
-        """Prompts whose rank has to be asked for. A dict, since it keeps the order in which they
-        came, and a set would not."""
+        """Prompts whose rank must be computed again: a dict, which keeps the order of arrival as a
+        set would not."""
         self._known: list[_Entry] = []
         self._unknown: list[_Entry] = []
         """The heap of prompts without a rank; their entries have rank 0."""
 
     def __len__(self) -> int:
-        """Prompts with a sample that waits."""
+        """Number of prompts with a sample that waits."""
         return len(self._waiting)
 
     def add(self, sample: SampleId, num_tokens: int) -> None:
@@ -62,7 +62,7 @@ class PromptQueue:
         self._changed[waiting] = None
 
     def remove(self, sample: SampleId) -> None:
-        """The sample waits no more."""
+        """Take out a sample that need not wait any more."""
         self._remove(self._waiting[sample.prompt], sample)
 
     def _remove(self, waiting: _Waiting, sample: SampleId) -> None:
@@ -78,17 +78,18 @@ class PromptQueue:
             self._unknown.clear()
 
     def look_again(self, prompt: PromptId) -> None:
-        """The prompt's rank may be another."""
+        """Have the prompt's rank computed again, since it may have changed."""
         waiting = self._waiting.get(prompt)
         if waiting is not None:
             self._changed[waiting] = None
 
     def look_at_all(self) -> None:
-        """Any rank may be another."""
+        """Have all ranks computed again, since any may have changed."""
         self._changed.update(dict.fromkeys(self._waiting.values()))
 
     def pop(self, rank: Callable[[PromptId], float | None], mean: float) -> SampleId:
-        """Take out the sample that is next. `rank` gives a prompt's rank; None: it is the mean."""
+        """Take out and return the next sample. `rank` returns a prompt's rank; None means
+        `mean`."""
         # Each check of a simulated run comes by here: benchmarks/sim_speed.py.
         known, unknown, changed = self._known, self._unknown, self._changed
         for waiting in changed:

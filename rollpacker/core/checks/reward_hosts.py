@@ -1,10 +1,11 @@
-"""Processes that judge, one or more on each host: which one is next, and when one is given up.
+"""Processes that judge responses, one or more on each host: which one is next, and when one is
+given up.
 
     deal -> the ready one with the fewest samples under way -> ended
     lost -> begun again, or given up after so many losses without a finished check between them
 
-What was under way on one that is lost gets no verdict, by no fault of the response; whether it is
-asked for again is the reward schedule's business.
+Samples under way on a lost process get no verdict, by no fault of the response; whether the verdict
+is asked for again is the reward schedule's business.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ MAX_LOSSES = 3
 
 
 class RewardHosts:
-    """`count` of them, numbered from 0."""
+    """The processes that judge responses ("hosts" below), numbered from 0 to `count` - 1."""
 
     def __init__(self, count: int, max_losses: int = MAX_LOSSES) -> None:
         assert count > 0 and max_losses > 0
         self.given_up: dict[int, str] = {}
-        """Hosts that judge no more -> the reason, in words."""
+        """Reason, in words, for each host that was given up, by its number."""
         self.num_lost = 0
-        """Losses so far, of all."""
+        """Number of losses so far, of all hosts."""
         self._count, self._max_losses = count, max_losses
         self._under_way = [0] * count
         self._reasons: list[list[str]] = [[] for _ in range(count)]
-        """Host -> reasons of its losses since its last finished check."""
+        """Reasons of each host's losses since its last finished check, by its number."""
         self._ready: set[int] = set()
 
     @property
@@ -36,19 +37,19 @@ class RewardHosts:
         return len(self.given_up) == self._count
 
     def num_under_way(self, number: int) -> int:
-        """Samples that it has to judge."""
+        """Number of samples that the host has to judge."""
         return self._under_way[number]
 
     def is_settled(self) -> bool:
-        """Each is ready or given up."""
+        """Whether every host has become ready or has been given up."""
         return self.num_ready + len(self.given_up) == self._count
 
     def ready(self, number: int) -> None:
-        """The host can judge."""
+        """Records that the host can judge."""
         self._ready.add(number)
 
     def hold(self, number: int) -> None:
-        """Deal nothing to the host while its driver finds out what became of it."""
+        """Give the host no samples while its driver finds out whether the host still works."""
         self._ready.discard(number)
 
     def deal(self, num_samples: int) -> int | None:
@@ -60,13 +61,13 @@ class RewardHosts:
         return number
 
     def ended(self, number: int, num_samples: int, *, judged: bool) -> None:
-        """Samples of a host are not under way any more. `judged`: they have their verdicts."""
+        """Records that so many samples have left the host. `judged`: they have their verdicts."""
         self._under_way[number] -= num_samples
         if judged:
             self._reasons[number].clear()
 
     def lost(self, number: int, reason: str) -> bool:
-        """Whether it is to be begun again."""
+        """Records a loss of the host. Returns whether to start it again; if not, it is given up."""
         self._ready.discard(number)
         self.num_lost += 1
         reasons = self._reasons[number]
@@ -81,6 +82,6 @@ class RewardHosts:
         return False
 
     def give_up(self, number: int, reason: str) -> None:
-        """The host judges no more."""
+        """Gives the host up: it judges no more."""
         self._ready.discard(number)
         self.given_up[number] = reason

@@ -11,16 +11,16 @@ from rollpacker.core.events import SampleScored
 from rollpacker.core.ids import SampleId
 
 RewardKindConfig = KindConfig
-"""One kind of check: how many at a time, and the deadline of one."""
+"""Settings of one kind of check: how many run at a time, and the deadline of a check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardScheduleConfig:
-    """How checks are scheduled."""
+    """When checks of responses start, in which order, and how often a failed one is repeated."""
 
     overlap: bool = True
-    """Check a response while others are still generated. False: all of a round's together, when
-    the last one is generated."""
+    """Whether a response is checked while others are still generated. False: all responses of a
+    round are checked together, when the last one is generated."""
     order: Order = "fifo"
     """Check that starts when a worker becomes free. "closest": a check of the prompt that lacks the
     fewest verdicts, so that a race on verdicts completes prompts instead of beginning all of them.
@@ -28,13 +28,11 @@ class RewardScheduleConfig:
     alone. The expectation is the longest check so far of the same prompt, before that the mean of
     the kind; among equals the longest response comes first."""
     cancel: bool = True
-    """End checks that run for samples which are not needed any more, so that their workers are
-    free."""
+    """Whether running checks of samples that are no longer needed are ended to free workers."""
     max_retries: int = 1
-    """How often a check is asked for again when the machinery failed (not the response); then there
-    is no verdict."""
+    """Most repetitions of a check whose worker or endpoint failed; then there is no verdict."""
     kinds: Mapping[str, RewardKindConfig] = field(default_factory=dict)
-    """Source of the prompt -> its kind of check."""
+    """Kind of check by source of prompts. A source that is missing has no bound and no deadline."""
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:
@@ -42,7 +40,7 @@ class RewardScheduleConfig:
 
 
 class RewardSchedule(Schedule[SampleScored]):
-    """Checks: said by `Score`, answered by `SampleScored`."""
+    """The checks of responses: started by `Score`, answered by `SampleScored`."""
 
     def __init__(self, config: RewardScheduleConfig) -> None:
         super().__init__(
@@ -55,7 +53,7 @@ class RewardSchedule(Schedule[SampleScored]):
         self.config = config
 
     def drop(self, samples: Iterable[SampleId]) -> list[Command]:
-        """Nobody needs these verdicts any more. Checks under way are cancelled."""
+        """Drops checks that are no longer needed. Returns the command that cancels running ones."""
         running = self.forget(samples)
         return [CancelScore(samples=tuple(running))] if running and self.config.cancel else []
 

@@ -1,9 +1,9 @@
-"""What samples wait for outside of the engine, and how long it may take: when each starts.
+"""When checks of responses and answers of environments start, and how long they may take.
 
-A check of a response and an environment's answer are both such a *deed*. A kind of deed is the
-`source` of its prompts. A kind with a number of workers runs so many at a time and keeps the rest
-waiting; one that nobody needs any more leaves the queue without having run, or is cancelled. A kind
-that is not configured has no bound: its deeds start when they are asked for.
+A check of a response and an environment's answer are both called a *deed* here. A kind of deed is
+the `source` of its prompts. A kind with a number of workers runs so many at a time and keeps the
+rest waiting; one that nobody needs any more leaves the queue without having run, or is cancelled. A
+kind that is not configured has no bound: its deeds start when they are asked for.
 
     ask -> started at once, or waits -> (free, start_waiting) -> started
                                      -> forget: never started
@@ -29,12 +29,13 @@ Order = Literal["fifo", "closest", "longest"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindConfig:
-    """One kind of deed."""
+    """Limits of one kind of check, or of environments' answers."""
 
     workers: int | None = None
-    """At a time. None: no bound."""
+    """Number of checks or answers that run at a time. None: no bound."""
     deadline: AdaptiveDeadlineConfig | None = None
-    """None: the limit of whoever does it holds."""
+    """Bounds of the time limit of a check or answer. None: the reward or environment has its
+    own."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -42,7 +43,7 @@ class KindConfig:
 
 
 class Ended(Protocol):
-    """The event that ends a deed."""
+    """Interface of an event that ends a check, or an environment's answer."""
 
     @property
     def sample(self) -> SampleId: ...
@@ -64,31 +65,32 @@ class _Kind:
 
     def __init__(self, config: KindConfig) -> None:
         self.num_free = config.workers
-        """None: no bound."""
+        """Number of free workers. None: there is no bound."""
         self.deadline = None if config.deadline is None else AdaptiveDeadline(config.deadline)
         self.queue: deque[SampleId] = deque()
         """Samples that wait, where the order is "fifo"."""
         self.by_prompt = PromptQueue()
         """Samples that wait, in the other orders."""
         self.dropped: set[SampleId] = set()
-        """Still in the queue, but not needed any more."""
+        """Samples that are still in the queue, but not needed any more."""
         self.ranks: dict[PromptId, float] = {}
-        """Minus the seconds of the longest deed so far of each prompt of this round: the longest is
-        expected to take longest again, and comes first. Where the order is "longest"."""
+        """Minus the seconds of the longest check or answer so far of each prompt of this round: the
+        prompt with the longest is expected to take longest again, and comes first. Empty unless the
+        order is "longest"."""
         self.num_seen = 0
-        """Deeds that ended by themselves, where the order is "longest"."""
+        """Number of checks or answers that ended by themselves, where the order is "longest"."""
         self.total_s = 0.0
-        """Seconds that they took together."""
+        """Seconds that the checks or answers in `num_seen` took together."""
 
     def saw(self, prompt: PromptId, seconds: float) -> None:
-        """A deed of the prompt ended by itself after so long."""
+        """Records that a check or answer for the prompt ended by itself after so many seconds."""
         self.num_seen += 1
         self.total_s += seconds
         self.ranks[prompt] = min(-seconds, self.ranks.get(prompt, 0.0))
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of the deeds that ended by themselves."""
+        """Mean seconds of the checks or answers that ended by themselves. 0: none did."""
         return self.total_s / self.num_seen if self.num_seen else 0.0
 
 
@@ -96,8 +98,8 @@ _UNBOUND = KindConfig()
 
 
 class Schedule(Generic[E]):
-    """The deeds that run and those that wait, over rounds: a slow one may outlive its round. A
-    sample has one at a time."""
+    """The checks, or environments' answers, that run and that wait. A slow one may outlive its
+    round. A sample has one of them at a time."""
 
     def __init__(
         self,
@@ -108,23 +110,26 @@ class Schedule(Generic[E]):
         say: Callable[..., Command],
         is_right: Callable[[E], bool],
     ) -> None:
-        """`say(sample=, timeout_s=, retry=)` makes the command that starts a deed; `is_right` tells
-        of one that ended by itself whether its seconds are what others may take."""
+        """`say(sample=, timeout_s=, retry=)` makes the command that starts a check or answer;
+        `is_right` returns whether the seconds of one that ended by itself count for the time limit
+        of others."""
         self.running: dict[SampleId, int] = {}
-        """Started, answer awaited, in order; how often they were started before."""
+        """How often each running check or answer was started before, by sample, in order of
+        starting."""
         self.num_waiting = 0
-        """In all queues, dropped ones that nobody has looked at since included."""
+        """Number of checks or answers in all queues, including unneeded ones that are not removed
+        yet."""
         self._configs = kinds
         self.max_retries = max_retries
-        """How often a deed is started again whose machinery failed (cause "infrastructure"), rather
-        than the response."""
+        """Most times that a check or answer is started again because a worker or an endpoint failed
+        (cause "infrastructure"), rather than the response."""
         self._say = say
         self._is_right = is_right
         self._kinds: dict[str, _Kind] = {}
         self._by_prompt = order != "fifo"
         self._longest = order == "longest"
         self._cancelled: set[SampleId] = set()
-        """Running, and not needed any more."""
+        """Samples whose checks or answers run, and are not needed any more."""
 
     def begin_round(self) -> None:
         """Forget what was learnt of the last round's prompts."""
@@ -133,7 +138,7 @@ class Schedule(Generic[E]):
             kind.by_prompt.look_at_all()
 
     def ask(self, sample: SampleId, num_tokens: int = 0) -> list[Command]:
-        """The sample, of so many tokens, needs a deed: start it, or let it wait for a worker."""
+        """Start the check or answer of a sample of so many tokens, or let it wait for a worker."""
         source = sample.prompt.source
         kind = self._kinds.get(source) or self._add_kind(source)
         if kind.num_free is None or kind.num_free > 0:
@@ -146,8 +151,8 @@ class Schedule(Generic[E]):
         return []
 
     def free(self, event: E) -> int | None:
-        """A deed ended: its worker is free, and the deadline learns. How often it had been started
-        before, or None if it was not started at all."""
+        """Records the end of a check or answer: its worker is free, and the deadline learns.
+        Returns how often it had been started before, or None if it was not started at all."""
         sample = event.sample
         retry = self.running.pop(sample, None)
         if retry is None:
@@ -171,19 +176,20 @@ class Schedule(Generic[E]):
         return retry
 
     def look_again(self, prompt: PromptId) -> None:
-        """The prompt lacks fewer samples now."""
+        """Records that the prompt lacks fewer samples now, so that its rank may change."""
         kind = self._kinds.get(prompt.source)
         if kind is not None:
             kind.by_prompt.look_again(prompt)
 
     def ask_again(self, sample: SampleId, retry: int) -> Command:
-        """The deed once more, at once: its worker has just become free."""
+        """The command that starts a check or answer again at once; its worker has just become
+        free."""
         return self._start(self._kinds[sample.prompt.source], sample, retry + 1)
 
     def start_waiting(self, source: str, missing: Callable[[PromptId], int]) -> list[Command]:
-        """Start as many waiting deeds of this kind as there are free workers. `missing` tells how
-        many samples a prompt still lacks: asked again where a deed of the prompt was asked for
-        or has ended since, and after `look_again`."""
+        """Commands that start as many waiting checks or answers of this kind as there are free
+        workers. `missing` returns how many samples a prompt still lacks; it is called again for
+        prompts with new or ended checks, and after `look_again`."""
         kind = self._kinds[source]
         commands: list[Command] = []
         waiting = kind.by_prompt if self._by_prompt else kind.queue
@@ -202,7 +208,8 @@ class Schedule(Generic[E]):
         return commands
 
     def forget(self, samples: Iterable[SampleId]) -> list[SampleId]:
-        """Nobody needs these any more. Returns those that run, and were needed until now."""
+        """Drops the checks or answers of samples that nobody needs any more. Returns those samples
+        whose check or answer runs and was needed so far."""
         running = []
         for sample in samples:
             if sample in self.running:
@@ -217,12 +224,12 @@ class Schedule(Generic[E]):
         return running
 
     def timeout_s(self, source: str) -> float | None:
-        """The deadline in force for this kind."""
+        """Seconds that a check or answer of this kind may take now. None: there is no deadline."""
         kind = self._kinds.get(source)
         return None if kind is None or kind.deadline is None else kind.deadline.timeout_s
 
     def state(self) -> dict[str, Any]:
-        """Deadlines; what is under way is nobody's after a restart."""
+        """What deadlines have learnt, by kind. Checks or answers under way are not saved."""
         return {
             source: {"anchor_s": kind.deadline.anchor_s}
             for source, kind in sorted(self._kinds.items())

@@ -31,7 +31,7 @@ from rollpacker.core.commands import (
 MOVERS = frozenset(
     {Launch, Place, Continue, Move, Release, Resize, StartGradients, TrainOn, SyncWeights}
 )
-"""Commands that give devices to somebody, or need somebody to have them."""
+"""Kinds of command that give devices to engines or trainer, or need them to have devices."""
 
 
 class Owner(NamedTuple):
@@ -40,12 +40,12 @@ class Owner(NamedTuple):
 
 
 class Devices:
-    """Tell it every command, in order."""
+    """The owner of each device, kept by `obey`, which is called with every command in order."""
 
     def __init__(
         self, num_engines: int, degree: int, *, train_group: int = 1, trainer_apart: bool = False
     ) -> None:
-        """`degree`: devices of an engine; `train_group`: of a training replica."""
+        """`degree`: number of devices of an engine. `train_group`: that of a training replica."""
         self.owners: list[Owner | None] = [None] * (num_engines * degree)
         self._degree = degree
         self._train_group = train_group
@@ -54,7 +54,7 @@ class Devices:
         self._to_engines()
 
     def obey(self, command: Command) -> None:
-        """Raises `AssertionError` where a device would be in two plans."""
+        """Updates the owners for a command. Raises `AssertionError` if a device has two uses."""
         if type(command) not in MOVERS:
             return
         match command:

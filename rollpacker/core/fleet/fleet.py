@@ -60,13 +60,13 @@ from rollpacker.core.fleet.sample_places import Seats
 from rollpacker.core.ids import SampleId
 
 ZOMBIE = "zombie"
-"""Under this name `Job.num_late` counts what engines say of samples that they do not have."""
+"""Key of `Job.num_late` that counts events about samples that their engine does not have."""
 
 HEEDED = frozenset({SampleGenerated, SampleAborted, SampleFailed, Committed})
-"""Events of which the fleet says whether they are heeded."""
+"""Kinds of event for which the fleet decides whether the job is to hear them."""
 
 DIRECTED = frozenset({Abort, *MOVERS})
-"""Commands that are about engines or their devices; most are checks of responses."""
+"""Kinds of command that concern engines or their devices; most commands are checks of responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +75,17 @@ class FleetConfig:
 
     num_engines: int = 1
     routing: Routing = "spread"
-    """How each sample is given its engine: `core/fleet/routing.py`."""
+    """How a sample's engine is chosen; see `core/fleet/routing.py`."""
     max_losses: int = 3
-    """So many losses of one engine without a committed step between them end the run."""
+    """Number of losses of one engine, without a committed step between them, that ends the run."""
     losses_of_all: bool = field(default=False, metadata=absent(True))
-    """Losses of all engines together count, as they did in older logs."""
+    """True if the losses of all engines are counted together, as in older logs."""
     moves: bool = False
-    """Samples under way may move to an engine that has joined, and from one that is released; the
-    engines can go on with each other's tokens."""
+    """True if unfinished samples may move from engine to engine, when an engine has joined or is
+    released, since engines can go on from each other's tokens."""
     num_devices: int | None = field(default=None, metadata=OMIT_DEFAULT)
-    """Devices that `num_engines` engines share at first, and others at another degree of tensor
-    parallelism. None: the engines stay as they are."""
+    """Number of devices that `num_engines` engines share at first; at another degree of tensor
+    parallelism there are more or fewer engines. None: the engines stay as they are."""
 
     def __post_init__(self) -> None:
         for name in ("num_engines", "max_losses"):
@@ -101,8 +101,8 @@ class FleetConfig:
 
 
 class Fleet:
-    """Tell it every event that it heeds, and every command (`direct`); `on_engine` answers to
-    events of engines."""
+    """The engines of a run, and the engine of each sample. `heeds` and `on_engine` take events in,
+    and `direct` takes the job's commands."""
 
     def __init__(
         self,
@@ -113,17 +113,17 @@ class Fleet:
         trainer_apart: bool = False,
         by_turn: bool = False,
     ) -> None:
-        """`late` counts zombies. `train_group`: devices of a training replica. `by_turn`: see
-        `Seats`."""
+        """`late` counts events that are ignored (`ZOMBIE`). `train_group` is the number of devices
+        of a training replica. `by_turn`: carried-over tokens count as work turn by turn."""
         self.config = config
         self.engines = [Engine(number) for number in range(config.num_engines)]
-        """Engines at the degree of the round."""
+        """Engines of this round, at its degree of tensor parallelism."""
         self.given_up = ""
-        """Why the run cannot go on, in words; nothing is to be heeded any more."""
+        """Why the run cannot go on, in words; empty while it can. Once set, events are ignored."""
         self._slots = list(self.engines)
-        """Engines of all degrees that the run has had."""
+        """All engines that the run has had, at any degree of tensor parallelism, by number."""
         self._degree = (config.num_devices or config.num_engines) // config.num_engines
-        """Devices of one engine."""
+        """Number of devices of one engine."""
         self.devices = Devices(
             config.num_engines,
             self._degree,
@@ -133,27 +133,26 @@ class Fleet:
         self._router = Router(config.routing)
         self._late = Counter[str]() if late is None else late
         self._seats = Seats(by_turn=by_turn)
-        """Places of the round's samples."""
+        """Engine and expected work of each sample of the round."""
         self.unanswered = deque[SampleAborted]()
-        """Aborted samples that no engine will answer for. `direct` tells the job of them."""
+        """Aborted samples that no engine will answer for, which `direct` reports to the job."""
         self._gathering: set[int] = set()
-        """Engines of a new layout that are still to come; all samples wait for them."""
+        """Numbers of the engines that a new layout still lacks; all samples wait for them."""
         self._round = 0
         self._known = Known()
-        """Lengths of the last round that brought something."""
+        """Lengths in the last round that had a finished response."""
         self._seen = Known()
-        """Lengths of this round."""
+        """Lengths of responses in this round."""
         self._losses = EngineLosses(config.max_losses, of_all=config.losses_of_all)
 
     @property
     def num_ready(self) -> int:
-        """Engines that are there."""
+        """Number of engines that are ready."""
         return sum(engine.ready for engine in self.engines)
 
     @property
     def known(self) -> Known:
-        """Lengths that a checkpoint holds of the fleet. The engines of a run that is resumed are
-        new ones."""
+        """Lengths of responses, for a checkpoint; all else of the fleet is new in a resumed run."""
         return self._seen if self._seen.num_finished else self._known
 
     @known.setter
@@ -161,7 +160,8 @@ class Fleet:
         self._known = known
 
     def nobody(self) -> str:
-        """In words, for a deadline's message; empty while an engine takes samples."""
+        """What samples that have no engine wait for, in words; empty while an engine takes
+        samples."""
         if self._gathering:
             return f"{len(self._gathering)} of {len(self.engines)} engines to be laid out anew"
         if self._takers():
@@ -173,7 +173,7 @@ class Fleet:
         return f"{which} to be replaced ({str(self._losses) or 'it was lost'})"
 
     def why_kept(self) -> str:
-        """Why no engine can be released now, in words; or nothing."""
+        """Why no engine can be released now, in words; empty if one can."""
         if not self.config.moves:
             return "samples under way cannot move to another engine"
         if self.num_ready < len(self.engines):
@@ -183,8 +183,8 @@ class Fleet:
     # -- what engines say --------------------------------------------------------------
 
     def heeds(self, event: Committed | SampleGenerated | SampleAborted | SampleFailed) -> bool:
-        """Whether the job is to hear this event. Called once with every one of `HEEDED`, in
-        order."""
+        """Whether the job is to hear this event. Called once, in order, with every event of a kind
+        in `HEEDED`."""
         # Every response comes by here: benchmarks/fleet_speed.py, benchmarks/sim_speed.py.
         if isinstance(event, Committed):
             self._losses.clear()
@@ -212,8 +212,8 @@ class Fleet:
     def on_engine(
         self, event: EngineLost | EngineReady | SampleMoved, version: int
     ) -> list[Command]:
-        """The answer; `version`: of the weights that engines should have now. Sets `given_up` where
-        that is what follows."""
+        """Commands that answer an event of an engine. `version` is that of the weights that engines
+        should have now. Sets `given_up` if the run cannot go on."""
         match event:
             case EngineLost():
                 return self._on_lost(event, version)
@@ -252,8 +252,8 @@ class Fleet:
         return Replace(engine=engine.number, incarnation=engine.incarnation, version=version)
 
     def _place_again(self, lost: int) -> list[Command]:
-        """The samples that the lost engine had, or that were on their way to it or from it. What
-        was on its way to it goes on, where its source has it still."""
+        """Commands that restart the samples that the lost engine had, or that were moving to or
+        from it. A sample that was moving to it goes on where its source still has it."""
         homeless: list[SampleId] = []
         going_on: list[SampleId] = []
         anyone = bool(self._takers())
@@ -294,13 +294,14 @@ class Fleet:
         return [*placed, *self._share_with(engine)] if self.config.moves else placed
 
     def _gather(self, engine: Engine) -> list[Command]:
-        """This one of the new layout is there, or was lost. After the last one all begin."""
+        """Records that this engine of a new layout is ready or was lost. After the last of them,
+        returns the commands that start the waiting samples."""
         self._gathering.remove(engine.number)
         return self._place_waiting()
 
     def _share_with(self, engine: Engine) -> list[Command]:
-        """An engine that has joined is given a share of what others have: the last ones first, who
-        have the fewest tokens to take along."""
+        """Commands that move a share of other engines' samples to an engine that has joined: the
+        last launched first, since these have the fewest tokens to take along."""
         takers, seats = self._takers(), self._seats
         mean = sum(one.tokens for one in takers) / max(len(takers), 1)
         moved: list[SampleId] = []
@@ -320,8 +321,8 @@ class Fleet:
     def direct(
         self, commands: list[Command], on_aborted: Callable[[SampleAborted], list[Command]]
     ) -> list[Command]:
-        """The job's commands as they go to the engines. `on_aborted` is told of samples that nobody
-        will answer for, and its commands are added."""
+        """The job's commands as they go to the engines. `on_aborted` is called with samples that no
+        engine will answer for, and the commands that it returns are added."""
         commands = self._assign(commands)
         while self.unanswered:
             commands += self._assign(on_aborted(self.unanswered.popleft()))
@@ -355,7 +356,8 @@ class Fleet:
         return [*before, command, *after]
 
     def _continue(self, command: Continue) -> Continue:
-        """Each goes on where it was, which has what came before, or by the routing."""
+        """The command with engines: a sample goes on in its last engine, which has what came
+        before, or, if that cannot take it, where the routing puts it."""
         # Every turn comes by here: no list of all engines is made for it.
         seats, engines = self._seats, self.engines
         tokens = self._known.mean_tokens()
@@ -376,7 +378,8 @@ class Fleet:
         return command
 
     def _begin_round(self, command: Launch) -> tuple[list[Command], list[Command]]:
-        """All devices are the engines' again. What is to be said before the launch, and after."""
+        """Gives all devices back to the engines. Returns the commands that go before the launch,
+        and those that go after it."""
         self._round = command.round
         self._seats.clear()
         self._router.begin_round()
@@ -391,7 +394,7 @@ class Fleet:
         return [], [self._replace(engine, command.version) for engine in back if not engine.ready]
 
     def _resize(self, version: int) -> Resize:
-        """The engines of the new degree are new ones, and nothing that was said of any holds."""
+        """Makes engines of another tensor parallel degree; returns the command that starts them."""
         assert self.config.num_devices is not None
         count = self.config.num_devices // self._degree
         self._slots += [Engine(number) for number in range(len(self._slots), count)]
@@ -404,7 +407,8 @@ class Fleet:
         return Resize(tensor_parallel=self._degree, incarnations=incarnations, version=version)
 
     def _release(self, command: Release) -> list[Command]:
-        """Samples that the released engines have, or were to be given, go on in other engines."""
+        """Moves away the samples that the released engines have, or were to be given, and returns
+        the commands that do so."""
         for number in {device // self._degree for device in command.devices}:
             self.engines[number].released = True
         seats = self._seats
@@ -423,7 +427,7 @@ class Fleet:
                 self._settle(sample)
 
     def _settle(self, sample: SampleId) -> None:
-        """Nobody will answer for it: it has what its launch gave it."""
+        """Notes that no engine will answer for a stopped sample, which has its launch's tokens."""
         seats = self._seats
         del seats.work[sample]
         seats.engine[sample] = NOWHERE
@@ -439,8 +443,8 @@ class Fleet:
     def _route(
         self, samples: Sequence[SampleId], work: Sequence[int] | None = None
     ) -> tuple[int, ...]:
-        """Give these samples, whose work is nobody's, their engines. With no engine they are
-        nowhere."""
+        """Choose an engine for each of these samples, whose work is counted for no engine yet, and
+        return the engines' numbers: `NOWHERE` if no engine takes samples."""
         takers = self._takers()
         engines = (NOWHERE,) * len(samples)
         if takers:
@@ -450,7 +454,7 @@ class Fleet:
         return engines
 
     def _place(self, samples: Sequence[SampleId]) -> list[Command]:
-        """Have these started again, if an engine is there; otherwise they wait for one."""
+        """The command that starts these samples again; empty, and they wait, without an engine."""
         if not samples or not self._takers():
             return []
         return [Place(samples=tuple(samples), engines=self._route(samples))]
@@ -459,8 +463,9 @@ class Fleet:
         return self._place(self._seats.under_way({NOWHERE})) if self._takers() else []
 
     def _send(self, samples: Sequence[SampleId]) -> list[Command]:
-        """Have these, whose work is nobody's, go on elsewhere with what they have: where they come
-        from if they are under way and that engine takes samples, else by the routing."""
+        """Commands that move these samples, whose work is counted for no engine, with the tokens
+        that they have: back to the engine that they come from if that takes samples, else where the
+        routing says."""
         routed: list[SampleId] = []
         seats = self._seats
         for sample in samples:

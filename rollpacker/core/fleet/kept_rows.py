@@ -25,21 +25,21 @@ class _Away(NamedTuple):
 
 
 class KeptRows:
-    """Tell it who leaves and who is back. The memory is as engines report it."""
+    """The samples whose rows (keys and values) engines keep while their environments have the turn.
+    Call `leave` and `back`; free memory is as engines report it."""
 
     def __init__(self) -> None:
         self._away: dict[SampleId, _Away] = {}
         self._answers: dict[str, tuple[int, float]] = {}
-        """Source of prompts -> number of answers so far, and the seconds that they took
-        together."""
+        """Number of answers so far, and the seconds they took together, by source of prompts."""
 
     def begin_round(self) -> None:
-        """Nobody is away."""
+        """Forget all kept rows."""
         self._away.clear()
 
     def leave(self, event: SampleGenerated) -> list[SampleId]:
-        """The environment has the turn. Returns whom this engine should let go of, which may be
-        this one: as many as there is no room for."""
+        """Records that a sample's environment has the turn. Returns the samples whose rows this
+        engine should drop, for which it has no room; this sample may be among them."""
         engine = event.engine, event.incarnation
         if event.num_held:
             self._away[event.sample] = _Away(engine, event.num_held, event.time_s)
@@ -64,8 +64,8 @@ class KeptRows:
             self._answers[sample.prompt.source] = count + 1, seconds
 
     def _by_absence(self, engine: tuple[int, int], now_s: float) -> list[SampleId]:
-        """Rows that this engine holds. The one whose answer is expected last comes first; of equals
-        the shortest, which is the cheapest to compute again."""
+        """Samples whose rows this engine holds. The one whose answer is expected last comes first;
+        of equals the shortest, which is the cheapest to compute again."""
 
         def expected_s(sample: SampleId) -> float:
             count, seconds = self._answers.get(sample.prompt.source, (0, 0.0))

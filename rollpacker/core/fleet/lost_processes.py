@@ -19,11 +19,11 @@ class EngineLosses:
     """Losses of engines since the last committed step, and when they are too many."""
 
     def __init__(self, most: int, *, of_all: bool) -> None:
-        """So many losses of one engine end the run; or of all together."""
+        """`most` losses of one engine end the run; with `of_all`, `most` losses of all engines."""
         self._most = most
         self._of_all = of_all
         self._since: list[tuple[int, str]] = []
-        """The engine, and why."""
+        """Number of the engine and reason of each loss since the last committed step."""
 
     def __len__(self) -> int:
         return len(self._since)
@@ -32,11 +32,12 @@ class EngineLosses:
         return _listed(self._since)
 
     def clear(self) -> None:
-        """A step is committed."""
+        """Forget all losses, since a step is committed."""
         self._since.clear()
 
     def add(self, number: int, reason: str) -> str:
-        """This engine was lost. Why the run cannot go on, in words; or nothing."""
+        """Counts a loss of this engine. Returns why the run cannot go on, in words; empty if it
+        can."""
         self._since.append((number, reason))
         counted = [one for one in self._since if self._of_all or one[0] == number]
         if len(counted) < self._most:
@@ -48,20 +49,20 @@ class EngineLosses:
 
 
 class TrainerLosses:
-    """`max_losses`: so many without a commit between them end the run. None: there is no trainer
-    that can be lost."""
+    """Losses of the trainer. `max_losses` of them without a commit in between end the run; None:
+    the trainer cannot be lost."""
 
     def __init__(self, max_losses: int | None) -> None:
         self.max_losses = max_losses
         self.incarnation = 0
         self.given_up = ""
-        """Why the run cannot go on, in words."""
+        """Why the run cannot go on, in words; empty while it can."""
         self._reasons: list[str] = []
-        """Since the last commit."""
+        """Reason of each loss since the last commit."""
 
     def on_lost(self, event: TrainerLost, version: int) -> list[RestoreTrainer]:
-        """The answer; `version`: of the last optimizer step. Sets `given_up` where that is what
-        follows."""
+        """Commands that answer a loss of the trainer; `version` is that of the last optimizer step.
+        Sets `given_up` instead if the run cannot go on."""
         assert self.max_losses is not None, f"{event} in a run whose trainer cannot be lost"
         if event.incarnation != self.incarnation:
             return []  # known already
@@ -78,14 +79,14 @@ class TrainerLosses:
         return [RestoreTrainer(incarnation=self.incarnation, version=version)]
 
     def on_ready(self, event: TrainerReady, version: int) -> None:
-        """The trainer is back. Raises `AssertionError` if its version or incarnation is not the one
-        that was asked for."""
+        """Records that the trainer is back. Raises `AssertionError` if its version or incarnation
+        is not the one that was asked for."""
         assert (event.incarnation, event.version) == (self.incarnation, version), (
             f"{event} with version {version} of incarnation {self.incarnation}"
         )
 
     def committed(self) -> None:
-        """A step was committed: losses before it do not count any more."""
+        """Forget all losses, since a step was committed."""
         self._reasons.clear()
 
 

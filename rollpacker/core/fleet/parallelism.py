@@ -31,7 +31,7 @@ from rollpacker.codec import from_plain, to_plain
 from rollpacker.core.commands import RoundKind
 
 FLOOR = 0.01
-"""Preemptions per launched sample that are noise."""
+"""Preemptions per launched sample that count as noise: a smaller difference is no rise."""
 RETRY_FACTOR = 4
 MAX_FAILURES = 6
 
@@ -42,17 +42,18 @@ class ParallelismConfig:
     ones, on the same devices."""
 
     enabled: bool = False
-    """Off: every round has the degree `initial`."""
+    """Whether degrees are chosen. False: every round has the degree `initial`."""
     degrees: tuple[int, ...] = (1,)
     """Tensor-parallel degrees to choose from, ascending. Each must divide the number of devices,
     `rollout.engines` times `initial`, and the model's attention heads."""
     initial: int = 1
-    """The degree to begin with: the one that is best without tail batching. Without the planner,
-    that of the whole run."""
+    """Degree to begin with: the one that is best without tail batching. Without the planner it is
+    the degree of the whole run."""
     rise: float = 1.05
-    """Preemptions of more than this times the reference call for the next higher degree."""
+    """Preemptions of more than this times those of the last such round call for the next higher
+    degree."""
     calm_rounds: int = 4
-    """So many rounds of a kind in a row without preemption call for the next lower degree."""
+    """Number of rounds of a kind, all without preemption, that call for the next lower degree."""
 
     def __post_init__(self) -> None:
         if not self.degrees or min(self.degrees) < 1:
@@ -68,7 +69,7 @@ class ParallelismConfig:
 
     @property
     def of_several(self) -> bool:
-        """Engines have, or may be given, more than one device."""
+        """Whether engines have, or may be given, more than one device."""
         return self.enabled or self.initial > 1
 
     @property
@@ -84,9 +85,9 @@ class KnownKind(msgspec.Struct, forbid_unknown_fields=True):
     last_rate: float | None = None
     """Preemptions per launched sample of the last round; None before the first."""
     num_calm: int = 0
-    """Rounds at this degree, up to the last one, in a row without preemption."""
+    """Number of rounds at this degree, up to the last one, in a row without preemption."""
     num_failures: dict[int, int] = msgspec.field(default_factory=dict)
-    """Degree -> how often it had to be left for a higher one."""
+    """How often each degree had to be left for a higher one."""
 
 
 class KnownDegrees(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -94,12 +95,13 @@ class KnownDegrees(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     num_changes: int = 0
     rates: dict[int, float] = msgspec.field(default_factory=dict)
-    """Degree -> preemptions per launched sample in the last round of any kind."""
+    """Preemptions per launched sample in the last round of any kind, by degree."""
     kinds: dict[str, KnownKind] = msgspec.field(default_factory=dict)
 
 
 class ParallelismPlanner:
-    """Ask `degree` when a round starts, tell `observe` when it is over."""
+    """Chooses the tensor-parallel degree of rounds. Ask `degree` when a round starts, and report
+    the round to `observe` when it is over."""
 
     def __init__(self, config: ParallelismConfig) -> None:
         self.config = config
@@ -107,7 +109,7 @@ class ParallelismPlanner:
 
     @property
     def num_changes(self) -> int:
-        """Degrees changed so far, over all kinds."""
+        """Number of changes of degree so far, over all kinds of round."""
         return self._known.num_changes
 
     def degree(self, kind: RoundKind) -> int:
@@ -116,8 +118,8 @@ class ParallelismPlanner:
         return self.config.initial if known is None else known.degree
 
     def observe(self, kind: RoundKind, *, preemptions: int, num_samples: int) -> None:
-        """A round of this kind, at the degree that it was given, is over: so many preemptions of so
-        many launched samples."""
+        """Records that a round of this kind, at its degree, is over, with so many preemptions of
+        so many launched samples."""
         assert preemptions >= 0 and num_samples >= 1
         if not self.config.enabled:
             return

@@ -21,7 +21,8 @@ from rollpacker.core.ids import PromptId, SampleId
 Routing = Literal["spread", "group", "turns"]
 
 CARRIED_COST = 8
-"""So many carried tokens are as much work as one that is drawn: they are looked at together."""
+"""Number of carried-over tokens that are as much work as one new token, since they are computed
+together in one pass."""
 
 OVERLOAD = 1.5
 """An engine with more than this times the mean work gets no more of a group that it has begun."""
@@ -29,17 +30,17 @@ OVERLOAD = 1.5
 
 @dataclass(slots=True)
 class Engine:
-    """One slot of the fleet."""
+    """One engine of the fleet."""
 
     number: int
     incarnation: int = 0
-    """How often it was replaced. That of the one to come, from the moment of a loss on."""
+    """How often the engine was replaced; from a loss on, the number of the replacement to come."""
     ready: bool = True
     """True if the engine has the weights of the round and generates."""
     released: bool = False
     """True if the engine's devices are the trainer's until the next round."""
     tokens: int = 0
-    """Work: what its samples are expected to take, in tokens."""
+    """Work of the engine: tokens that its samples are expected to take."""
 
     @property
     def takes(self) -> bool:
@@ -55,7 +56,7 @@ class Known(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     num_tokens: int = 0
 
     def mean_tokens(self) -> int:
-        """At least 1: before anything has finished, all samples are alike."""
+        """Mean tokens of finished responses, at least 1; before any has finished, 1."""
         return max(self.num_tokens // self.num_finished, 1) if self.num_finished else 1
 
 
@@ -65,7 +66,7 @@ class Router:
     def __init__(self, routing: Routing) -> None:
         self._routing = routing
         self._homes: dict[PromptId, int] = {}
-        """The engine that took a prompt's last sample; where that matters."""
+        """Number of the engine that took each prompt's last sample, if samples are grouped."""
 
     def begin_round(self) -> None:
         self._homes.clear()
@@ -73,8 +74,8 @@ class Router:
     def route(
         self, samples: Sequence[SampleId], work: Sequence[int], engines: Sequence[Engine]
     ) -> tuple[int, ...]:
-        """The engine of each of these samples, of which each is so much work that is nobody's yet;
-        it is the engines' afterwards. All of them, at least one, take samples."""
+        """Number of the engine chosen for each sample. The samples' `work`, in tokens, is added to
+        those engines. `engines` are those that may be given samples, at least one."""
         if self._routing == "turns":
             for turn, one in enumerate(engines):
                 one.tokens += sum(work[turn :: len(engines)])
@@ -99,8 +100,8 @@ class Router:
 
 
 def _least_loaded(engines: Sequence[Engine]) -> Iterator[Engine]:
-    """At each turn the engine with the least work, the first of several. Work may be added between
-    turns, not taken away."""
+    """Yields, each time, the engine with the least work, the first of equals. Work may be added
+    between two times, but not taken away."""
     by_number = {engine.number: engine for engine in engines}
     heap = [(engine.tokens, engine.number) for engine in engines]
     heapq.heapify(heap)

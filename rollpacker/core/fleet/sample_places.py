@@ -1,7 +1,7 @@
-"""Where the samples of a round are, by sample.
+"""The engine of each sample of a round, and the sample's work.
 
-Most begin in one engine and end there, so that each has two entries; what few of them go through is
-kept for those alone.
+Most samples begin and end in one engine, so that each has two entries; further entries are kept
+only for the few that move, carry tokens or are stopped.
 """
 
 from __future__ import annotations
@@ -13,27 +13,23 @@ from rollpacker.core.ids import SampleId
 
 
 class Seats:
-    """Where the samples of one round are."""
+    """The engine of each sample of one round, and the sample's expected work in tokens."""
 
     __slots__ = ("_by_turn", "carried", "engine", "source", "stopping", "work")
 
     def __init__(self, *, by_turn: bool) -> None:
-        """`by_turn`: what a launch gives is that of a trajectory, of which only a turn is next."""
+        """`by_turn`: carried-over tokens are a trajectory's, of which only one turn comes next."""
         self._by_turn = by_turn
         self.engine: dict[SampleId, int] = {}
-        """The number of the engine that has it, or has been told to take it; also of those that
-        have ended."""
+        """Number of the engine that has each sample, or is to take it; ended ones keep theirs."""
         self.work: dict[SampleId, int] = {}
-        """Tokens that are counted as the work of each sample that has not ended, in launch
-        order."""
+        """Tokens that count as the work of each sample that has not ended, in launch order."""
         self.source: dict[SampleId, int] = {}
-        """Sample that moves -> the engine that it comes from, and that may still end it."""
+        """Number of the engine that each moving sample comes from, which may still end it."""
         self.carried: dict[SampleId, int] = {}
-        """Tokens that its launch gave it; none where that says nothing of it, or a later turn has
-        begun."""
+        """Tokens that its launch gave each sample, until a later turn begins; missing if none."""
         self.stopping: set[SampleId] = set()
-        """Samples that were told to stop. Those that have not ended are still to be answered
-        for."""
+        """Samples that were told to stop; engines still answer for those that have not ended."""
 
     def clear(self) -> None:
         self.engine.clear()
@@ -45,8 +41,9 @@ class Seats:
     def launch(
         self, samples: Sequence[SampleId], carried: Sequence[int], mean_tokens: int
     ) -> Sequence[int]:
-        """The work of each of these, which are still to be given engines. `carried` is aligned with
-        them, or empty; `mean_tokens` is expected of each."""
+        """Notes the expected work of these samples, which have no engines yet, and returns it.
+        `carried` has each sample's carried-over tokens, or is empty; `mean_tokens` is the expected
+        length of a response."""
         work = [mean_tokens] * len(samples)
         if carried:
             self.carried.update(zip(samples, carried, strict=True))
@@ -56,7 +53,7 @@ class Seats:
         return work
 
     def under_way(self, engines: Set[int]) -> list[SampleId]:
-        """In one of these engines, not ended and not told to stop; in launch order."""
+        """Samples in one of these engines, not ended and not told to stop, in launch order."""
         engine, stopping = self.engine, self.stopping
         return [
             sample for sample in self.work if engine[sample] in engines and sample not in stopping

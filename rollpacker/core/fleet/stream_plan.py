@@ -32,11 +32,11 @@ from rollpacker.core.lengths.bins import IntArray
 Group = TypeVar("Group", bound=Sized)
 
 MAX_HISTORY = 4096
-"""Lengths remembered per history."""
+"""Most lengths that are remembered for one kind of round."""
 NUM_SDS = 2.0
-"""Standard deviations above the expected demand that an engine must be able to hold."""
+"""Number of standard deviations above the expected demand for which an engine must have room."""
 WHOLE = "whole"
-"""One history for all kinds of round that wait for every sample they launch."""
+"""Name of the history of lengths that all kinds of round share that wait for every sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,21 +44,22 @@ class StreamConfig:
     """When devices go to the trainer early (`stream_trainer.*`)."""
 
     enabled: bool = False
-    """Without it nothing is released and nothing streamed, in the reward wait either."""
+    """Whether devices are released, and gradients started, before a round is over. False: neither
+    happens, not even while only verdicts are awaited."""
     kinds: tuple[str, ...] = ("long", "flush")
     """Kinds of round in which devices may be released."""
     window: tuple[float, float] = (0.2, 0.5)
-    """Released between these shares of finished samples."""
+    """Devices are released only while the share of finished samples lies between these two."""
     every: float = 0.05
-    """Tried each time that the share has grown by so much."""
+    """Growth of the share of finished samples after which a release is tried again."""
     released_share: float = 0.5
-    """At most so much of the devices is released."""
+    """Largest share of the devices that is released."""
     min_new_share: float = 0.05
-    """A try needs so many samples, as a share of the launched ones, finished since the last."""
+    """Samples that must have finished since the last try, as a share of the launched ones."""
     max_share: float = 1.0
-    """At most so much of a step's samples is trained on before the round is over."""
+    """Largest share of a step's samples that is trained on before the round is over."""
     reward_wait: bool = False
-    """Stream in any round once its engines are empty and only verdicts are awaited."""
+    """Start gradients, in rounds of any kind, once engines are empty and verdicts are awaited."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.kinds) - {kind.value for kind in RoundKind})
@@ -84,11 +85,11 @@ class DeviceLayout:
     gpus: int = 1
     gpus_per_node: int = 8
     tensor_parallel: int = 1
-    """Devices of one engine."""
+    """Number of devices of one engine."""
     train_group: int = 1
-    """Devices of one training replica."""
+    """Number of devices of one training replica."""
     kv_tokens: int | None = None
-    """Tokens that the cache of one engine holds; None: it never runs out."""
+    """Tokens that the key-value cache of one engine holds. None: it never runs out."""
 
     def __post_init__(self) -> None:
         for name in ("gpus", "gpus_per_node", "tensor_parallel", "train_group"):
@@ -125,21 +126,22 @@ class _RoundUnderWay:
     num_to_train: int
     prompt_tokens: float
     tries: deque[int]
-    """Numbers of finished samples at which to try, ascending."""
+    """Numbers of finished samples at which a release is to be tried, ascending."""
     num_finished: int = 0
     num_stopped: int = 0
     num_finished_at_try: int = 0
     longest: int = 0
-    """Tokens of the longest finished response."""
+    """Number of tokens of the longest finished response."""
     released: tuple[int, ...] = ()
     refusal: str = ""
-    """Why the last try released nothing."""
+    """Why the last try released nothing, in words. Empty: no try was refused."""
     num_streamed: int = 0
-    """Samples handed to the trainer early."""
+    """Number of samples handed to the trainer early."""
 
 
 class StreamPlan:
-    """State over a run; `begin` each round, then feed it the round's samples."""
+    """Decides over a run which devices leave a round early, and which groups are trained on then.
+    Call `begin` for each round, then report the round's samples."""
 
     def __init__(
         self,
@@ -150,11 +152,11 @@ class StreamPlan:
         trainer_apart: bool = False,
         why_kept: Callable[[], str] = str,
     ) -> None:
-        """`max_response_tokens` bounds the projection; without it nothing is released before a
-        history of lengths exists, if the cache is limited. `trainer_apart`: the trainer has devices
-        of its own, so nothing is ever released, and groups are streamed in rounds of every kind as
-        soon as they are there. `why_kept`: why no engine can let go of its samples at the moment,
-        in words; or nothing."""
+        """`max_response_tokens` bounds the projected lengths; without it, and with a limited cache,
+        nothing is released before earlier rounds have shown lengths. `trainer_apart`: the trainer
+        has devices of its own, so nothing is ever released, and groups of rounds of every kind are
+        streamed as soon as they are complete. `why_kept` returns why no engine can let go of its
+        samples now, in words, or an empty text."""
         self.config = config
         self.layout = layout
         self.trainer_apart = trainer_apart
@@ -163,9 +165,9 @@ class StreamPlan:
         self.num_tries = 0
         self.num_releases = 0
         self.num_refused_kv = 0
-        """Tries refused because the surviving engines would run out of cache."""
+        """Number of releases refused because the other engines would run out of cache."""
         self.num_refused_layout = 0
-        """Tries refused because an engine or a training replica would be split."""
+        """Number of releases refused because an engine or a training replica would be split."""
         self._histories: dict[str, deque[int]] = {}
         """Tokens at which samples left the engine, finished or stopped, in earlier rounds of kinds
         in which devices may be released."""
@@ -174,17 +176,17 @@ class StreamPlan:
         next one begins."""
         self._round: _RoundUnderWay | None = None
         self.active = False
-        """Something of the round under way may be streamed."""
+        """True if groups of the round under way may be trained on early."""
         self.may_release = False
-        """Devices may be released in the round under way: it is to be told what ends."""
+        """True if devices may be released in this round, so that its ends must be reported."""
         self.may_stream_early = False
-        """The trainer has something to compute with while the round's engines generate."""
+        """True if the trainer has devices to compute with while the round's engines generate."""
         self._waiting: list[tuple[SampleId, ...]] = []
-        """Groups of the round that the trainer might start on."""
+        """Complete groups of the round that wait to be given to the trainer."""
 
     @property
     def num_waiting(self) -> int:
-        """Complete groups of the round that the trainer was not given so far."""
+        """Number of complete groups of the round that the trainer was not given yet."""
         return len(self._waiting)
 
     @property
@@ -203,7 +205,7 @@ class StreamPlan:
         prompt_tokens: float,
         layout: DeviceLayout,
     ) -> None:
-        """A round starts; `begin`, if anything of one of this kind may be streamed."""
+        """Begins a round of this kind, by `begin`, if its groups may be trained on early."""
         by_kind = self.config.reward_wait or kind in self.config.kinds
         self.active = self.config.enabled and (by_kind or self.trainer_apart)
         self.may_release = self.may_stream_early = False
@@ -225,8 +227,9 @@ class StreamPlan:
         prompt_tokens: float = 0.0,
         layout: DeviceLayout | None = None,
     ) -> None:
-        """A round starts: samples launched, samples that the step will train on, mean tokens of a
-        prompt, and the layout if it differs from the run's (another degree)."""
+        """Begins a round: `num_samples` samples are launched, the step will train on
+        `num_to_train`, prompts have `prompt_tokens` tokens on average, and `layout`, if given,
+        replaces the run's."""
         assert num_samples >= 1 and num_to_train >= 0 and prompt_tokens >= 0
         self._close_history()
         self._waiting = []
@@ -244,7 +247,8 @@ class StreamPlan:
         )
 
     def on_finished(self, num_tokens: int) -> tuple[int, ...] | None:
-        """A response of so many tokens is complete. Devices to release now, or None."""
+        """Records a complete response of so many tokens. Returns devices to release now, or
+        None."""
         now = self._round or self._current()
         now.num_finished += 1
         if num_tokens > now.longest:
@@ -257,30 +261,30 @@ class StreamPlan:
         return self._try_release(now)
 
     def on_stopped(self, num_tokens: int) -> None:
-        """A sample left the engine without being complete: aborted or failed."""
+        """Records a sample that left the engine without being complete: aborted or failed."""
         now = self._current()
         now.num_stopped += 1
         if self.may_release:
             self._left.append(num_tokens)
 
     def on_added(self, count: int = 1) -> None:
-        """More samples were launched in this round, to replace failed ones."""
+        """Records that more samples were launched in this round, to replace failed ones."""
         self._current().num_samples += count
 
     def take_up(
         self, complete: Sequence[tuple[SampleId, ...]], *, engine_empty: bool
     ) -> tuple[tuple[SampleId, ...], ...]:
-        """Groups that are complete now join those that wait. Returns those that the trainer may
-        start on."""
+        """Adds groups that are complete now to the waiting ones. Returns the groups that the
+        trainer may start on, which wait no more."""
         self._waiting += complete
         chosen = self.groups_to_stream(self._waiting, engine_empty=engine_empty)
         self._waiting = self._waiting[len(chosen) :]
         return chosen
 
     def groups_to_stream(self, groups: Sequence[Group], *, engine_empty: bool) -> tuple[Group, ...]:
-        """Groups, of these complete ones that are not streamed yet, that the trainer may start on
-        now: the first ones, up to `max_share` of the step's samples. They count as streamed from
-        then on. `engine_empty`: nothing of the round is still being generated."""
+        """Those of the complete groups that the trainer may start on now: the first ones, up to
+        `max_share` of the step's samples. They count as streamed from then on. `engine_empty`: no
+        sample of the round is being generated."""
         now = self._current()
         if not self.may_stream(engine_empty=engine_empty):
             return ()
@@ -294,13 +298,13 @@ class StreamPlan:
         return tuple(chosen)
 
     def may_stream(self, *, engine_empty: bool) -> bool:
-        """Whether the trainer has anything to compute with at this moment."""
+        """Whether the trainer has devices to compute with at this moment."""
         if not self.config.enabled:
             return False
         return self.may_stream_early or (self.config.reward_wait and engine_empty)
 
     def streamed(self) -> tuple[int, str]:
-        """Samples of this round that were streamed so far; and why none was, if so."""
+        """Number of samples of this round that were streamed so far, and, if that is 0, why."""
         now = self._current()
         if now.num_streamed:
             return now.num_streamed, ""
@@ -357,10 +361,8 @@ class StreamPlan:
         return _peak_demand(lengths, num_live, now.prompt_tokens) <= capacity
 
     def _projected(self, now: _RoundUnderWay) -> IntArray | None:
-        """Lengths that a remaining sample may come to, ascending; None if nothing is known.
-
-        Those of earlier rounds that are beyond the longest response finished by now. The limit of a
-        response counts as one more of them: it is all that is known before there is a history."""
+        """Lengths in tokens that a remaining sample may reach, ascending; None if nothing is
+        known."""
         history = np.array(self._histories.get(_history_of(now.kind), ()), dtype=np.int64)
         ahead = np.sort(history[history > now.longest])
         if self.max_response_tokens is not None:
@@ -375,7 +377,7 @@ class StreamPlan:
         return self._round
 
     def _close_history(self) -> None:
-        """The lengths of the round at hand join their history."""
+        """Adds the lengths of the round at hand to their history, and ends the round."""
         if self._round is not None and self._left:
             name = _history_of(self._round.kind)
             self._histories.setdefault(name, deque(maxlen=MAX_HISTORY)).extend(self._left)
@@ -385,7 +387,8 @@ class StreamPlan:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Between rounds: a round at hand counts as over, its lengths as history."""
+        """The plan as plain values for a checkpoint, between rounds: a round at hand counts as
+        over, and its lengths as history."""
         histories = {name: list(lengths) for name, lengths in sorted(self._histories.items())}
         if self._round is not None and self._left:
             name = _history_of(self._round.kind)
@@ -414,7 +417,7 @@ class StreamPlan:
 
 
 class SavedPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan in a checkpoint."""
+    """State of a `StreamPlan` in a checkpoint."""
 
     num_tries: int
     num_releases: int
@@ -424,7 +427,8 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def _history_of(kind: RoundKind) -> str:
-    """A race stops its slow samples, so its lengths say nothing about rounds that wait for all."""
+    """Name of the history of lengths for this kind of round. Races have their own, since they stop
+    slow samples, so that their lengths say nothing about rounds that wait for all."""
     is_race = kind in (RoundKind.SHORT, RoundKind.CASCADE)
     return kind.value if is_race else WHOLE
 
@@ -440,8 +444,9 @@ def _tries(config: StreamConfig, num_samples: int) -> list[int]:
 def _peak_demand(lengths: IntArray, num_live: int, prompt_tokens: float) -> float:
     """Most tokens that `num_live` samples of one engine will hold at once, with a margin.
 
-    All are at the same position, and end at lengths drawn from `lengths` (ascending). Between two
-    of these lengths nothing ends and the demand grows, so its peaks are there."""
+    All samples are at the same position, and end at lengths drawn from `lengths` (ascending).
+    Between two of these lengths nothing ends and the demand grows, so its peaks are there.
+    """
     alive = 1.0 - np.arange(lengths.size) / lengths.size
     expected = num_live * alive
     bound = np.minimum(expected + NUM_SDS * np.sqrt(expected * (1.0 - alive)), num_live)

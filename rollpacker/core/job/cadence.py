@@ -18,15 +18,16 @@ class Cadence:
     evaluates: bool = False
     """True if the run has held-out prompts to evaluate."""
     eval_every_steps: int | None = None
-    """None: only before the first and after the last step."""
+    """Steps between two evaluations. None: only before the first and after the last step."""
 
     def checkpoint_is_due(self, step: int, *, ending: bool) -> bool:
-        """After this step; `ending`: nothing follows, or the run was asked to stop."""
+        """Whether a checkpoint is due after this step. `ending`: no step follows, or the run was
+        asked to stop."""
         return ending or step % self.checkpoint_every_steps == 0
 
     def evaluation_is_due(self, step: int, *, evaluated_step: int | None, last: bool) -> bool:
-        """After this step (0: before the first), given the step that was evaluated last; `last`:
-        nothing follows it."""
+        """Whether an evaluation is due after this step (0: before the first). `evaluated_step`: the
+        step that was evaluated last, or None. `last`: no step follows."""
         if not self.evaluates or step == evaluated_step:
             return False
         every = self.eval_every_steps

@@ -19,42 +19,44 @@ from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
-    """A run's configuration, as far as it decides anything. Every log has it in its sessions."""
+    """The part of a run's configuration that the core decides by. Every event log holds it."""
 
     prompts_per_step: int
     samples_per_prompt: int
     max_steps: int | None
-    """Steps, not counting those that empty the long queue at the end. None: until the data ends."""
+    """Steps, without those that train on left-over prompts at the end. None: until the data
+    ends."""
     max_response_tokens: int | None = None
     prompt_tokens: int = 0
-    """Mean length of a prompt, for projections of the key-value cache."""
+    """Mean number of tokens of a prompt, for projections of the key-value cache."""
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     rewards: RewardScheduleConfig = field(default_factory=RewardScheduleConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
     trainer_apart: bool = False
-    """The trainer has devices of its own and may work while others generate."""
+    """True if the trainer has devices of its own, and may work while the engines generate."""
     layouts: tuple[DeviceLayout, ...] = (DeviceLayout(),)
-    """How the devices are shared out, for each degree of tensor parallelism."""
+    """How engines and trainer share the devices, for each degree of tensor parallelism."""
     max_retries: int = 2
-    """Replacements per prompt and round for samples that the engine failed on."""
+    """Most replacements per prompt and round for samples that the engine failed on."""
     min_verdicts: int = 2
-    """A group with fewer verdicts is dropped: 2 where its samples are compared, else 1."""
+    """Fewest verdicts with which a group is trained on, rather than dropped: 2 where the algorithm
+    compares the samples of a prompt, else 1."""
     cadence: Cadence | None = field(default=None, metadata=OMIT_DEFAULT)
     """When checkpoints and evaluations are due. None: never; a simulation has neither, and a log
     from before this field does not say."""
     speculate: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
     """Kinds of round in which the engine decodes speculatively."""
     fleet: FleetConfig | None = field(default=None, metadata=OMIT_DEFAULT)
-    """Engines that can be lost. None: one that lives as long as the run, or, in older logs of
-    simulations, engines of which the core did not know."""
+    """Engines that can be lost and replaced. None: a single engine that lives as long as the run
+    (in older logs of simulations: any number of engines, unknown to the core)."""
     max_trainer_losses: int | None = field(default=None, metadata=OMIT_DEFAULT)
-    """So many losses of the trainer's processes without a committed step between them end the run.
-    None: the trainer lives as long as the run."""
+    """Number of losses of the trainer's processes, without a committed step between them, that ends
+    the run. None: the trainer lives as long as the run."""
 
     acting: ActingConfig | None = field(default=None, metadata=OMIT_DEFAULT)
-    """Samples take turns with environments. None: one response each."""
+    """How samples take turns with environments. None: a sample is a single response."""
 
     shares_pools: bool = field(default=False, metadata=OMIT_DEFAULT)
     """True if the job's devices belong to pools that other jobs use too
@@ -76,7 +78,7 @@ class JobConfig:
             )
 
     def layout(self, tensor_parallel: int) -> DeviceLayout:
-        """How the devices are shared out at this degree; the first if none is made for it."""
+        """The layout of the devices at this degree; the first layout if there is none for it."""
         found = (one for one in self.layouts if one.tensor_parallel == tensor_parallel)
         return next(found, self.layouts[0])
 
@@ -86,6 +88,6 @@ class JobConfig:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> JobConfig:
-        """From `to_plain`, also after a turn through JSON; parts that an older log lacks have their
-        defaults. Raises `TypeError` or `ValueError` for what is no configuration."""
+        """The configuration that `to_plain` wrote, also after it was JSON; keys that an older log
+        lacks have their defaults. Raises `TypeError` or `ValueError` for anything else."""
         return from_plain(cls, plain)

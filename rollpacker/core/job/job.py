@@ -88,7 +88,7 @@ class Job:
         Committed: "_on_committed",
         StopRequested: "_on_stop",
     }
-    """Kind of event -> name of the method that answers it."""
+    """Name of the method that answers each kind of event."""
 
     def __init__(self, config: JobConfig) -> None:
         self.config = config
@@ -122,12 +122,12 @@ class Job:
         self.trainer = TrainerLosses(config.max_trainer_losses)
         self._round: Round | None = None
         self._gathered: StepGroups | None = None
-        """Groups that the rounds of this step have brought. None between steps."""
+        """Groups of samples that this step's rounds have brought so far. None between steps."""
         self._stop_reason: str | None = None
 
     def handle(self, event: Event) -> list[Command]:
-        """The core's answer to what happened. Raises `ProtocolError`, `StrayEventError` or another
-        `AssertionError` for what cannot happen: a bug in the driver."""
+        """Commands that answer the event. Raises `ProtocolError`, `StrayEventError` or another
+        `AssertionError` for an event that cannot happen, which is a bug in the driver."""
         if self.lengths.planner is not None:
             self.lengths.take_time(event.time_s)
         # Every response comes by here at least twice: benchmarks/sim_speed.py.
@@ -151,21 +151,21 @@ class Job:
 
     @property
     def step(self) -> int:
-        """Steps committed."""
+        """Number of steps committed."""
         return self.progress.step
 
     @property
     def version(self) -> int:
-        """Optimizer steps applied."""
+        """Number of optimizer steps applied, which is the version of the weights."""
         return self.progress.version
 
     @property
     def num_queued(self) -> int:
-        """Deferred prompts, whatever they wait for."""
+        """Number of deferred prompts, which an earlier round left unfinished for a later one."""
         return len(self.queues)
 
     def waiting_for(self) -> str:
-        """In words, for the message of a deadline."""
+        """What the job waits for, in words, for the message of a deadline."""
         if self._round is not None:
             nobody = self.fleet is not None and self._round.num_under_way and self.fleet.nobody()
             return nobody or self._round.waiting_for()
@@ -174,17 +174,17 @@ class Job:
 
     @property
     def waits_for_rewards(self) -> bool:
-        """The engine is done; only verdicts are missing."""
+        """Whether all samples of the round have left the engines and only verdicts are missing."""
         return self._round is not None and not self._round.num_under_way
 
     @property
     def evaluation_is_due(self) -> bool:
-        """Before the run goes on: it is about to begin, or its step is committed. A driver that
-        starts or resumes a run asks; later `Commit` says it."""
+        """Whether an evaluation is due before the run goes on. A driver asks when it starts or
+        resumes a run; after later steps `Commit.evaluate` has the answer."""
         return self.progress.evaluation_is_due(self.config.cadence, last=self.nothing_left())
 
     def nothing_left(self) -> bool:
-        """Whether a run that stands here is over: no step is to come, and nobody waits."""
+        """Whether the run is over here: no step will follow, and no deferred prompt waits."""
         ends = self.progress.data_ended or self.progress.out_of_steps(self.config.max_steps)
         return ends and not self.num_queued
 
@@ -206,16 +206,17 @@ class Job:
 
     @property
     def _num_wanted(self) -> int:
-        """Groups that the next round should bring: a whole step's, or what a refill replaces."""
+        """Number of groups that the next round should bring: those of a whole step, or those that a
+        refill replaces."""
         return self._gathered.missing if self._gathered else self.config.prompts_per_step
 
     @property
     def _num_to_race(self) -> int:
-        """Prompts that the next race launches."""
+        """Number of prompts that the next race launches."""
         return self.lengths.factors.num_prompts(self._num_wanted)
 
     def _num_to_fetch(self) -> int:
-        """Prompts to fetch before the next race has all that it launches."""
+        """Number of prompts still to fetch before the next race has all that it launches."""
         num_waiting = self.queues.num_racing(self._num_to_race)
         return self._num_to_race - num_waiting - len(self.queues.fresh)
 
@@ -294,7 +295,8 @@ class Job:
 
     @property
     def _counts_ends(self) -> bool:
-        """The stream is to be told what ended; a round of turns tells it by itself."""
+        """Whether this class must report ended samples to `stream`; a `TurnRound` does so
+        itself."""
         return self.stream.may_release and self.acting is None
 
     def _on_generated(self, event: SampleGenerated) -> list[Command]:
@@ -375,8 +377,8 @@ class Job:
         return []
 
     def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
-        """Finish the answer to an event of the round: stream groups that can be, and close the
-        round if it is over."""
+        """The answer to an event of the round: `commands`, the gradients that can be started early,
+        and, if the round is over, what follows it."""
         if round_.num_under_way:
             return commands + self._stream(round_) if self.stream.may_stream_early else commands
         self.lengths.engine_is_empty()
@@ -429,7 +431,7 @@ class Job:
         return [*drops, *self._train(gathered)]
 
     def _train(self, gathered: StepGroups) -> list[Command]:
-        """The step's rounds are over: train on what they brought."""
+        """Train on the groups of the step's rounds, or commit the step if there are none."""
         self._gathered = None
         for group in gathered.groups:
             self.ledger.train(group[0].prompt)
@@ -486,8 +488,8 @@ class Job:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """State of the job for a checkpoint, part by part, as JSON has it. Only between `Commit`
-        and `Committed`, when nothing is in flight."""
+        """State of the job for a checkpoint, part by part, as plain JSON values. Raises
+        `ProtocolError` except between `Commit` and `Committed`, when nothing is in flight."""
         if self.phase is not Phase.COMMITTING:
             raise ProtocolError(f"a job cannot be saved in phase {self.phase}")
         return {
@@ -507,10 +509,11 @@ class Job:
     def restore(
         cls, config: JobConfig, state: Mapping[str, Any], *, data_ended: bool | None = None
     ) -> Job:
-        """The job as it was when it said `Commit`; it goes on when it is given `Committed` for that
-        step. Where the configuration has changed since, it goes on as that says.
+        """The job as it was when it gave `Commit`, under the configuration as it is now; it goes on
+        when it is given `Committed` for that step.
 
-        `data_ended` is what the cursor says now, if the run was given more epochs since.
+        `data_ended` is whether the data has ended now, if the run was given more epochs since;
+        None: as the checkpoint says.
         """
         job = cls(config)
         job.phase = Phase.COMMITTING

@@ -86,7 +86,7 @@ TRANSITIONS: dict[tuple[Phase, type[Event]], frozenset[Phase]] = {
         if phase is not _P.ROLLING
     },
 }
-"""Where the job may be after an event that it is told in a phase."""
+"""Phases in which the job may be after an event, by the phase before it and the kind of event."""
 
 
 WAITS_FOR: dict[Phase, str] = {
@@ -95,7 +95,7 @@ WAITS_FOR: dict[Phase, str] = {
     _P.SYNCING: "the engine to take version {version} of the weights",
     _P.COMMITTING: "the commit of step {step}",
 }
-"""In words, for messages. In a round there is more to say."""
+"""What the job waits for in a phase, in words, for messages. A round describes its own waiting."""
 
 
 class ProtocolError(AssertionError):
@@ -103,7 +103,8 @@ class ProtocolError(AssertionError):
 
 
 def expect(phase: Phase, event: Event, **facts: int) -> None:
-    """Raise unless the table knows the event in this phase, and the event has these values."""
+    """Raises `ProtocolError` unless `TRANSITIONS` has the event in this phase and the event's
+    fields have the values in `facts`."""
     if (phase, type(event)) not in TRANSITIONS:
         raise ProtocolError(f"{type(event).__name__} in phase {phase}")
     for name, value in facts.items():
@@ -112,8 +113,8 @@ def expect(phase: Phase, event: Event, **facts: int) -> None:
 
 
 def mermaid() -> str:
-    """The table as a Mermaid state diagram, for the docs. What leaves a phase as it is, is left
-    out."""
+    """`TRANSITIONS` as a Mermaid state diagram, for the docs, without events that keep the
+    phase."""
     arrows: dict[tuple[Phase, Phase], list[str]] = {}
     for (before, event), following in TRANSITIONS.items():
         for after in sorted(following - {before}):

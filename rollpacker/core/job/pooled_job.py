@@ -65,11 +65,13 @@ NEEDS: Mapping[type[Command], PoolName] = {
     **dict.fromkeys((Launch, Continue, Place, Move, Replace, Resize), "rollout"),
     **dict.fromkeys((StartGradients, TrainOn, SyncWeights), "train"),
 }
-"""Commands that are said on this pool only."""
+"""The pool that each of these kinds of command needs; it is given out only while the job holds that
+pool. Other kinds need none."""
 
 
 class PooledJob(Job):
-    """See `Job`, whose events and commands it has, and seven more."""
+    """A `Job` that shares its pools of devices with other jobs: it holds a command back until it
+    has the pool that the command needs. It has seven more kinds of events and commands."""
 
     HANDLERS: ClassVar[dict[type, str]] = {
         **Job.HANDLERS,
@@ -86,30 +88,29 @@ class PooledJob(Job):
         self.entering: PoolName | None = None
         """Pool that the job has asked for and waits for. None: it waits for none."""
         self.waited_s = 0.0
-        """For pools, and until parked processes had woken up; since the job began or was
-        restored."""
+        """Seconds that the job has waited for pools, and for parked processes to wake up, since it
+        began or was restored."""
         self._asked_s = 0.0
         self._held: list[Command] = []
-        """Commands that are held back until their pool is there: `TrainOn`, and the commands that
-        come with it."""
+        """Commands held back until their pool is there: `TrainOn`, and those that come with it."""
         self._begins = False
-        """A step is to begin as soon as the rollout pool is there."""
+        """True if a step is to begin as soon as the rollout pool is there."""
         self._refill: NextRound | None = None
-        """Round that refills a step and begins as soon as the rollout pool is there. None: no
-        refill waits."""
+        """Round that refills a step once the rollout pool is there. None: no refill waits."""
         self._answered: list[Launch | Continue] = []
         """Commands for samples whose environments have answered since a round left the rollout
         pool. Their engines are named when the pool is there."""
         self._stay = Stay()
         self._may_leave = config.acting is not None and config.acting.leaves_pool
-        """While environments work."""
+        """True if the job gives up the rollout pool while only environments work."""
         self._checkpointed = False
-        """So was the last commit."""
+        """True if the last commit wrote a checkpoint."""
         self._needed: PoolNeeded | None = None
         """Pool that the driver itself needs, and its purpose. None: it needs none."""
 
     def handle(self, event: Event) -> list[Command]:
-        """See `Job.handle`."""
+        """Commands that answer the event, as `Job.handle`, without those that wait for a pool, and
+        with those that enter and leave pools."""
         now_s = event.time_s
         waits_s = 0.0 if self.entering is None else now_s - self._asked_s
         own = replace(event, time_s=now_s - self.waited_s - waits_s)
@@ -119,7 +120,7 @@ class PooledJob(Job):
         return self._turn([*released, *super().handle(own)], now_s)
 
     def waiting_for(self) -> str:
-        """See `Job.waiting_for`."""
+        """What the job waits for, in words, as `Job.waiting_for`, or the pool it has asked for."""
         if self.entering is None:
             return super().waiting_for()
         return f"the {self.entering} pool, which other jobs use too"
@@ -145,8 +146,8 @@ class PooledJob(Job):
         return super()._after(round_, commands)
 
     def _without_pool(self, round_: Round, commands: list[Command]) -> list[Command]:
-        """Nothing of the round is in an engine. What goes on waits for the pool; what is stopped
-        before that has been let go of."""
+        """The commands that can be given without the rollout pool. `Launch` and `Continue` wait for
+        the pool; a sample that is aborted while it waits counts as stopped at once."""
         said: list[Command] = []
         for command in commands:
             if isinstance(command, Launch | Continue):
@@ -161,7 +162,7 @@ class PooledJob(Job):
         return said
 
     def _enter(self, event: Entered) -> list[Command]:
-        """The pool is there, and with it what was held back for it."""
+        """Takes the pool as the job's, and returns the commands that were held back for it."""
         if event.pool != self.entering:
             raise AssertionError(f"{event} while the job waits for {self.entering}")
         self.pool, self.entering = event.pool, None
@@ -171,7 +172,8 @@ class PooledJob(Job):
         return released
 
     def _renewed(self, command: Command) -> Command:
-        """An engine that was lost before a step is replaced after it, at the new weights."""
+        """The command, at the newest weights if it is a `Replace` that was held back over a
+        step."""
         return replace(command, version=self.version) if type(command) is Replace else command
 
     def _on_entered(self, event: Entered) -> list[Command]:
@@ -211,7 +213,7 @@ class PooledJob(Job):
         return super()._on_committed(event)
 
     def _on_stop(self, event: StopRequested) -> list[Command]:
-        """While a step waits for its pool, the run ends without it."""
+        """Ends the run at once if a step only waits for its pool; otherwise as `Job` does."""
         commands = super()._on_stop(event)
         if not self._begins:
             return commands
@@ -224,8 +226,8 @@ class PooledJob(Job):
     # -- which pool --------------------------------------------------------------------
 
     def _turn(self, commands: list[Command], now_s: float) -> list[Command]:
-        """Hold back what needs another pool, leave the one that is not needed any more, and ask for
-        the next."""
+        """The commands that can be given now: holds back those that need another pool, leaves a
+        pool that is no longer needed, and asks for the next."""
         said: list[Command] = []
         after_s = self._stay.look(now_s, rests=self.pool == "rollout" and self._only_acts())
         if after_s is not None:
@@ -262,14 +264,14 @@ class PooledJob(Job):
         )
 
     def _only_acts(self) -> bool:
-        """Whether all that is under way is with environments, and others may have the pool then."""
+        """Whether all samples under way are with environments, so that others may have the pool."""
         round_ = self._round
         if not (self._may_leave and isinstance(round_, TurnRound)):
             return False
         return 0 < round_.num_acting == round_.num_under_way
 
     def _wanted(self) -> list[tuple[PoolName, str]]:
-        """The pools without which something does not go on, and what for; the first comes first."""
+        """The pools that held-back work needs, with purposes, in the order in which to ask."""
         wanted: list[tuple[PoolName, str]] = []
         if self.phase is Phase.DONE:
             return wanted
@@ -285,7 +287,7 @@ class PooledJob(Job):
 
 
 def waits_for_pool(job: Job) -> bool:
-    """Nothing goes on before devices are there that other jobs have."""
+    """Whether the job can do nothing before it is given a pool that other jobs use too."""
     return isinstance(job, PooledJob) and job.entering is not None
 
 
@@ -297,6 +299,7 @@ def make_job(config: JobConfig) -> Job:
 def restore_job(
     config: JobConfig, state: Mapping[str, Any], *, data_ended: bool | None = None
 ) -> Job:
-    """See `Job.restore`. Whether the job shared pools before does not matter."""
+    """The job that a checkpoint's `state` describes; see `Job.restore`. Whether pools were shared
+    when it was saved does not matter."""
     kind = PooledJob if config.shares_pools else Job
     return kind.restore(config, state, data_ended=data_ended)

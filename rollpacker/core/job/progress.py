@@ -18,37 +18,38 @@ from rollpacker.core.ids import PromptId
 from rollpacker.core.job.cadence import Cadence
 
 MAX_EMPTY_STEPS = 3
-"""So many steps in a row without anything to train on end the run."""
+"""Number of steps in a row without anything to train on that ends the run."""
 
 
 class Progress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Counts of a run. A checkpoint holds them as they are."""
 
     step: int = 0
-    """Steps committed."""
+    """Number of steps committed."""
     version: int = 0
-    """Optimizer steps applied; a step without any trainable group does not add one."""
+    """Number of optimizer steps applied; a step without anything to train on does not add one."""
     num_rounds: int = 0
     num_empty_steps: int = 0
-    """Steps in a row without anything to train on, up to the last."""
+    """Number of steps in a row, up to the last, that had nothing to train on."""
     data_ended: bool = False
-    """The cursor has nothing more."""
+    """True if the dataset cursor has no more prompts."""
     evaluated_step: int | None = None
-    """The step that was evaluated last."""
+    """Number of the step that was evaluated last. None: none was."""
 
     def out_of_steps(self, max_steps: int | None) -> bool:
-        """Only what is deferred is left to do."""
+        """Whether all steps are done, so that only prompts left unfinished by earlier rounds are to
+        be trained on."""
         return max_steps is not None and self.step >= max_steps
 
     def evaluation_is_due(self, cadence: Cadence | None, *, last: bool) -> bool:
-        """Whether the step at hand is to be evaluated; `last`: nothing follows it."""
+        """Whether the step at hand is to be evaluated; `last`: no step follows."""
         return cadence is not None and cadence.evaluation_is_due(
             self.step, evaluated_step=self.evaluated_step, last=last
         )
 
     def commit(self, cadence: Cadence | None, *, last: bool, stopping: bool) -> Commit:
-        """The command for the step at hand. An evaluation that it asks for counts as done: no
-        checkpoint is written before it."""
+        """The `Commit` for the step at hand. An evaluation that the command asks for counts as
+        done, since no checkpoint is written before it."""
         evaluate = not stopping and self.evaluation_is_due(cadence, last=last)
         if evaluate:
             self.evaluated_step = self.step
@@ -63,7 +64,7 @@ class Progress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> Progress:
-        """From a job's state, which has other entries too."""
+        """The progress that a job's saved state holds, beside other entries."""
         progress = part_of(cls, state)
         # A run that ended for it gets another chance: its user may have mended the cause.
         progress.num_empty_steps %= MAX_EMPTY_STEPS
@@ -71,7 +72,8 @@ class Progress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LedgerError(AssertionError):
-    """A prompt was about to be settled twice, or without having been fetched."""
+    """Raised when a prompt would be settled (trained on or dropped) twice, or without being
+    fetched."""
 
 
 class Ledger(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -82,7 +84,7 @@ class Ledger(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     num_fetched: int = 0
     num_trained: int = 0
     dropped: dict[str, int] = msgspec.field(default_factory=dict)
-    """Prompts dropped, by reason."""
+    """Number of prompts dropped, by reason."""
 
     def fetch(self, prompts: Iterable[PromptId]) -> None:
         for prompt in prompts:
@@ -105,7 +107,7 @@ class Ledger(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         del self.open[prompt]
 
     def check(self) -> None:
-        """Raise unless every fetched prompt is open, trained or dropped."""
+        """Raises `LedgerError` unless every fetched prompt is open, trained or dropped."""
         settled = self.num_trained + sum(self.dropped.values())
         if self.num_fetched != settled + len(self.open):
             raise LedgerError(

@@ -15,45 +15,48 @@ or not since it was resumed, stays.
 from __future__ import annotations
 
 ROUNDING_S = 1e-6
-"""Seconds by which a stamp may be too early, since logs round it."""
+"""Seconds by which an event's time may be too early, since logs round it."""
 
 
 class Stay:
-    """Seconds are those of whoever tells them."""
+    """Decides when a job that only waits for environments leaves the rollout pool. All times are
+    seconds of the caller's clock."""
 
     def __init__(self) -> None:
         self.is_over = False
-        """The round should leave the pool."""
+        """True if the round should leave the pool."""
         self._began_s = 0.0
-        """The last training."""
+        """When the last training began."""
         self._trained_s: float | None = None
-        """So long it took, until the new weights were handed over."""
+        """Seconds of the last training until the new weights were handed over. None: no
+        training."""
         self._switch_s = 0.0
-        """So long the engines took to wake up."""
+        """Seconds that the engines took to wake up last time."""
         self._due_s: float | None = None
-        """Then it is over. None: the engines have something to do."""
+        """When the stay is over. None: the engines have something to do."""
         self._is_reminded = False
         """True if a reminder for the end of the stay is under way."""
 
     def woke(self, switch_s: float) -> None:
-        """The engines did, in so many seconds."""
+        """Records that the engines woke up, in so many seconds."""
         self._switch_s = switch_s
 
     def trains(self, now_s: float) -> None:
-        """The job has the training pool."""
+        """Records that the job has the training pool from now on."""
         self._began_s = now_s
 
     def trained(self, now_s: float) -> None:
-        """The job does not need the training pool any more in this step."""
+        """Records that the job needs the training pool no more in this step."""
         self._trained_s = now_s - self._began_s
 
     def reminded(self) -> None:
-        """A reminder has come, perhaps before its time: `look` decides anew."""
+        """Records that a reminder has come, perhaps before its time: `look` decides anew."""
         self._is_reminded = False
 
     def look(self, now_s: float, *, rests: bool) -> float | None:
-        """After every event. `rests`: the job has the pool, and all that is under way acts.
-        Returns after how many seconds to look again, once for each rest."""
+        """Updates `is_over`; called after every event. `rests` is true while the job has the pool
+        and all of its samples are with environments. Returns the seconds after which to look again,
+        once for each such rest; None if no reminder is needed."""
         if not rests or self._trained_s is None:
             self._due_s, self.is_over = None, False
             return None

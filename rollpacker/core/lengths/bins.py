@@ -14,7 +14,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 BINS_PER_OCTAVE = 8
-"""A bin is 9 % wide, and never narrower than one token."""
+"""Bins per doubling of the length: each is 9 % wide, and never narrower than one token."""
 
 
 @cache
@@ -51,7 +51,7 @@ def check_lengths(lengths: IntArray, cap: int) -> None:
 
 
 def normal_scores(density: FloatArray) -> FloatArray:
-    """(B,) normal scores of the bins' middle ranks."""
+    """(B,) normal scores (standard normal quantiles) of the bins' middle ranks."""
     middle = np.cumsum(density) - density / 2
     return normal_quantiles(np.clip(middle, 1e-12, 1 - 1e-12))
 
@@ -59,7 +59,7 @@ def normal_scores(density: FloatArray) -> FloatArray:
 def share_between(
     weights: FloatArray, class_means: FloatArray, density: FloatArray, scores: FloatArray
 ) -> float:
-    """Variance of the scores between classes over all of it."""
+    """Share of the scores' variance that is between classes; 0 if there is no variance."""
     mean = total_of(density * scores)
     from_mean, between = scores - mean, class_means - mean
     variance = total_of(density * (from_mean * from_mean))

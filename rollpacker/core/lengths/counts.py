@@ -14,7 +14,7 @@ from rollpacker.core.lengths.bins import FloatArray, IntArray, bins_of, check_le
 from rollpacker.core.portable import to_grid
 
 BLOCK = 128
-"""Prompts per matrix product: so small a product is done by one thread, which is the fastest."""
+"""Number of prompts per matrix product: so small a product is done by one thread, the fastest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,26 +24,26 @@ class PromptLengths:
     finished: tuple[int, ...] = ()
     """Lengths of complete responses."""
     stopped: tuple[int, ...] = ()
-    """Tokens that stopped responses had reached. Each would have become longer."""
+    """Tokens that stopped responses had reached; all of them would have become longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthCounts:
-    """The prompts as counts, in N blocks of BLOCK prompts, of which the last is filled up with
-    prompts that have no samples."""
+    """Counts of responses per prompt and bin, in N blocks of BLOCK prompts. The last block is
+    filled up with prompts that have no samples."""
 
     starts: IntArray
     centres: FloatArray
     ended: FloatArray
     """(N, BLOCK, E) complete responses per prompt and bin, of the E bins that have any."""
     ended_bins: IntArray
-    """(E,) these bins."""
+    """(E,) numbers of the bins of `ended`."""
     stopped: FloatArray
     """(N, BLOCK, S) stopped responses, of the S bins in which any was stopped."""
     stopped_bins: IntArray
-    """(S,) these bins."""
+    """(S,) numbers of the bins of `stopped`."""
     most_per_prompt: float
-    """Complete and stopped responses of the prompt that has most of them."""
+    """Number of complete and stopped responses of the prompt that has most of them."""
     beyond: FloatArray
     """(B,) mean share of a bin that lies beyond where samples were stopped in it."""
     longest: int
@@ -51,7 +51,7 @@ class LengthCounts:
 
     @property
     def num_samples(self) -> float:
-        """Complete and stopped responses of all prompts."""
+        """Number of complete and stopped responses of all prompts."""
         return float(self.ended.sum() + self.stopped.sum())  # whole numbers: exact in any order
 
     def log_likelihoods(self, log_density: FloatArray, log_survival: FloatArray) -> FloatArray:
@@ -109,7 +109,7 @@ class LengthCounts:
 
 
 def _flat(lengths: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
-    """All lengths in one array, and the row each came from."""
+    """All lengths in one array, and the number of the row that each length came from."""
     sizes = np.fromiter(map(len, lengths), dtype=np.int64, count=len(lengths))
     flat = np.fromiter(chain.from_iterable(lengths), dtype=np.int64, count=int(sizes.sum()))
     return flat, np.repeat(np.arange(len(lengths)), sizes)

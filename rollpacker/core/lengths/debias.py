@@ -26,7 +26,7 @@ METHOD = "moments"
 
 
 class Debias:
-    """Weighs one run's trained samples. The weights are made anew in every step, because one long
+    """Computes loss weights for one run's trained samples, anew in every step, because one long
     round changes how much of the tail was trained on."""
 
     def __init__(
@@ -42,14 +42,14 @@ class Debias:
         self.max_weight = max_weight
         self.window = LengthWindow(cap=cap, window_steps=window_steps)
         self._table: FloatArray | None = None
-        """(B,) weight of a sample, by bin of length."""
+        """(B,) weight of a sample, by bin of length. None: there are no weights yet."""
 
     def observe(self, prompt: PromptId, finished: Sequence[int], stopped: Sequence[int]) -> None:
-        """One launch of a prompt; see `LengthWindow.observe`."""
+        """Records what one launch of a prompt showed; see `LengthWindow.observe`."""
         self.window.observe(prompt, finished, stopped)
 
     def step(self, trained_lengths: Sequence[int]) -> list[float] | None:
-        """The end of a step, after its launches were observed: the weight of each trained sample.
+        """Ends a step, after its launches were observed. Returns the weight of each trained sample.
 
         None while too little is known. Over the trained samples of the window the weights have the
         mean 1; over one step they need not. They are those of the steps before: a step that happens
@@ -89,14 +89,14 @@ class Debias:
         }
 
     def _table_in_force(self) -> FloatArray | None:
-        """A table from before a longer response than any raised the number of bins is void."""
+        """The weights by bin. None: there are none, or the number of bins has grown since."""
         table = self._table
         return None if table is None or table.size != self.window.num_bins else table
 
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Everything, as JSON. An instance that restores it goes on as this one would."""
+        """All of the state, as plain JSON values; an instance that restores it goes on alike."""
         saved = replace(self.window.saved(), method=METHOD, table=self._table_in_force())
         return to_plain(saved)
 

@@ -34,14 +34,14 @@ from rollpacker.core.portable import mean, total
 from rollpacker.core.rounds.tail_batching import times
 
 GRID = (1.0, 1.0625, 1.125, 1.1875, 1.25, 1.375, 1.5)
-"""Candidates for either factor."""
+"""Values that are tried for either factor."""
 MIN_GAIN = 0.02
-"""A change must save this share of the step."""
+"""Least share of the step that a change of factors must save."""
 SLACK = 0.01
 """Share of the fastest step within which pairs count as equally fast; the one with the least length
 shift wins."""
 MAX_ROUNDS = 64
-"""Rounds, and fixed parts of steps, remembered."""
+"""Most rounds of a kind, and fixed parts of steps, that are remembered."""
 MIN_ROUNDS = 2
 PRIOR_ROUNDS = 1e-3
 """Weight, in rounds, of the assumption that steps and tokens cost half of a round each: it decides
@@ -50,7 +50,7 @@ when the rounds so far cannot tell the two apart."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of a step, by what takes them."""
+    """Seconds of a step, as a sum of what takes them."""
 
     per_step_s: float
     """Seconds of one decoding step, whatever runs."""
@@ -62,7 +62,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A pair of factors and what it is predicted to do."""
+    """A pair of factors and the step times and lengths that are predicted for it."""
 
     prompt_factor: float
     sample_factor: float
@@ -92,7 +92,7 @@ class Choice:
 
 
 class FactorPlanner:
-    """Tell it of every round and step; ask `choose` now and then."""
+    """Chooses factors from a run's rounds: report rounds and steps, and ask `choose` at times."""
 
     def __init__(
         self,
@@ -110,34 +110,35 @@ class FactorPlanner:
         self.max_length_shift = None if debiased else max_length_shift
         self.grid = tuple(grid)
         self.current: tuple[float, float] | None = None
-        """The factors chosen last."""
+        """The factors chosen last. None: none were chosen yet."""
         self._rounds: dict[str, deque[tuple[int, int, float]]] = {}
-        """Kind of round -> tokens of the longest response, all tokens and seconds of its last
-        rounds. Rare kinds are not crowded out."""
+        """Tokens of the longest response, all tokens and seconds of the last rounds, by kind of
+        round. (Rare kinds are not crowded out.)"""
         self._fixed: deque[float] = deque(maxlen=MAX_ROUNDS)
 
     def observe_round(
         self, kind: RoundKind, *, longest_tokens: int, tokens: int, seconds: float
     ) -> None:
-        """A round's rollout took `seconds`: its longest response (finished or stopped) came to
-        `longest_tokens`, all of them together to `tokens`, thrown away ones too."""
+        """Records that a round's rollout took `seconds`, that its longest response (finished or
+        stopped) has `longest_tokens`, and that all responses together have `tokens`, thrown away
+        ones too."""
         assert longest_tokens >= 0 and tokens >= 0 and math.isfinite(seconds)
         if longest_tokens and seconds > 0:
             history = self._rounds.setdefault(kind.value, deque(maxlen=MAX_ROUNDS))
             history.append((longest_tokens, tokens, seconds))
 
     def observe_fixed(self, seconds: float) -> None:
-        """A step's rest, after the rollout, took so long."""
+        """Records that the rest of a step, after the rollout, took so many seconds."""
         assert math.isfinite(seconds) and seconds >= 0
         self._fixed.append(seconds)
 
     @property
     def ready(self) -> bool:
-        """Enough rounds were observed to choose."""
+        """Whether enough rounds were observed to choose."""
         return sum(map(len, self._rounds.values())) >= MIN_ROUNDS
 
     def step_time(self) -> StepTime:
-        """Fitted to what was observed. Raises `ValueError` before anything was."""
+        """The times that fit the observed rounds best. Raises `ValueError` without any round."""
         rounds = list(itertools.chain.from_iterable(self._rounds.values()))
         per_step_s, per_token_s = fit_round_time(rounds)
         fixed_s = sum(self._fixed) / len(self._fixed) if self._fixed else 0.0
@@ -179,7 +180,7 @@ class FactorPlanner:
 
 
 class SavedPlanner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A planner in a checkpoint."""
+    """State of a `FactorPlanner` in a checkpoint."""
 
     current: tuple[float, float] | None
     rounds: dict[str, list[tuple[int, int, float]]]
@@ -187,9 +188,9 @@ class SavedPlanner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def fastest(choices: Sequence[Choice], *, max_length_shift: float | None = None) -> Choice:
-    """The best of those within the bound: of those that are about as fast as the fastest, the one
-    that shortens the lengths least; then the smallest factors. Raises `ValueError` if none is
-    within the bound."""
+    """The best choice within the bound on the length shift: among those about as fast as the
+    fastest, the one that shortens lengths least, then the one with the smallest factors. Raises
+    `ValueError` if no choice is within the bound."""
     allowed = [choice for choice in choices if _allowed(choice, max_length_shift)]
     if not allowed:
         raise ValueError(f"no pair of factors keeps the length shift within {max_length_shift}")

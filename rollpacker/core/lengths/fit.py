@@ -45,30 +45,31 @@ from rollpacker.core.portable import (
 )
 
 PRIOR_SHARE = 0.005
-"""The prior of the classes' distributions is worth so many samples per sample seen: enough to keep
-the tail of a class that is seldom launched again from running wild, too little to matter
-elsewhere."""
+"""Weight of the prior of the classes' distributions, in samples per sample seen: enough to keep the
+tail of a class that is seldom launched again from running wild, too little to matter elsewhere."""
 PRIOR_EVEN = 0.01
-"""This part of it lies evenly on all bins, so that none is ruled out for good."""
+"""Share of that prior that lies evenly on all bins, so that none is ruled out for good."""
 PRIOR_PROMPTS = 1.0
-"""Prompts that every class is given, and samples that stray ones are: what died out under one
-policy can come back under the next."""
+"""Number of prompts that every class is given beforehand, and of samples that stray ones are: what
+died out under one policy can come back under the next."""
 
 START_CORRELATIONS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 START_HARD_SHARE = 0.05
 START_STRAY_RATE = 0.15
 START_STRAY_TAIL = 0.02
-"""At the start responses go astray within this upper part of all lengths."""
+"""Upper share of all lengths within which responses go astray at the start of a fit."""
 MIN_STRAY_RATE, MAX_STRAY_RATE = 0.01, 0.5
 SETTLING_ITERATIONS = 30
-"""From a cold start; then the prior, so far from the biased pooled distribution, is made anew."""
+"""Iterations after a cold start, after which the prior, so far from the biased pooled distribution,
+is made anew."""
 
 COPULA_NODES = 8
-"""Points of a class at which a copula is averaged."""
+"""Number of points of a class at which a copula is averaged."""
 
 STRUCTURES = ((5, True), (12, False))
-"""(classes, with hard twins) that a fit chooses from: few kinds of prompts, some of which go astray
-now and then; or many kinds, as where the length is the task's and hardly luck."""
+"""Pairs of a number of classes and whether they have hard twins, from which a fit chooses: few
+kinds of prompts, some of which go astray now and then; or many kinds, as where length depends on
+the task and hardly on luck."""
 
 
 def choose_length_model(
@@ -154,9 +155,9 @@ class Mixture:
     weights: FloatArray
     """(K, M) shares of the prompts."""
     bodies: FloatArray
-    """(M, B)"""
+    """(M, B) share of the responses of each class, without stray ones, in each bin."""
     stray: FloatArray
-    """(B,)"""
+    """(B,) share of stray responses in each bin."""
     stray_rate: float
 
     @classmethod
@@ -170,7 +171,7 @@ class Mixture:
         )
 
     def densities(self) -> FloatArray:
-        """(K * M, B)"""
+        """(K * M, B) share of the responses of each class, twins after the others, in each bin."""
         if len(self.weights) == 1:
             return self.bodies
         twins = (1 - self.stray_rate) * self.bodies + self.stray_rate * self.stray
@@ -206,8 +207,7 @@ def _em(
 
 
 def _explain(data: LengthCounts, parts: Mixture, prior: FloatArray) -> tuple[FloatArray, float]:
-    """E step: (N, C, BLOCK) probability of each class given what a prompt has shown, and the
-    objective."""
+    """E step: (N, C, BLOCK) probability of each class given a prompt's lengths; the objective."""
     densities = parts.densities()
     log_density = _log(densities)
     log_survival = _log(_survival(densities, data.beyond))
@@ -226,7 +226,7 @@ def _explain(data: LengthCounts, parts: Mixture, prior: FloatArray) -> tuple[Flo
 
 
 def _log_prior(parts: Mixture, prior: FloatArray) -> float:
-    """`prior` (M + 1, B): pseudo-samples of the bodies and of the stray responses."""
+    """The log prior; `prior` (M + 1, B) has pseudo-samples of the bodies and stray responses."""
     log_prior = total_of(_log(parts.bodies) * prior[:-1])
     log_prior += PRIOR_PROMPTS * total_of(_log(parts.weights))
     if len(parts.weights) > 1:
@@ -235,8 +235,8 @@ def _log_prior(parts: Mixture, prior: FloatArray) -> float:
 
 
 def _improve(data: LengthCounts, shares: FloatArray, parts: Mixture, prior: FloatArray) -> Mixture:
-    """M step. A stopped sample is spread over the bins beyond its stop as the class's density has
-    it."""
+    """M step: the improved mixture. A stopped sample is spread over the bins beyond its stop as the
+    class's density has it."""
     densities = parts.densities()
     ended, stopped = data.totals(shares)
     survival = np.maximum(_survival(densities, data.beyond), TINY)

@@ -19,19 +19,19 @@ from rollpacker.core.rounds.round import Round
 from rollpacker.core.rounds.tail_batching import Factors
 
 CHOOSE_EVERY = 10
-"""Steps after which the factors are chosen anew, if they are chosen at all."""
+"""Number of steps after which the factors are chosen anew, if they are chosen at all."""
 
 
 class Learned:
     def __init__(self, config: JobConfig) -> None:
         tail, cap = config.tail_batching, config.max_response_tokens
         self.factors = tail.factors
-        """Factors of the short rounds that are in force."""
+        """Factors of the short rounds that are used now."""
         self.debias: Debias | None = None
         self.window: LengthWindow | None = None
-        """The policy's own lengths: those that the weights are made of, if there are weights."""
+        """Lengths of the policy's responses, for the weights and the factors. None: not needed."""
         self.planner: FactorPlanner | None = None
-        """Chooses the factors."""
+        """Chooses the factors. None: the configuration gives them."""
         if tail.enabled and tail.debias != "none":
             self.debias = Debias(cap=cap)
             self.window = self.debias.window
@@ -45,33 +45,32 @@ class Learned:
                 debiased=tail.debias != "none",
             )
         self._continued = tail.selection == "none"
-        """A prompt's next launch shows more of the same responses."""
+        """True if a prompt's next launch shows more of the same responses, rather than new ones."""
         self._now = 0.0
-        """Time of the event at hand, to the microsecond as the log has it."""
+        """Seconds at which the event at hand came, to the microsecond as in the log."""
         self._since = 0.0
-        """When the phase began whose duration the planner learns."""
+        """Seconds at which the phase began whose duration the planner learns."""
         self._rollout_s = 0.0
-        """How long the engine was busy with the round; 0 while it is."""
+        """Seconds that the engine was busy with the round; 0 while it still is."""
 
     def take_time(self, time_s: float) -> None:
-        """The time of the event at hand."""
+        """Records the time of the event at hand, in seconds."""
         self._now = round(time_s, 6)
 
     def _seconds(self) -> float:
-        """Seconds of the phase, rounded to the microsecond: the same whenever in the run it
-        comes."""
+        """Seconds of the phase so far, rounded to microseconds, wherever in the run it began."""
         return round(self._now - self._since, 6)
 
     def begin_round(self) -> None:
         self._since, self._rollout_s = self._now, 0.0
 
     def engine_is_empty(self) -> None:
-        """The engines are done with the round. Called after each further event of the round."""
+        """Records that the engines are done with the round; called again after each later event."""
         if self.planner is not None and not self._rollout_s:
             self._rollout_s = self._seconds()
 
     def end_round(self, round_: Round) -> None:
-        """Take in what the round showed."""
+        """Records the lengths and the duration of a round that is over."""
         if self.planner is not None:
             self.planner.observe_round(
                 round_.plan.kind,
@@ -84,7 +83,8 @@ class Learned:
                 self.window.observe(prompt, finished, stopped, continued=self._continued)
 
     def weights(self, trained_lengths: Sequence[int]) -> list[float] | None:
-        """A step trains on samples of these lengths: their weights. None: all weigh the same."""
+        """Weights of the samples that a step trains on, given their lengths in tokens. None: all
+        weigh the same."""
         self._since = self._now
         if self.debias is not None:
             return self.debias.step(trained_lengths)
@@ -93,13 +93,12 @@ class Learned:
         return None
 
     def synced(self) -> None:
-        """The step's training and the hand-over of its weights are done."""
+        """Records that the step's training and the hand-over of its weights are done."""
         if self.planner is not None:
             self.planner.observe_fixed(self._seconds())
 
     def choose_factors(self, step: int) -> None:
-        """With "auto", before a short round of fresh prompts: now and then, and as soon as enough
-        is known."""
+        """Chooses the factors, if "auto": as soon as enough is known, and every few steps."""
         planner, window = self.planner, self.window
         if planner is None or not planner.ready or window is None:
             return
@@ -110,7 +109,7 @@ class Learned:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Three entries of the job's state."""
+        """The state as three entries of the job's saved state."""
         lengths = self.debias or self.window
         return {
             "factors": list(self.factors),
@@ -119,8 +118,8 @@ class Learned:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """From the job's state. Factors that were chosen stay; given ones are the configuration's,
-        which may have changed."""
+        """Restores the job's saved state. Chosen factors stay; given ones are those of the
+        configuration now."""
         lengths = self.debias or self.window
         if lengths is not None and state["lengths"] is not None:
             lengths.restore(state["lengths"])

@@ -19,13 +19,13 @@ from rollpacker.core.portable import (
 )
 
 POINTS_PER_BIN = 4
-"""At which the distribution of the end of a round is evaluated."""
+"""Number of points per bin at which the distribution of the end of a round is evaluated."""
 NUM_SDS = 8.0
-"""So far from its mean, a binomial count is on the one side for certain."""
+"""Number of standard deviations from its mean beyond which a binomial count counts as certain."""
 
 
 class Law:
-    """A length model on X + 1 points, from 0 to the cap. Lengths are uniform inside a bin; as if
+    """A length model on X + 1 points, from 0 to the cap. Lengths are uniform inside a bin, as if
     they were no whole numbers, which makes them half a token shorter on average."""
 
     def __init__(self, model: LengthModel, prompts_needed: int, samples_needed: int) -> None:
@@ -38,7 +38,7 @@ class Law:
         inside = np.arange(1, POINTS_PER_BIN + 1) / POINTS_PER_BIN
         points = (ends[:-1, np.newaxis] + np.diff(ends)[:, np.newaxis] * inside).ravel()
         self.points: FloatArray = np.append(0.0, points)
-        """(X + 1,)"""
+        """(X + 1,) lengths of the points, in tokens."""
         rows = [interpolated(self.points, ends, row) for row in at_ends]
         self.below: FloatArray = np.minimum(np.array(rows), 1.0)
         """(M, X + 1) share of a class's responses that end by a point."""
@@ -50,7 +50,7 @@ class Law:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRace:
-    """One prompt of each class with R samples, of which R0 are needed."""
+    """The race inside one prompt of each class, with R samples, of which R0 are needed."""
 
     num_samples: int
     done: FloatArray
@@ -79,10 +79,10 @@ class PromptRace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanRound:
-    """Mean outcome of a round."""
+    """Mean outcome of a round, in tokens."""
 
     longest: float
-    """Position at which the last response finishes."""
+    """Position in tokens at which the last response finishes."""
     longest_variance: float
     num_tokens: float
     kept_mean: float
@@ -94,7 +94,8 @@ class MeanRound:
 def mean_round(
     law: Law, race: PromptRace, class_weights: FloatArray, num_prompts: int
 ) -> MeanRound:
-    """Prompts with classes drawn by `class_weights` (M,) race until P0 are done."""
+    """The mean outcome of a round in which `num_prompts` prompts with classes drawn by
+    `class_weights` (M,) race until P0 of them are done."""
     done = mixed(class_weights, race.done)
     over, winners, open_to_others = binomial(num_prompts, law.prompts_needed, done)
     going_on = 1.0 - over

@@ -22,7 +22,7 @@ from rollpacker.core.lengths.bins import (
 from rollpacker.core.portable import dot, mixed, total_of
 
 TINY = 1e-300
-"""Instead of 0 in a logarithm or below a fraction."""
+"""Number in place of 0 in a logarithm or below a fraction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,12 +38,13 @@ class LengthModel:
     class_densities: FloatArray
     """(C, B) share of a class's responses; rows add up to 1."""
     stray_density: FloatArray
-    """(B,) lengths of responses that went astray."""
+    """(B,) share, in every bin, of responses that went astray: whose length is not their
+    class's."""
     stray_rate: float
     """Share of the responses to hard prompts that go astray. The second half of the classes are the
     hard twins of the first; 0.0: there are no twins."""
     num_prompts: int
-    """Prompts that were fitted to."""
+    """Number of prompts that were fitted to."""
     longest: int
     """Longest complete response that was fitted to, in tokens."""
     objective: float
@@ -62,7 +63,7 @@ class LengthModel:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers that a fit of this structure finds."""
+        """How many numbers a fit of this structure finds."""
         num_bins = self.starts.size
         if not self.stray_rate:
             return int(self.class_weights.size * num_bins)
@@ -79,8 +80,8 @@ class LengthModel:
         return float(self._at(np.array([q]))[0])
 
     def unseen(self) -> float:
-        """Own mass beyond the bin of the longest complete response. Only stopped samples tell that
-        it exists; nothing tells where it lies."""
+        """Share of the policy's own responses beyond the bin of the longest complete one. Stopped
+        samples show that they exist, but not how long they are."""
         return total_of(self.density[int(self.bins([self.longest])[0]) + 1 :])
 
     def bins(self, lengths: ArrayLike) -> IntArray:
@@ -91,7 +92,7 @@ class LengthModel:
         return bins_of(self.starts, values)
 
     def counts(self, lengths: ArrayLike) -> FloatArray:
-        """(B,) how many of `lengths` lie in every bin."""
+        """(B,) number of the `lengths` in every bin."""
         return np.bincount(self.bins(lengths), minlength=self.starts.size).astype(np.float64)
 
     def tail_share(self, lengths: ArrayLike, q: float = 0.95) -> float:

@@ -9,10 +9,10 @@ from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.portable import interpolated, total_of
 
 MIN_EFFECTIVE = 0.71
-"""Moment weights keep at least this effective sample size: a little above the 0.7 that
-benchmarks/debias.py asks for, in 32 settings."""
+"""Least effective sample size of moment weights: a little above the 0.7 that benchmarks/debias.py
+asks for, in 32 settings."""
 MIN_WEIGHT = 0.05
-"""Moment weights do not fall below this: a negative weight would turn a sample's sign."""
+"""Least moment weight: a negative weight would turn a sample's sign."""
 
 
 def effective_sample_size(weights: FloatArray, counts: FloatArray | None = None) -> float:
@@ -91,7 +91,7 @@ def _shares(counts: FloatArray, max_weight: float) -> FloatArray:
 
 
 def _to_mean_one(weights: FloatArray, share: FloatArray, max_weight: float) -> FloatArray:
-    """Scaled to the mean 1, those that would rise above `max_weight` being held there."""
+    """The weights scaled to the mean 1; those that would rise above `max_weight` are held there."""
     for _ in range(50):
         mean = total_of(share * weights)
         if not mean > 0:

@@ -25,12 +25,12 @@ MAX_PROMPTS_PER_STEP = 192
 """Most prompts of a step that are watched, evenly spread: with more the fit gets no better, and the
 cost stays bounded."""
 MIN_PROMPTS = 32
-"""With fewer nothing is said."""
+"""Fewest prompts in the window with which there is a model."""
 MAX_UNSEEN = 0.01
-"""Nothing is said while more of the policy's own responses than this are longer than any complete
-one: before the first long round nobody knows how long they are."""
+"""Largest share of the policy's own responses that may be longer than any complete one for there to
+be a model: before the first long round nobody knows how long they are."""
 REFIT_SHARE = 0.1
-"""The model is fitted again when so many launches were seen, per prompt in the window."""
+"""The model is fitted again after this number of launches, per prompt in the window."""
 WARM_ITERATIONS = 8
 COLD_ITERATIONS = 100
 COLD_GROWTH = 3
@@ -48,11 +48,11 @@ class _StepLengths:
     counts: FloatArray
     """(B,) trained samples per bin."""
     tokens: FloatArray
-    """(B,) their tokens."""
+    """(B,) tokens of the trained samples per bin."""
 
 
 class SavedPrompt(NamedTuple):
-    """`PromptLengths` with its prompt."""
+    """A prompt and its `PromptLengths`, in a checkpoint."""
 
     prompt: PromptId
     finished: tuple[int, ...]
@@ -89,7 +89,7 @@ class SavedWindow:
 
 
 class LengthWindow:
-    """Watches one run.
+    """Lengths that the last steps of a run have shown, and the model fitted to them.
 
     A prompt belongs to the step of its *first* launch and is forgotten with it; what comes later of
     a forgotten prompt is ignored. (To keep a prompt for as long as its last launch is recent would
@@ -111,16 +111,16 @@ class LengthWindow:
         self._cap = self._given_cap or 2
         self._steps: deque[_StepLengths] = deque()
         self._known: dict[PromptId, dict[PromptId, PromptLengths]] = {}
-        """Every watched prompt, and which step's prompts (or the new ones) it is among."""
+        """For every watched prompt, the prompts of its step, or the new ones, that it is among."""
         self._ignored: deque[list[PromptId]] = deque()
         """Prompts forgotten in each of the last `window_steps` steps."""
         self._is_ignored: set[PromptId] = set()
         self._new: dict[PromptId, PromptLengths] = {}
-        """First launched since the last step."""
+        """Prompts first launched since the last step, with their lengths."""
         self._num_seen = 0
-        """Launches of watched prompts since the last fit."""
+        """Number of launches of watched prompts since the last fit."""
         self._num_at_cold_fit = 0
-        """Prompts in the window when a fit last started afresh."""
+        """Number of prompts in the window when a fit last started afresh."""
         self._steps_since_cold_fit = 0
         self._model: LengthModel | None = None
 
@@ -132,9 +132,9 @@ class LengthWindow:
         *,
         continued: bool = False,
     ) -> None:
-        """One launch of a prompt: lengths of its complete responses, and where the others were
-        stopped, in tokens. `continued`: they are the responses of its launches before, now known
-        further, and not further ones.
+        """Records one launch of a prompt: lengths of its complete responses, and where the others
+        were stopped, in tokens. `continued`: these are the responses of the prompt's earlier
+        launches, which have grown, and not new ones.
 
         Raises `ValueError` for a length below 0 or above the cap.
         """
@@ -149,7 +149,7 @@ class LengthWindow:
         )
 
     def close_step(self, trained_lengths: Sequence[int]) -> None:
-        """The end of a step, after its launches were observed: what it trained on, in tokens."""
+        """Ends a step, whose launches were observed, with the lengths in tokens it trained on."""
         self.make_room(trained_lengths)
         self._add_step(trained_lengths)
         self._steps_since_cold_fit += 1
@@ -158,7 +158,7 @@ class LengthWindow:
 
     @property
     def model(self) -> LengthModel | None:
-        """The last fit; None while too little is known."""
+        """The last fit. None while too little is known."""
         return self._model if self._trusted() else None
 
     @property
@@ -172,7 +172,7 @@ class LengthWindow:
         return bins_of(bin_starts(self._cap), values)
 
     def trained(self) -> tuple[FloatArray, FloatArray]:
-        """(B,) trained samples of the window per bin, and their tokens."""
+        """(B,) number of trained samples of the window per bin, and (B,) their tokens."""
         nothing = np.zeros(self.num_bins)
         counts = sum((step.counts for step in self._steps), start=nothing)
         return counts, sum((step.tokens for step in self._steps), start=nothing)
@@ -202,7 +202,8 @@ class LengthWindow:
         }
 
     def make_room(self, lengths: Sequence[int]) -> None:
-        """Check lengths against the cap; without one, raise the bound that stands in for it."""
+        """Raises `ValueError` for lengths below 0 or above the cap; without a cap, adds bins for
+        them."""
         shortest, longest = min(lengths, default=0), max(lengths, default=0)
         if shortest < 0 or (self._given_cap is not None and longest > self._given_cap):
             wrong = shortest if shortest < 0 else longest
@@ -223,7 +224,7 @@ class LengthWindow:
     # -- checkpoints -------------------------------------------------------------------
 
     def saved(self) -> SavedWindow:
-        """Everything. An instance that restores it goes on as this one would."""
+        """All of the state. An instance that restores it goes on as this one would."""
         return SavedWindow(
             cap=self._given_cap,
             steps=[
@@ -245,7 +246,7 @@ class LengthWindow:
         )
 
     def state(self) -> dict[str, Any]:
-        """`saved`, as JSON has it."""
+        """The state of `saved` as plain JSON values."""
         return to_plain(self.saved())
 
     def restore(self, state: Mapping[str, Any]) -> SavedWindow:
@@ -283,7 +284,7 @@ class LengthWindow:
         return saved
 
     def _ignore(self, saved: SavedWindow) -> SavedWindow:
-        """Begin anew without the prompts of another window."""
+        """Begin anew, and ignore the prompts that another window knew."""
         known = [one.prompt for step in saved.steps for one in step.prompts]
         known += [prompt for step in saved.steps for prompt in step.ignored]
         known += [one.prompt for one in saved.new]
@@ -354,8 +355,8 @@ class LengthWindow:
 
 
 def _tail_is_dark(prompts: Sequence[PromptLengths]) -> bool:
-    """Nothing is complete, or so many samples were stopped beyond the longest complete response
-    that a fit could not be trusted."""
+    """Whether no response is complete, or so many samples were stopped beyond the longest complete
+    one that a fit could not be trusted."""
     longest = max((max(p.finished) for p in prompts if p.finished), default=None)
     if longest is None:
         return True
@@ -367,7 +368,7 @@ def _tail_is_dark(prompts: Sequence[PromptLengths]) -> bool:
 def _thin_out(
     prompts: dict[PromptId, PromptLengths], most: int
 ) -> tuple[dict[PromptId, PromptLengths], list[PromptId]]:
-    """At most `most` of the prompts, evenly spread over their order, and the others."""
+    """At most `most` of the prompts, evenly spread over their order, and the other prompts."""
     if len(prompts) <= most:
         return prompts, []
     names = list(prompts)

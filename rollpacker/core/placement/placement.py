@@ -31,11 +31,11 @@ from rollpacker.core.placement.roles import (
 )
 
 _MOST_HOSTS = 4
-"""Hosts that one message names."""
+"""Most hosts that one message names."""
 
 
 def plan_placement(hosts: Sequence[Host], request: PlacementRequest) -> Placement:
-    """The devices of every role. Raises `PlacementError`."""
+    """The plan that gives every role its devices. Raises `PlacementError` if there is none."""
     _check_lines(hosts, request)
     fill = _Fill(hosts, request)
     for role, wanted in _in_order(request):
@@ -62,7 +62,7 @@ class _Fill:
     def __init__(
         self, hosts: Sequence[Host], request: PlacementRequest, *, endless: bool = False
     ) -> None:
-        """`endless`: memory is not looked at."""
+        """`endless`: memory is not limited."""
         self.hosts, self.request, self.endless = hosts, request, endless
         sizes = [host.num_devices(request.kind) for host in hosts]
         self.host_of = [number for number, size in enumerate(sizes) for _ in range(size)]
@@ -75,7 +75,7 @@ class _Fill:
         """The devices that each role has on each host."""
 
     def place(self, role: Role, wanted: int | None) -> int:
-        """Puts up to so many units, None for as many as there is room for, and says how many."""
+        """Places up to `wanted` units of the role (None: as many as fit), and returns how many."""
         placed = 0
         for devices in self._tries(role):
             while wanted is None or placed < wanted:
@@ -111,8 +111,9 @@ class _Fill:
         return None
 
     def _tries(self, role: Role) -> Iterator[list[int]]:
-        """Devices from which a unit may be made, the best first: those of one host that others of
-        the same turns have, those of one host, and where the role allows it those of all hosts."""
+        """Lists of devices from which a unit may be made, the best first: on one host, those used
+        by roles that take turns with this one; then those of one host; then, if the role allows it,
+        those of all hosts."""
         devices = list(role.pinned or range(len(self.on)))
         if role.count is not None and not role.pinned and self._is_after_all(role):
             devices.reverse()
@@ -144,12 +145,13 @@ class _Fill:
         return None
 
     def _is_free(self, role: Role, device: int) -> bool:
-        """No role has it but those with which this one takes turns."""
+        """Whether no role has the device but those that take turns with this one."""
         turns = self.request.colocate if role.name in self.request.colocate else frozenset()
         return role.name not in self.on[device] and self.on[device] <= turns
 
     def _has_room(self, role: Role, device: int, on_host: int) -> bool:
-        """Whether its memory suffices. `on_host`: devices of the unit on the same host, with it."""
+        """Whether the device's memory suffices for one more unit. `on_host`: number of the unit's
+        devices on this host, this one included."""
         number = self.host_of[device]
         if self.endless:
             return True
@@ -160,8 +162,9 @@ class _Fill:
         return self.request.load(counts) <= self.hosts[number].left_bytes
 
     def _together(self, role: Role, device: int) -> set[str]:
-        """Roles that the GPU must have room for: those on it, this one, and those that could come
-        to share it, since the ones placed first must not take the room of the others."""
+        """Names of roles that the GPU must have room for: those on the GPU, this one, and those
+        that could come to share it, since roles placed first must not take the room of later
+        ones."""
         names = self.on[device] | {role.name}
         if role.name in self.request.colocate and not role.pinned:
             names |= {one.name for one in self.request.roles
@@ -170,7 +173,7 @@ class _Fill:
 
 
 def _placement(fill: _Fill) -> Placement:
-    """The plan of what was put where."""
+    """The finished plan, from the units that were placed."""
     request = fill.request
     units = [
         Unit(role=role.name, name=f"{role.unit} {number}", devices=devices)
@@ -268,7 +271,7 @@ def _check_apart(request: PlacementRequest, one: Role, other: Role) -> None:
 
 
 def _shortage(fill: _Fill, role: Role, units: int) -> str:
-    """Why this role got so few units."""
+    """Why this role got only so many units, as a sentence."""
     lack = fill.lack(role)
     if lack is not None and _fits_without_memory(fill, role):
         where, has, load, roles = lack

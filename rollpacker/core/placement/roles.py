@@ -14,25 +14,24 @@ DeviceKind = Literal["cpu", "cuda"]
 
 
 class PlacementError(ValueError):
-    """Roles and devices do not go together. The message names what is short."""
+    """Raised if roles and devices do not go together. The message names what is short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One machine, as far as placement goes."""
+    """One machine, with the devices and the memory that placement needs to know."""
 
     name: str
     cores: int
     memory_bytes: int
     gpu_bytes: tuple[int, ...] = ()
-    """Memory of each GPU."""
+    """Bytes of memory of each GPU. Empty: there is none."""
     address: str = ""
-    """Where others reach it. Empty: it is this one."""
+    """Address of the host for other hosts. Empty: it is this host."""
     shm_bytes: int | None = None
     """Bytes of the host's `/dev/shm`. None: not known."""
     held_bytes: int = 0
-    """Bytes of the host's memory that others hold: on a CPU the run's own process on the first
-    host."""
+    """Bytes of the host's memory that other processes hold, such as the run's own on a CPU."""
 
     @property
     def left_bytes(self) -> int:
@@ -46,9 +45,9 @@ class Need(NamedTuple):
     """Bytes that a role takes on each of its devices."""
 
     stays: int
-    """Held all the time, also while others have their turn."""
+    """Bytes held all the time, also while other roles have their turn."""
     turn: int
-    """Held besides while it works. Of colocated roles only one works at a time."""
+    """Bytes held besides while the role works. Of colocated roles only one works at a time."""
     of: str = ""
     """Name of the part of the role that takes so much, where other parts take less."""
 
@@ -62,39 +61,39 @@ NOTHING = Need(0, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """Units to be placed under one name: engines, training replicas, a judge."""
+    """One kind of unit to be placed: engines, training replicas, or a judge."""
 
     name: str
-    """The key of its line in `placement`."""
+    """Name of the role, which is the key of its line in `placement`."""
     unit: str
-    """Word for one unit of the role: engine, replica."""
+    """Word for one unit of the role, such as engine or replica."""
     devices: Literal["all"] | int | tuple[int, ...]
-    """"all": as many units as fit beside the other roles. A number: so many devices. A tuple: these
-    devices."""
+    """Devices that the role asks for. "all": as many units as fit beside the other roles. A number:
+    so many devices. A tuple: these devices."""
     per_unit: int = 1
-    """Devices of one unit."""
+    """Number of devices of one unit."""
     per_key: str | None = None
-    """The key that says so. None: there is none."""
+    """Name of the config key for `per_unit`. None: there is none."""
     needs: Callable[[int], Need | None] = field(default=lambda per_unit: None, compare=False)
-    """Bytes that a unit of so many devices takes on each of them. None: not known."""
+    """Function from a unit's number of devices to its bytes on each device. None: not known."""
     across_hosts: bool = False
-    """One unit may have devices on several hosts."""
+    """True if one unit may have devices on several hosts."""
 
     @property
     def need(self) -> Need:
-        """Nothing, where it is not known."""
+        """Bytes that the role takes on each of its devices; 0 where they are not known."""
         return self.needs(self.per_unit) or NOTHING
 
     @property
     def count(self) -> int | None:
-        """Devices that it asks for; None: as many as there are."""
+        """Number of devices that the role asks for. None: as many as there are."""
         if self.devices == "all":
             return None
         return self.devices if isinstance(self.devices, int) else len(self.devices)
 
     @property
     def pinned(self) -> tuple[int, ...]:
-        """The devices that its line names."""
+        """Numbers of the devices that the role's config line names; empty if it names none."""
         return self.devices if isinstance(self.devices, tuple) else ()
 
 
@@ -104,15 +103,16 @@ class PlacementRequest:
 
     roles: tuple[Role, ...]
     colocate: frozenset[str] = frozenset()
-    """Names of roles that may be on the same devices. All others have theirs for themselves."""
+    """Names of roles that may share devices, where they take turns. Other roles share none."""
     kind: DeviceKind = "cpu"
 
     def shares(self, one: Role, other: Role) -> bool:
         return one.name == other.name or {one.name, other.name} <= self.colocate
 
     def load(self, counts: Mapping[str, int]) -> int:
-        """Bytes of so many devices' worth of each role in one memory: all that stays, the turns of
-        roles that take none, and the largest of those that do."""
+        """Bytes that roles need together in one memory, given each role's number of devices there:
+        all that stays, what roles without turns take while they work, and the largest of those that
+        take turns."""
         total = most = 0
         for role in self.roles:
             count, need = counts.get(role.name, 0), role.need
@@ -126,13 +126,13 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """One engine, or one replica."""
+    """One engine or one replica, and its devices."""
 
     role: str
     name: str
-    """engine 0, replica 1."""
+    """Name of the unit, such as "engine 0" or "replica 1"."""
     devices: tuple[int, ...]
-    """Ascending."""
+    """Numbers of the unit's devices, ascending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +144,11 @@ class PlacedDevice:
     local: int
     """Number of the device on its host."""
     units: tuple[str, ...]
-    """Names of those that it is part of."""
+    """Names of the units that the device is part of."""
     used_bytes: int
-    """Most bytes that the units here take, as far as it is known."""
+    """Most bytes that the device's units take, as far as these are known."""
     memory_bytes: int | None
-    """None: it is a core, which shares its host's."""
+    """Bytes of the device's own memory. None: it is a core, which shares its host's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,24 +158,24 @@ class PlacedHost:
     name: str
     used_bytes: int
     held_bytes: int
-    """Bytes that others hold besides."""
+    """Bytes that other processes hold besides."""
     memory_bytes: int | None
-    """All that the host has; None: each GPU has its own."""
+    """All bytes of the host's memory. None: each GPU has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Every unit's devices, and every device's units."""
+    """The finished plan: every unit's devices, and every device's units."""
 
     kind: DeviceKind
     units: tuple[Unit, ...]
     devices: tuple[PlacedDevice, ...]
     hosts: tuple[PlacedHost, ...]
     unknown: tuple[str, ...]
-    """Roles whose memory is not known, and counted as nothing."""
+    """Names of roles whose memory is not known, and counted as nothing."""
 
     def of(self, role: str) -> tuple[Unit, ...]:
-        """This role's units, by their first device."""
+        """The role's units, in the order of their first devices."""
         return tuple(unit for unit in self.units if unit.role == role)
 
     def num_devices(self, role: str) -> int:
@@ -186,7 +186,7 @@ class Placement:
 
 
 def as_ranges(devices: Sequence[int]) -> str:
-    """Ascending numbers as `0-3,6`."""
+    """Text of ascending numbers, such as `0-3,6`."""
     parts: list[list[int]] = []
     for number in devices:
         if parts and parts[-1][-1] == number - 1:
@@ -197,8 +197,7 @@ def as_ranges(devices: Sequence[int]) -> str:
 
 
 def as_line(devices: Literal["all"] | int | Sequence[int]) -> str:
-    """Text of a role's line: `all`, a number, or ranges; of one device `3-3`, since `3` is a number
-    of devices."""
+    """Text of a role's config line: `all`, a number, or ranges; a single device is `3-3`."""
     if isinstance(devices, str | int):
         return str(devices)
     return f"{devices[0]}-{devices[0]}" if len(devices) == 1 else as_ranges(devices)

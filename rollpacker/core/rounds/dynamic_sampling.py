@@ -15,19 +15,19 @@ from rollpacker.core.commands import Drop, TrainOn
 from rollpacker.core.ids import SampleId
 
 Group = tuple[SampleId, ...]
-"""Samples of one prompt."""
+"""The samples of one prompt that are trained on together."""
 
 NO_SIGNAL = "no signal: all its rewards are equal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicSamplingConfig:
-    """Train on groups with signal only (`rollout.dynamic_sampling`)."""
+    """Train only on groups whose rewards are not all equal (`rollout.dynamic_sampling`)."""
 
     enabled: bool = False
     max_refills: int = 3
-    """Further rounds that a step may take to replace groups; then it goes on with fewer, and says
-    so. There is none while an epoch's or the run's last prompts are worked off."""
+    """Most further rounds that a step takes to replace groups; then it goes on with fewer groups,
+    and reports so. There are none while an epoch's or the run's last prompts are used up."""
 
     def __post_init__(self) -> None:
         if self.max_refills < 0:
@@ -37,7 +37,7 @@ class DynamicSamplingConfig:
 def split_by_signal(
     groups: Iterable[Group], has_signal: Callable[[Group], bool]
 ) -> tuple[tuple[Group, ...], list[Drop]]:
-    """The groups that teach something, and the others dropped."""
+    """The groups whose rewards differ, and `Drop` commands for the others."""
     groups = tuple(groups)
     drops = [Drop(prompt=g[0].prompt, reason=NO_SIGNAL) for g in groups if not has_signal(g)]
     return tuple(group for group in groups if has_signal(group)), drops
@@ -48,21 +48,21 @@ class StepGroups:
 
     def __init__(self, target: int) -> None:
         self.target = target
-        """Groups that the step should train on."""
+        """Number of groups that the step should train on."""
         self.groups: list[tuple[SampleId, ...]] = []
         self.lengths: list[int] = []
-        """Tokens of each of their samples, in order; empty where the run weighs no lengths."""
+        """Number of tokens of each sample of `groups`, in order; empty if no lengths are needed."""
         self.num_refills = 0
         self.streamed: tuple[int, str] = (0, "")
-        """Samples whose gradients have begun, and why those of the last round have not."""
+        """Number of samples with gradients begun early, and why none of the last round's were."""
 
     @property
     def missing(self) -> int:
         return self.target - len(self.groups)
 
     def may_refill(self, config: DynamicSamplingConfig) -> bool:
-        """Whether another race is to replace groups, if prompts are left. A wish to stop changes
-        nothing of it: the step at hand is the one of an uninterrupted run."""
+        """Whether another race is to replace missing groups, if prompts are left. A wish to stop
+        does not matter here: the step is the one that an uninterrupted run would make."""
         return config.enabled and self.num_refills < config.max_refills and self.missing > 0
 
     def add(self, groups: Iterable[tuple[SampleId, ...]], lengths: Iterable[int]) -> None:
@@ -72,8 +72,9 @@ class StepGroups:
     def train_on(
         self, step: int, weights: Iterable[float] | None, *, says_missing: bool
     ) -> TrainOn:
-        """The command for this step. `weights`: of the samples, in the order of `lengths`;
-        `says_missing`: groups that are missing were looked for."""
+        """The command that trains on this step's groups. `weights`: of the samples, in the order of
+        `lengths`; None: all 1. `says_missing`: whether the command reports how many groups are
+        missing."""
         by_group = None
         if weights is not None:
             flat = iter(weights)
@@ -94,9 +95,8 @@ class StepGroups:
 
 
 def updates_of(num_groups: int, num_updates: int) -> tuple[int, ...]:
-    """Optimizer step, numbered from 0 inside the step, that trains on each group. Groups are dealt
-    out in turn: whatever order they came in, every update has some of all of it, and numbers of
-    groups differ by at most one. A step that is short of groups has fewer updates rather than empty
-    ones."""
+    """For each group, the number (from 0) of the optimizer step inside this step that trains on it.
+    Groups are dealt out in turn, so that numbers of groups differ by at most one. A step that is
+    short of groups has fewer optimizer steps rather than empty ones."""
     assert num_groups >= 0 and num_updates >= 1, (num_groups, num_updates)
     return tuple(group % num_updates for group in range(num_groups))

@@ -13,19 +13,19 @@ from rollpacker.core.lifecycle import SampleState, check
 from rollpacker.core.rounds.tail_batching import Race, TailBatchingConfig
 
 UNDER_WAY = -1
-"""Instead of a length, while the engine or its environment has the sample."""
+"""Stands in place of a length while the engine or an environment has the sample."""
 
 
 class CarriedLength(NamedTuple):
-    """Tokens that an earlier launch left of one response."""
+    """Number of tokens that an earlier launch of the prompt left of one response."""
 
     tokens: int
     whole: bool
     """True if the response is complete."""
 
     def under(self, cut_off_at: int | None) -> CarriedLength:
-        """This length under a larger cap: a response that was cut off at `cut_off_at` tokens is not
-        complete any more. None: the cap has not grown."""
+        """This length, marked as not complete if the response was cut off at `cut_off_at` tokens,
+        which is below the cap of today. None: the cap has not grown."""
         is_over = cut_off_at is not None and self.tokens >= cut_off_at
         return CarriedLength(self.tokens, whole=False) if is_over else self
 
@@ -43,56 +43,60 @@ class Waiting(NamedTuple):
     attempt: int = 0
     """Number of the prompt's next launch, from 0: how often it was deferred."""
     carried: tuple[CarriedLength, ...] = ()
-    """Tokens that its launches have left of each response, by place. Empty: they left nothing."""
+    """Tokens that earlier launches left of each response, by the response's index; may be empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
-    """Prompts that a round launches, and when it is over."""
+    """Plan of a round: the prompts that it launches, and when it is over."""
 
     number: int
     kind: RoundKind
     version: int
     prompts: tuple[Waiting, ...]
     num_samples: int
-    """Launched per prompt."""
+    """Number of samples launched per prompt."""
     samples_needed: int
-    """R0: kept per prompt."""
+    """R0: number of samples kept per prompt."""
     prompts_needed: int
-    """The round is over when so many prompts are done."""
+    """Number of finished prompts at which the round is over."""
     race: Race = "generated"
     tail: TailBatchingConfig
     max_retries: int = 2
-    """Replacements launched per prompt for samples that the engine failed on, or whose environment
-    raised or was too slow; and per place for those whose environment's process was lost."""
+    """Most replacements launched per prompt for samples that the engine failed on, or whose
+    environment raised or was too slow; for those whose environment's process was lost, the most per
+    failed sample."""
     tensor_parallel: int = 1
     speculate: bool = False
     min_verdicts: int = 2
-    """A group with fewer is dropped: 2 where samples are compared with each other, else 1."""
+    """Fewest verdicts with which a group is trained on, rather than dropped: 2 where samples are
+    compared with each other, else 1."""
     defers_to: int = 0
-    """Queue that its deferred prompts join; see `NextRound`."""
+    """Number of the queue that unfinished prompts join; see `NextRound.defers_to`."""
 
 
 class Quota:
-    """Prompts that race for the same places."""
+    """Prompts that race for the same places among a step's groups, such as those of one source."""
 
     __slots__ = ("groups", "num_awaited", "num_missing")
 
     def __init__(self, num_missing: int) -> None:
         self.num_missing = num_missing
         self.num_awaited = 0
-        """Places kept for prompts that the round awaits, and that are not done yet."""
+        """Number of places kept for prompts that the round waits for and that are not done yet."""
         self.groups: list[Group] = []
 
     def join(self, group: Group) -> None:
-        """The group races here. It is awaited only as far as there are places."""
+        """Add the group to this race. The round waits for the group only as far as there are
+        places."""
         group.quota = self
         self.groups.append(group)
         group.awaited = group.awaited and self.num_awaited < self.num_missing
         self.num_awaited += group.awaited
 
     def take_place(self, group: Group) -> bool:
-        """A complete group takes a place, if one is left besides those that are kept."""
+        """Give a complete group a place, if one is left besides those kept for others. Returns
+        whether it has one."""
         if group.awaited:
             self.num_awaited -= 1
         elif self.num_missing <= self.num_awaited:
@@ -114,34 +118,34 @@ class Group:
     def __init__(self, waiting: Waiting, awaited_after: int | None) -> None:
         self.prompt, self.attempt, self.carried = waiting
         self.awaited = awaited_after is not None and self.attempt >= awaited_after
-        """The round does not end without it."""
+        """True if the round does not end before this group is done."""
         self.quota: Quota
         self.places: list[int] = []
-        """Place of each sample, which decides its noise and carried tokens: its own index, or the
-        place of the failed sample that it replaces."""
+        """Number that decides each sample's noise and carried-over tokens: its own index, or the
+        number of the failed sample that it replaces."""
         self.kept_tokens: list[int | None] = []
-        """Carried tokens of each sample that came out the same. None: nobody compared them."""
+        """Number of carried-over tokens that came out the same, per sample. None: not compared."""
         self.samples: list[SampleId] = []
         self.states: list[SampleState] = []
         self.lengths: list[int] = []
-        """Tokens that it came to, when it was generated or let go of; `UNDER_WAY` before."""
+        """Number of tokens that each sample had when it left the engine; `UNDER_WAY` before."""
         self.whole: list[bool] = []
-        """The response is complete, rather than stopped on its way."""
+        """Whether each response is complete, rather than stopped on its way."""
         self.values: list[float | None] = []
-        """Verdicts."""
+        """Verdict on each sample. None: there is none."""
         self.finished: list[int] = []
-        """Indices of the samples that count in the race, first come first, never more than
-        needed."""
+        """Indices of the samples that count in the race, in the order in which they finished, never
+        more than the group needs."""
         self.num_generating = 0
         self.num_unscored = 0
-        """Generated, verdict awaited."""
+        """Number of samples that are generated and wait for their verdicts."""
         self.num_retries = 0
         self.done = False
         self.deferred = False
         self.streamed = False
 
     def add(self, count: int, state: SampleState) -> list[SampleId]:
-        """So many samples more, in this state, each in a place of its own."""
+        """Add so many samples in this state, each in a place of its own, and return their ids."""
         start = len(self.samples)
         samples = [SampleId(self.prompt, start + i, self.attempt) for i in range(count)]
         self.samples += samples
@@ -155,9 +159,10 @@ class Group:
         return samples
 
     def take_retry(self, index: int, most: int, *, of_place: bool) -> bool:
-        """Whether this sample, which has failed, may be replaced. There are so many tries for the
-        prompt; with `of_place` (something broke that others share) for each place, and the prompt's
-        stay as they are."""
+        """Whether this failed sample may be replaced. Without `of_place`, the prompt has `most`
+        replacements, and this one is counted. With `of_place`, where something failed that several
+        prompts share, each sample's place has `most` replacements, and the prompt's are not
+        touched."""
         if of_place:
             failed = [n for n, state in enumerate(self.states) if state is SampleState.FAILED]
             return sum(self.places[n] == self.places[index] for n in failed) <= most
@@ -165,28 +170,29 @@ class Group:
         return self.num_retries <= most
 
     def kept(self) -> list[int]:
-        """Indices that finished first and have a verdict."""
+        """Indices of the samples that finished first and have a verdict, ascending."""
         values = self.values
         return sorted([index for index in self.finished if values[index] is not None])
 
     def most_carried(self) -> int:
-        """Tokens of the longest response that was carried here."""
+        """Number of tokens of the longest response carried over from an earlier launch."""
         return max([carried.tokens for carried in self.carried], default=0)
 
     def carried_at(self, index: int) -> CarriedLength:
         """Tokens of an earlier launch that this sample began with. A sample that replaces a failed
-        one begins anew."""
+        one begins with none."""
         if index < len(self.carried) and self.places[index] == index:
             return self.carried[index]
         return NOTHING_CARRIED
 
     def new_tokens(self, index: int) -> int:
-        """Tokens that this launch has generated of the sample, which has left the engine."""
+        """Number of tokens that this launch generated for a sample that has left the engine,
+        without those carried over."""
         kept = self.kept_tokens[index]
         return self.lengths[index] - (self.carried_at(index).tokens if kept is None else kept)
 
     def to_carry(self) -> tuple[CarriedLength, ...]:
-        """Tokens that a deferred group leaves to its next launch, by place."""
+        """Tokens that the unfinished group leaves to its next launch, by the samples' places."""
         left = [NOTHING_CARRIED] * (max(self.places) + 1)
         for index, place in enumerate(self.places):
             if self.states[index] is not SampleState.FAILED:
@@ -200,11 +206,11 @@ class Group:
         return CarriedLength(tokens, whole)
 
     def observed(self, *, complement: bool) -> tuple[list[int], list[int]]:
-        """Lengths of complete responses, and where the others were stopped.
+        """Lengths in tokens of complete responses, and of stopped ones.
 
-        A carried response that came out differently was drawn a second time because it was long:
-        only its first draw says how long responses are, unless `complement` made the second one
-        longer than where the first was stopped.
+        A carried-over response that came out differently was sampled a second time because it was
+        long: only its first length says how long responses are, unless `complement` made the second
+        one longer than where the first was stopped.
         """
         ends: tuple[list[int], list[int]] = ([], [])
         for index, state in enumerate(self.states):
@@ -218,7 +224,8 @@ class Group:
         return ends
 
     def settle(self, kept: Collection[int]) -> None:
-        """The round is over: these are trained on, what else has come this far is dropped."""
+        """Mark the samples with these indices as trained on, and other generated ones as
+        dropped."""
         states = self.states
         for index, state in enumerate(states):
             if index in kept:
@@ -230,8 +237,8 @@ class Group:
 
 
 def share_out(plan: RoundPlan, groups: Collection[Group]) -> int:
-    """Give every group its quota; the number of quotas with places. Places go to sources in
-    proportion to their prompts, remainders to the largest."""
+    """Give every group its quota, and return how many quotas have places. Places go to sources in
+    proportion to their prompts, remainders to the sources with the largest fractions."""
     if not plan.tail.balance_sources:
         shares = {"": plan.prompts_needed}
     else:

@@ -34,12 +34,12 @@ class NextRound:
     kind: RoundKind
     prompts: tuple[Waiting, ...]
     num_samples: int
-    """Launched per prompt."""
+    """Number of samples launched per prompt."""
     prompts_needed: int
-    """The round is over when so many prompts are done."""
+    """Number of finished prompts at which the round is over."""
     defers_to: int = 0
-    """The tier whose queue prompts join that the round defers; beyond the last one: the long
-    queue."""
+    """Number of the tier (further race) whose queue takes prompts that the round leaves unfinished.
+    A number beyond the last tier means the long queue."""
 
     def plan(
         self, config: JobConfig, *, number: int, version: int, tensor_parallel: int
@@ -70,26 +70,27 @@ class Queues:
         self.prompts_per_step = config.prompts_per_step
         self.samples_per_prompt = config.samples_per_prompt
         self.races = tuple(tier.factors for tier in tail.tiers if tail.enabled)
-        """Factors of each tier's race."""
+        """Factors of the race of each tier (of each further race for unfinished prompts)."""
         self.long: deque[Waiting] = deque()
         self.tiers: tuple[deque[Waiting], ...] = tuple(deque() for _ in self.races)
         self.fresh: list[PromptId] = []
         self.draining = False
-        """The epoch or the run ends: the queues are emptied before anything fresh is fetched."""
+        """True if the epoch or the run ends: the queues are emptied before prompts are fetched."""
         self.without_races = not tail.enabled
         self._pooled = tail.pooled
         self._carries = tail.carries
         self._max_response_tokens = config.max_response_tokens
         self.cut_off_at: int | None = None
-        """The cap under which the state that was restored was saved, if it has grown since."""
+        """Cap in tokens on responses under which the restored state was saved, if the cap has grown
+        since; else None."""
 
     def __len__(self) -> int:
-        """Deferred prompts, whatever they wait for."""
+        """Number of deferred prompts (left unfinished by an earlier round), in all queues."""
         return len(self.long) + sum(map(len, self.tiers))
 
     def next_round(self, *, ending: bool) -> NextRound | None:
-        """The round that deferred prompts are due for; None: it is the turn of fresh ones.
-        `ending`: the run launches no more fresh prompts."""
+        """The next round of deferred prompts. None: fresh prompts are next. `ending`: the run
+        launches no more fresh prompts."""
         self.draining = ending or (self.draining and len(self) > 0)
         if self.draining:
             for waiting in self.tiers:
@@ -105,21 +106,22 @@ class Queues:
         return None
 
     def num_racing(self, most: int) -> int:
-        """Deferred prompts that race in the next round, of so many prompts in all."""
+        """Number of deferred prompts that race in the next round, of `most` prompts in all."""
         return min(len(self.long), most) if self._pooled and not self.draining else 0
 
     def take_racing(self, most: int) -> tuple[Waiting, ...]:
-        """Prompts of the next race: deferred ones of the pool, and those that were fetched beside
-        them."""
+        """Removes and returns the prompts of the next race: deferred ones, where they race on in
+        the next round, and those fetched for it."""
         return _first(self.long, self.num_racing(most)) + self.take_fresh()
 
     def take_fresh(self) -> tuple[Waiting, ...]:
-        """The prompts fetched for the round, for their first attempt."""
+        """Removes and returns the prompts fetched for the round, to be launched for the first
+        time."""
         fresh, self.fresh = self.fresh, []
         return tuple([Waiting(prompt) for prompt in fresh])
 
     def defer(self, prompts: Iterable[Waiting], tier: int) -> None:
-        """Prompts join the queue of this tier; beyond the last one, the long queue."""
+        """Add prompts to the queue of this tier; beyond the last tier, to the long queue."""
         (self.tiers[tier] if tier < len(self.tiers) else self.long).extend(prompts)
 
     def _awaited(self, kind: RoundKind) -> NextRound:
@@ -145,7 +147,7 @@ class Queues:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Four entries of the job's state."""
+        """The queues as four entries of the job's saved state."""
         saved = SavedQueues(
             queue=list(self.long),
             tier_queues=[list(waiting) for waiting in self.tiers],
@@ -155,10 +157,10 @@ class Queues:
         return to_plain(saved)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """From the job's state. Prompts of a tier that the configuration no longer has wait for a
-        long round; where no races are any more, whatever is queued is emptied first, rather than
-        at the end of its epoch; where nothing is carried any more, it is let go; where the cap on
-        responses has grown, those that it cut off are not complete any more."""
+        """Restores the queues from the job's saved state, under the configuration of now. Prompts
+        of a tier that no longer exists wait for a long round. Without races, queued prompts come
+        before all fresh ones. Carried-over tokens are dropped if nothing is carried any more, and
+        responses that a smaller cap cut off are no longer complete."""
         saved = part_of(SavedQueues, state)
         before, now = saved.max_response_tokens, self._max_response_tokens
         if before is not None and (now is None or before < now):
@@ -182,7 +184,7 @@ class SavedQueues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tier_queues: list[list[Waiting]]
     draining: bool
     max_response_tokens: int | None = None
-    """Cap in tokens at which responses had been cut off. None: no bound, or not known."""
+    """Cap on responses, in tokens, when the queues were saved. None: there was none, or unknown."""
 
 
 def _first(queue: deque[Waiting], count: int) -> tuple[Waiting, ...]:

@@ -26,36 +26,37 @@ Factor = float | Literal["auto"]
 
 
 class Factors(NamedTuple):
-    """How many times of what it needs a race launches."""
+    """The factors of a race: how many times the needed prompts and samples are launched."""
 
     prompts: float
-    """eta_p"""
+    """eta_p: factor of prompts."""
     samples: float
-    """eta_r"""
+    """eta_r: factor of samples per prompt."""
 
     def num_prompts(self, needed: int) -> int:
-        """Prompts that a race for so many groups launches."""
+        """Number of prompts that a race launches to bring so many groups."""
         return times(self.prompts, needed)
 
     def num_samples(self, samples_per_prompt: int) -> int:
-        """Samples that it launches of each prompt."""
+        """Number of samples that a race launches of each prompt."""
         return times(self.samples, samples_per_prompt)
 
 
 AUTO_START = Factors(1.25, 1.125)
 """Factors of the first rounds with "auto", until the run's own lengths are known."""
 NO_RACE = Factors(1.0, 1.0)
-"""Nothing is launched beyond what is needed."""
+"""Factors of a round that launches nothing beyond what is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """A further race for deferred prompts (`tail_batching.tiers`)."""
+    """Factors of a further race for prompts that a race left unfinished (`tail_batching.tiers`)."""
 
     prompt_factor: float = 1.25
-    """So many times a step's prompts are launched."""
+    """Number of prompts launched, as a multiple of the step's prompts."""
     sample_factor: float | None = None
-    """None: 1 with selection=none, 1.25 with selection=published, as in the short rounds."""
+    """Samples launched per prompt, as a multiple of `samples_per_prompt`. None: 1 with
+    selection=none, 1.25 with selection=published, as in the short rounds."""
 
     def __post_init__(self) -> None:
         _check_factor("prompt_factor", self.prompt_factor)
@@ -70,57 +71,63 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailBatchingConfig:
-    """Over-start, keep the first to finish, gather the stragglers (`tail_batching.*`)."""
+    """Launch more than needed, keep the first to finish, and gather the rest in rounds of their own
+    (`tail_batching.*`)."""
 
     enabled: bool = True
-    """Off: every round awaits every response that it launches."""
+    """Whether rounds race. False: every round waits for every response that it launches."""
     selection: Selection = field(default="none", metadata=absent("published"))
-    """none: only the order of training changes. A sample keeps its noise when its prompt is
-    deferred, and no response is thrown away. published: as in the RollPacker paper. Surplus samples
-    race, and what is deferred is drawn afresh, so that short responses are selected."""
+    """Whether short responses are favoured. none: they are not, only the order of training changes;
+    a sample keeps its random noise when its prompt is deferred (left for a later round), and no
+    response is thrown away. published: as in the RollPacker paper, they are: surplus samples race,
+    and deferred prompts are sampled afresh."""
     prompt_factor: Factor | None = None
-    """eta_p: a short round launches ceil(prompt_factor * P0) prompts. "auto": chosen for the run's
-    own lengths, and anew as they change; only with selection=published, where sample_factor is
-    "auto" too. The choice goes by measured seconds, so such a run does not repeat bit by bit. None:
-    1.5, or 1.25 with selection=published."""
+    """eta_p: for a step of P0 prompts a short round launches ceil(prompt_factor * P0). "auto":
+    chosen for the run's own lengths, and anew as they change; only with selection=published, where
+    sample_factor is "auto" too. The choice goes by measured seconds, so such a run does not repeat
+    bit by bit. None: 1.5, or 1.25 with selection=published."""
     sample_factor: Factor | None = None
-    """eta_r: ... with ceil(sample_factor * R0) samples each. None: 1 with selection=none, which
-    takes no other, and 1.25 with selection=published."""
+    """eta_r: where R0 samples of each prompt are needed, a short round launches ceil(sample_factor
+    * R0). None: 1 with selection=none, which allows no other value, and 1.25 with
+    selection=published."""
     carry: Carry | None = field(default=None, metadata=absent("none"))
-    """What becomes of the tokens of a deferred prompt. exact: its next launch draws all of them
+    """What becomes of the tokens of a deferred prompt. exact: its next launch samples all of them
     anew in one pass, each with its own noise, keeps those before the first that differs, and goes
     on from there: token for token what generation from scratch gives, at a fraction of the cost.
     weighted: all are kept as they are, and training weighs each by a clipped importance ratio; not
-    exact. none: they are let go. None: exact, or none with selection=published."""
+    exact. none: they are dropped. None: exact, or none with selection=published."""
     stragglers: Stragglers = field(default="queue", metadata=OMIT_DEFAULT)
     """Where deferred prompts wait. queue: until they fill a long round of their own, which awaits
     them all. pool: they race on in the next round, beside so many fewer fresh prompts; faster where
     the policy moves so little between rounds that carried responses come out the same."""
     max_deferrals: int = field(default=16, metadata=absent(16))
-    """A prompt of the pool that was deferred so often is awaited by its next round."""
+    """With stragglers=pool: a prompt's deferrals after which its next round waits for it."""
     complement: bool = field(default=True, metadata=absent(True))
-    """With carry=exact: a response that had been cut off at some length does not end before it
-    under newer weights, and one that had ended before its siblings were cut off does not grow
-    beyond that; such draws are made once more. Otherwise every deferral would be another chance to
-    be short, or to be long."""
+    """Whether carry=exact keeps lengths unbiased. A response that had been cut off at some length
+    then does not end before that under newer weights, and one that had ended before its siblings
+    were cut off does not grow beyond them; such samples are drawn once more. Otherwise every
+    deferral would be another chance to be short, or to be long."""
     tiers: tuple[Tier, ...] = ()
-    """Further races: what the short round defers races again at these factors, and only what fails
-    in the last race waits for a long round. Fewer long rounds; pays where length is luck."""
+    """Further races: prompts that the short round leaves unfinished race again with these factors,
+    and only those left by the last race wait for a long round. There are then fewer long rounds,
+    which pays where lengths vary by chance."""
     race: Race = "generated"
-    """Event that counts as finishing first. "scored" is what the published code does: a slow reward
-    can then push a prompt into a long round, and runs are no longer repeatable bit by bit."""
+    """Event by which a sample finishes in a race. generated: its response is complete. scored: its
+    verdict is there, as in the published code; a slow reward can then push a prompt into a long
+    round, and runs are no longer repeatable bit by bit."""
     balance_sources: bool = False
-    """Each source of prompts (`PromptId.source`) keeps its share of what a race trains on, so that
-    a source with slow rewards or long answers is not raced out of the batch."""
+    """Whether each source of prompts (`PromptId.source`) keeps its share of what a race trains on,
+    so that a source with slow rewards or long answers is not raced out of the batch."""
     debias: DebiasMethod = "none"
-    """Weigh each sample's loss so that training sees the policy's own lengths, not only those that
-    won a race. "moments": weights of least variance that match the distribution's shape."""
+    """Weights of the samples' losses, so that training sees the policy's own lengths, not only
+    those that won a race. none: all 1. "moments": weights of least variance that match the
+    distribution's shape."""
     max_length_shift: float | None = None
-    """With "auto": trained responses may be at most this much shorter, on average, than the
+    """With "auto" factors: most by which trained responses may be shorter, on average, than the
     policy's own (0.35 is 35 %). With debias it bounds nothing: the weights undo the shift. None:
     0.02 with selection=none, 0.35 with selection=published."""
     flush_each_epoch: bool = True
-    """Empty the long queue at the end of every epoch, not only at the end of the run."""
+    """Whether unfinished prompts are trained on at the end of every epoch, not only of the run."""
 
     def __post_init__(self) -> None:
         selects = self.selection == "published"
@@ -145,7 +152,7 @@ class TailBatchingConfig:
         self._check_order_only()
 
     def _set(self, name: str, value: object) -> None:
-        """Say what a key left open means, so that a saved config shows what ran."""
+        """Set a key that was left open to what it stands for, so that a saved config shows it."""
         object.__setattr__(self, name, value)
 
     def _check_factors(self) -> None:
@@ -176,7 +183,8 @@ class TailBatchingConfig:
             raise ValueError(f"max_deferrals must be at least 1, not {self.max_deferrals}")
 
     def _check_order_only(self) -> None:
-        """Check the rules between selection, carrying and the pool."""
+        """Raises `ValueError` if selection, sample factors, carrying and stragglers contradict each
+        other."""
         if self.selection == "none":
             for factor in (self.sample_factor, *(tier.sample_factor for tier in self.tiers)):
                 if factor != 1:
@@ -194,41 +202,40 @@ class TailBatchingConfig:
 
     @property
     def chooses(self) -> bool:
-        """The factors are chosen while the run goes on."""
+        """Whether the factors are chosen while the run goes on."""
         return self.enabled and self.prompt_factor == "auto"
 
     @property
     def carries(self) -> bool:
-        """Tokens of deferred prompts are kept for their next launch."""
+        """Whether tokens of prompts left unfinished by a round are kept for their next launch."""
         return self.enabled and self.carry != "none"
 
     @property
     def pooled(self) -> bool:
-        """Deferred prompts race on in the next round."""
+        """Whether prompts left unfinished by a round race on in the next one."""
         return self.enabled and self.stragglers == "pool"
 
     @property
     def complements(self) -> bool:
-        """No response ends before the place where it had been cut off."""
+        """Whether a response never ends before the place where it had been cut off earlier."""
         return self.carries and self.carry == "exact" and self.complement
 
     @property
     def awaited_after(self) -> int | None:
-        """A round does not end before prompts are done that were deferred so often. None: it
-        awaits nobody in particular."""
+        """Number of unfinished rounds of a prompt after which a round waits for it. None: never."""
         return self.max_deferrals if self.pooled else None
 
     def noise_of(self, sample: SampleId) -> SampleId:
-        """The sample whose noise this one draws with: that of the first attempt at its place, or
-        with selection=published the sample itself."""
+        """The sample whose random noise this one uses: that of the prompt's first launch with the
+        same index, or, with selection=published, the sample itself."""
         if self.selection == "published" or not sample.attempt:
             return sample
         return SampleId(sample.prompt, sample.index, 0)
 
     @property
     def factors(self) -> Factors:
-        """Factors of the short rounds; where the run chooses them, those that it begins with, and
-        `Learned.factors` has those in force."""
+        """Factors of the short rounds. Where the run chooses them, these are the first ones, and
+        `Learned.factors` has the current ones."""
         if not self.enabled:
             return NO_RACE
         if self.prompt_factor == "auto" or self.sample_factor == "auto":

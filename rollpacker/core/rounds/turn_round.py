@@ -37,7 +37,7 @@ from rollpacker.core.rounds.round import ACTING, GENERATED, LAUNCHED, Round, Str
 
 
 class TurnRound(Round):
-    """See `Round`, whose events it has, and `on_acted`."""
+    """A `Round` whose samples take turns with environments; `on_acted` takes their answers in."""
 
     def __init__(
         self,
@@ -47,26 +47,28 @@ class TurnRound(Round):
         acting: Acting,
         stream: StreamPlan,
     ) -> None:
-        """`stream` is told here of what ends, since some of it ends without the engine."""
+        """`stream` is told of ended samples here, since some of them end without the engine."""
         super().__init__(plan, rewards, late)
         self._acting = acting
         self._stream = stream
         self._begins = acting.config.begins
         self._ended: list[tuple[int, bool]] = []
-        """Tokens of what ended since the stream was told, and whether it is complete."""
+        """Tokens of each sample ended since `stream` was last told, and whether it is complete."""
         self._num_told = 0
-        """Launched, as far as the stream knows."""
+        """Number of launched samples that `stream` was told of."""
         self.num_acting = 0
-        """Samples under way whose environments have the turn, or will have it."""
+        """Number of samples under way whose environments have the turn, or will have it first."""
 
     def launch(self) -> list[Command]:
-        """See `Round.launch`. Where episodes begin first, the launches come one by one."""
+        """Commands that start the round, as `Round.launch`. Where episodes begin first, each sample
+        is launched once its environment has given the prompt."""
         commands = super().launch()
         self._num_told = self.num_launched
         return commands
 
     def waiting_for(self) -> str:
-        """See `Round.waiting_for`."""
+        """What the round waits for, in words, for a deadline's message; names answers of
+        environments too."""
         episodes = self._acting.episodes
         acting = [sample for sample, episode in episodes.items() if episode.acts]
         if not acting:
@@ -79,7 +81,7 @@ class TurnRound(Round):
     # -- events ------------------------------------------------------------------------
 
     def on_generated(self, event: SampleGenerated) -> list[Command]:
-        """A message has ended, and with it perhaps the trajectory."""
+        """Handles a message of the model, which may end the trajectory."""
         sample = event.sample
         episode, start = self._in_engine(event)
         in_all = start + event.num_tokens
@@ -108,7 +110,7 @@ class TurnRound(Round):
         return self._told(self._conclude(sample, "tokens" if cut_off else event.finish_reason))
 
     def on_acted(self, event: Acted, retry: int) -> list[Command]:
-        """The environment's answer, to an act that was said `retry` times before."""
+        """Handles the environment's answer to an `Act` that was given `retry` times before."""
         sample = event.sample
         self._acting.kept.back(sample, None if event.cause else event.time_s)
         episode = self._acting.episodes.get(sample)
@@ -129,13 +131,13 @@ class TurnRound(Round):
         return self._told([*commands, *self._start_waiting(sample)])
 
     def on_scored(self, event: SampleScored) -> list[Command]:
-        """See `Round.on_scored`."""
+        """Handles a verdict, as `Round.on_scored`."""
         commands = super().on_scored(event)
         self._acting.look_again(event.sample.prompt)
         return commands
 
     def on_aborted(self, event: SampleAborted) -> list[Command]:
-        """See `Round.on_aborted`."""
+        """Handles a stopped sample, as `Round.on_aborted`, with the tokens of all of its turns."""
         episode, start = self._in_engine(event)
         if episode.retracing.stopped(start, event.num_tokens, event.num_kept):
             episode.tokens = start + event.num_tokens
@@ -145,7 +147,7 @@ class TurnRound(Round):
         return self._told(super().on_aborted(stopped), num_tokens, is_complete=False)
 
     def on_failed(self, event: SampleFailed) -> list[Command]:
-        """The engine failed, and the episode cannot go on."""
+        """Handles a sample that the engine failed on, and ends its episode."""
         self._in_engine(event)
         commands = [*self._end_episodes([event.sample]), *super().on_failed(event)]
         return self._told(commands, 0, is_complete=False)
@@ -153,7 +155,7 @@ class TurnRound(Round):
     # -- turns -------------------------------------------------------------------------
 
     def _go_on(self, event: Acted, episode: Episode) -> list[Command]:
-        """The environment has answered."""
+        """Commands that follow an environment's answer: the next turn, or the trajectory's end."""
         sample = event.sample
         episode.given = event.num_tokens
         episode.environment_s += event.seconds or 0.0
@@ -173,7 +175,7 @@ class TurnRound(Round):
         return [Continue(samples=(sample,))]
 
     def _conclude(self, sample: SampleId, reason: str) -> list[Command]:
-        """The trajectory is complete."""
+        """Ends a complete trajectory: its episode ends, and its verdict is asked for."""
         episode = self._acting.episodes[sample]
         episode.is_open = False
         group, index = self._leave_engine(sample, episode.tokens, episode.retracing.kept)
@@ -186,8 +188,8 @@ class TurnRound(Round):
         return commands
 
     def _lost(self, event: Acted, group: Group, index: int) -> list[Command]:
-        """The environment did not answer. What raised or was too slow would be so again with the
-        same messages, and what is wrong with a prompt is so for each of its samples."""
+        """Handles a lost episode. An environment that raised or was too slow would do so again with
+        the same messages, and what is wrong with a prompt is wrong for each of its samples."""
         self._leave_engine(event.sample, 0, 0)
         self._ended.append((0, False))
         if event.cause == "prompt":
@@ -215,7 +217,7 @@ class TurnRound(Round):
         return [command for sample in samples for command in self._acting.ask(sample)]
 
     def _stop(self, running: list[SampleId], unneeded: list[SampleId]) -> list[Command]:
-        """See `Round._stop`; what acts is let go of at once."""
+        """Commands that stop these samples, as `Round._stop`; those in environments end at once."""
         episodes = self._acting.episodes
         acting = [sample for sample in running if episodes[sample].acts]
         in_engine = [sample for sample in running if not episodes[sample].acts]
@@ -232,7 +234,7 @@ class TurnRound(Round):
         return [*super()._stop(in_engine, unneeded), *self._end_episodes(running)]
 
     def _end_episodes(self, samples: Iterable[SampleId]) -> list[Command]:
-        """Nobody needs these any more, as far as they have begun."""
+        """The command that ends the episodes of these samples, as far as they have begun."""
         episodes = self._acting.episodes
         samples = [sample for sample in samples if sample in episodes and episodes[sample].is_open]
         for sample in samples:
@@ -250,8 +252,8 @@ class TurnRound(Round):
     def _told(
         self, commands: list[Command], num_tokens: int | None = None, *, is_complete: bool = True
     ) -> list[Command]:
-        """The stream knows of all that ended, and of a sample of so many tokens. What follows, and
-        these commands."""
+        """Tells `stream` of all samples that ended, one of `num_tokens` tokens among them if that
+        is given. Returns `commands`, and a `Release` if devices are released now."""
         if num_tokens is not None:
             self._ended.append((num_tokens, is_complete))
         ended, self._ended = self._ended, []
@@ -270,8 +272,7 @@ class TurnRound(Round):
     def _in_engine(
         self, event: SampleGenerated | SampleAborted | SampleFailed
     ) -> tuple[Episode, int]:
-        """The episode of a sample that the engine has, and where its turn begins: how many tokens
-        stand before it."""
+        """The episode of a sample that the engine has, and the number of tokens before its turn."""
         episode = self._acting.episodes.get(event.sample)
         if episode is None:
             raise self._stray(event.sample)
@@ -281,8 +282,9 @@ class TurnRound(Round):
 
 
 def _let_go(episode: Episode, group: Group, index: int) -> tuple[int, int | None]:
-    """Tokens of a trajectory that ends on its way, up to the last that was drawn, and how many of
-    them came out as they were left. One that nobody has looked at has what was left."""
+    """Tokens of a trajectory that is stopped, up to the last sampled one, and how many of them came
+    out as an earlier launch left them. If none were compared, the trajectory keeps all that were
+    left."""
     kept = episode.retracing.kept
     if kept is None and episode.retracing.carried:
         return group.carried_at(index).tokens, None
