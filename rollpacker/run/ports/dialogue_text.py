@@ -13,7 +13,7 @@ from rollpacker.run.errors import Decode
 from rollpacker.run.folder.plain_json import plain_text, shortened
 
 MAX_TEXT_CHARS = 4096
-"""Longer texts, as of a message, are cut off."""
+"""Most characters of one text, such as a message's; the rest is cut off."""
 MAX_PART_CHARS = 65_536
 """Most characters of the messages, and of the tokens' text. The middle of what is longer is left
 out."""
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def dialogue_text(response: Response, episode: Episode, render: Decode) -> str:
-    """JSON, one object:
+    """Returns a JSON object, as text:
 
     `begin`: the messages that the environment said first; null: the data row's own are the prompt.
     `turns`: `message` (the model's), `answers` (messages), `reward` (null: none), `policy_s` and
@@ -44,7 +44,7 @@ def _list(items: Sequence[str]) -> str:
 
 
 def _turns(episode: Episode) -> list[dict[str, Any]]:
-    """A message of the model begins one."""
+    """The turns of an episode, each a dict; a turn begins with a message of the model."""
     starts = [n for n, one in enumerate(episode.messages) if one.get("role") == "assistant"]
     found = []
     for turn, (start, end) in enumerate(pairwise([*starts, len(episode.messages)])):
