@@ -15,7 +15,7 @@ THIS_HOST = "this host"
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
-"""Kernels write about 2**63 where memory has no limit."""
+"""Limits of so many bytes or more are none: kernels write about 2**63 for no limit."""
 
 
 def this_host(kind: DeviceKind) -> Host:
@@ -47,8 +47,8 @@ def shown_cpus() -> int:
 
 
 def cgroup_cpus() -> float | None:
-    """The smallest quota of this process's cgroup and those above it, in processors. None if there
-    is no quota."""
+    """The smallest quota of this process's cgroup and its parents, in processors. None if there is
+    no quota."""
     quotas = []
     for text in _cgroup_files("cpu", "cpu.max"):
         quota, _, period = text.partition(" ")
@@ -65,7 +65,8 @@ def cgroup_cpus() -> float | None:
 
 
 def cgroup_memory_bytes() -> int | None:
-    """The smallest limit of this process's cgroup and those above it. None if there is no limit."""
+    """The smallest limit, in bytes, of this process's cgroup and its parents. None if there is
+    none."""
     names = ("memory.max", "memory.limit_in_bytes")
     texts = [text for name in names for text in _cgroup_files("memory", name)]
     limits = [int(text) for text in texts if text.isdigit()]
@@ -92,7 +93,7 @@ def _cgroup_files(controller: str, name: str) -> Iterator[str]:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Bytes of memory that the machine has, and that are free for programs."""
+    """Bytes of memory of the whole machine, and bytes that are free for programs."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     found = re.search(r"MemAvailable:\s*(\d+) kB", read_text(Path("/proc/meminfo")))
@@ -100,7 +101,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _shm_bytes() -> int | None:
-    """Size of /dev/shm. None if there is none."""
+    """Size of /dev/shm in bytes. None if there is none."""
     try:
         found = os.statvfs("/dev/shm")
     except OSError:
