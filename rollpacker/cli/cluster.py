@@ -1,7 +1,6 @@
 """`rollpacker cluster ACTION ...`: jobs that share two pools, really or in virtual time.
 
-What the actions do is in `cluster_serve.py`, `cluster_submit.py` and `cluster_show.py`; `simulate`
-is here."""
+What the actions do is in `rollpacker/cluster/commands/`; `simulate` is here."""
 
 from __future__ import annotations
 

@@ -161,7 +161,8 @@ def _picture(args: argparse.Namespace) -> Path | None:
 
 
 def _scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
-    """The scenario of each system, and under "" the scenario as it was written."""
+    """The scenario of each system, by the system's name; under "" the scenario as it was
+    written."""
     from rollpacker.pipeline.sim.spec import PIPELINES
     from rollpacker.sim.scenario import load_scenario
 
@@ -187,7 +188,7 @@ def _scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
 
 
 def _names(text: str, own: Scenario) -> list[str]:
-    """The systems, or the orders of stages, that --compare lists, each once."""
+    """Names of the systems, or of the orders of stages, that --compare lists, each once."""
     from rollpacker.pipeline.sim.spec import PIPELINES
     from rollpacker.sim.presets import SYSTEMS
 

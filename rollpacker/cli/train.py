@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DRY_RUN_INTERRUPTED = "interrupted; nothing was written"
 MAX_COUNTED_BYTES = 64 << 20
-"""Bytes of a file above which its rows are not counted for the first line: that takes a tenth of a
+"""Most bytes of a file whose rows are counted for the first line: that takes a tenth of a
 second."""
 
 

@@ -41,8 +41,8 @@ samples are being worked on. `benchmarks/streaming.py` runs with it: there the e
 verdicts come in and gradients are asked for."""
 
 COLLECT_AFTER = 20_000
-"""Python looks for cycles of garbage each time that so many containers more were made than freed;
-its own 700 cost a tenth of the controller's time, spent on tokens, which are in no cycle
+"""Number of containers, made and not freed, after which Python looks for cycles of garbage. Its own
+number, 700, cost a tenth of the controller's time, spent on tokens, which are in no cycle
 (`benchmarks/turns_overhead.py`)."""
 
 CLOSE_WITHIN_S = 10.0

@@ -262,7 +262,8 @@ class RunSession:
             self.folder.clear()
 
     def end(self, reason: str | None) -> None:
-        """Tell callbacks and trackers that it is over, once. Raises `CallbackError`."""
+        """Tell callbacks and trackers, once, that the run is over (`reason` None: by an error).
+        Raises `CallbackError` if a callback fails."""
         if self._controller is not None:
             self._controller.parts.audience.end(reason)
 

@@ -100,9 +100,9 @@ class Run:
         return Table(chosen, name="steps", first=METRICS_TO_SEE, of_metrics=True)
 
     def samples(self, step: int | None = None, *, untrained: bool = False) -> Table:
-        """Samples that were trained on, of all steps or of one. `untrained`: also samples that are
-        kept only because their check was slow. Written with each checkpoint; empty with
-        `save_samples: false`.
+        """Table of the samples that were trained on, of all steps or of one. `untrained`: also
+        samples that are kept only because their check was slow. Samples are written with each
+        checkpoint, and not with `save_samples: false`.
 
         Raises `ValueError` if there are samples, but none of this step."""
         from rollpacker.report.rows import Table
@@ -112,10 +112,10 @@ class Run:
         return Table(chosen, name="samples", first=SAMPLES_TO_SEE)
 
     def evaluation_samples(self, step: int | None = None) -> Table:
-        """Samples that evaluations generated, of all of them or of the one after a step (0: before
-        the first); empty with `save_samples: false`.
+        """Table of the samples that evaluations generated, of all of them or of the one after a
+        step (0: before the first); empty with `save_samples: false`.
 
-        Raises `ValueError` if there are some, but none of this step."""
+        Raises `ValueError` if there are samples, but none of this step."""
         from rollpacker.report.rows import Table
 
         rows = self._parquet("evaluations/step_*.parquet", step)

@@ -14,7 +14,8 @@ from typing import Any
 
 MAX_CHOICES = 128
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of OpenAI's API. A template would render any other role as if it meant something."""
+"""Roles of OpenAI's API. Others are refused: a template would render them as if they meant
+something."""
 
 _KNOWN = {
     *("messages", "model", "tools", "n", "stream", "stream_options", "temperature", "top_p"),
@@ -251,7 +252,7 @@ class Choice:
     """One answer of the model."""
 
     message: Mapping[str, Any]
-    """The message as `on_wire` makes it."""
+    """The message as `on_wire` makes it, in the form of OpenAI's API."""
     reason: str
     """"stop" or "length", as engines say."""
     logprobs: Sequence[Mapping[str, Any]] | None = None

@@ -35,7 +35,7 @@ CONNECT_S = 5.0
 OPEN_S = 60.0
 """Seconds that a library may take to open its run."""
 CALL_S = 120.0
-"""Seconds that a library may take over any one thing after that."""
+"""Seconds that a library may take over any one call after that in which it opened its run."""
 CLOSE_S = 60.0
 """Seconds that the run's end waits for what is still to be sent."""
 
@@ -92,9 +92,9 @@ class Tracker(Callback):
     shows_texts: ClassVar[bool] = True
     """Whether the library takes texts as values of a row."""
     library: Any = None
-    """The library's package, which `check` imports."""
+    """The library's package, which `check` imports. None before that."""
     shown: Any = None
-    """The library's run, which `open` opens."""
+    """The library's own object for its run, made by `open`. None before that."""
 
     def __init__(self, config: TrackerConfig) -> None:
         self.config = config

@@ -165,9 +165,9 @@ def newest_state(root: Path) -> Mapping[str, Any] | None:
 
 
 def verify(folder: Path, *, without: str | None = None) -> str | None:
-    """A fault of the checkpoint, in words; None if it is sound. A file that cannot be read (a bad
-    sector, a lost permission, a link in circles) is a fault, too: an older checkpoint may be sound.
-    Files in its folder `without` are passed over."""
+    """Returns a fault of the checkpoint, in words; None if it is sound. A file that cannot be read
+    (a bad sector, a lost permission, a link in circles) is a fault, too: an older checkpoint may be
+    sound. Files in the checkpoint's folder `without` are passed over."""
     name = MANIFEST
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -200,13 +200,14 @@ def verify(folder: Path, *, without: str | None = None) -> str | None:
 
 
 def _unreadable(name: str, error: Exception) -> str:
-    """Say that the file cannot be read, with the system's reason, or the kind of error."""
+    """Returns a sentence that the file cannot be read, with the system's reason, or the kind of
+    error."""
     reason = error.strerror if isinstance(error, OSError) else None
     return f"{name} cannot be read ({reason or type(error).__name__})"
 
 
 def _complete(root: Path) -> list[Path]:
-    """Checkpoint folders, newest first."""
+    """Paths of all complete checkpoints, newest first."""
     if not root.is_dir():
         return []
     found = (f for f in root.glob(f"{_PREFIX}*") if f.name.removeprefix(_PREFIX).isdigit())

@@ -10,7 +10,7 @@ _MAX_REPR = 4096
 
 
 def plain_text(value: Any) -> str:
-    """Readable JSON, whatever `value` holds."""
+    """Returns the value as readable JSON, whatever it holds."""
     text = _json(value)
     return json.dumps(_shown(value), ensure_ascii=False) if text is None else text
 

@@ -77,7 +77,7 @@ def holds_run(path: Path) -> bool:
 
 
 class RunFolder:
-    """Opens the folder for one run and holds its lock until closed.
+    """Opens the folder for one run, and holds a lock on the folder until it is closed.
 
     Nothing of an earlier run is touched before `clear`.
     """
@@ -101,8 +101,8 @@ class RunFolder:
             raise
 
     def _take_lock(self) -> bool:
-        """Lock the folder. False if another run, which could not start, removed the lock's file
-        meanwhile."""
+        """Lock the folder. Returns False if another run, which could not start, removed the lock's
+        file meanwhile; raises `FolderInUse` if another run holds the lock."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock_file.open("a")

@@ -71,7 +71,8 @@ class SampleRows:
     reward_names: Sequence[str]
 
     def add(self, command: TrainOn, samples: Sequence[TrainSample]) -> None:
-        """Give the writer a row for each sample trained on, and for the slowest to check."""
+        """Give the writer a row for each sample trained on, and for each that was slowest to
+        check."""
         trained = {sample.sample: sample for sample in samples}
         asked = list(chain(*command.groups))
         weights = (

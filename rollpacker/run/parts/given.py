@@ -32,7 +32,7 @@ OF_TRL = {
     "eval_dataset": "eval_data",
     "args": "config",
 }
-"""Arguments of TRL's trainers -> arguments of `rollpacker.train`."""
+"""By argument of TRL's trainers: the argument of `rollpacker.train` that has its place."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
 GivenReward = Callable[..., Any] | str | tuple[Any, float] | Mapping[str, Any]
@@ -175,7 +175,8 @@ def _rewards_of(rewards: Any, objects: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _reward_entry(where: str, reward: Any) -> dict[str, Any]:
-    """The reward as an entry of the config, with the function itself in the place of its name."""
+    """Returns a reward as an entry of the config, with the function itself where its name will
+    stand."""
     entry: dict[str, Any]
     if isinstance(reward, Mapping):
         entry = {key: _plain(value) for key, value in reward.items()}

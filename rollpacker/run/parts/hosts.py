@@ -32,7 +32,8 @@ processes."""
 
 @dataclass(slots=True)
 class Hosts:
-    """The hosts on which the processes of one run are started."""
+    """The hosts on which the processes of one run are started, and which process is started
+    where."""
 
     plan: Placement | None = None
     """The devices of each role. None if all are on this machine, and no plan says which."""
@@ -207,8 +208,8 @@ def _devices_on(host: str, plan: Placement) -> dict[str, float]:
 def _check(
     config: RunConfig, cluster: RayCluster, plan: Placement, facts: Mapping[str, HostFacts]
 ) -> None:
-    """Check that each host has what it must have. Raises `ValueError` with the first that lacks
-    something."""
+    """Check that each host has the model's files and enough of /dev/shm, and sees the run's folder
+    if the trainer is there. Raises `ValueError` for the first that lacks something."""
     model = Path(config.model.path)
     for host, one in facts.items():
         if model.exists() and not cluster.sees(host, str(model.resolve())):
@@ -229,8 +230,8 @@ def _check(
 
 
 def _check_shared(config: RunConfig, cluster: RayCluster, hosts: Sequence[str]) -> None:
-    """Check that these hosts see the run's folder, since the trainer's processes on them write one
-    checkpoint. Raises `ValueError`."""
+    """Check that these hosts see the run's folder, since the trainer's processes on them write
+    parts of one checkpoint. Raises `ValueError` if one does not."""
     runs = Path(config.runs_dir).expanduser().resolve()
     runs.mkdir(parents=True, exist_ok=True)
     probe = runs / f".seen-by-all-{os.getpid()}"

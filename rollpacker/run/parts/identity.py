@@ -22,7 +22,8 @@ def tokenizer_fingerprint(policy: LoadedPolicy) -> str:
 
 
 def identity_of(config: RunConfig, policy: LoadedPolicy) -> dict[str, Any]:
-    """Fingerprints of model, data, tokenizer and the user's files, and the number of threads."""
+    """Returns fingerprints of model, data and the user's files, and the number of threads, by
+    name."""
     from rollpacker.trainer.model import fingerprint
 
     return {

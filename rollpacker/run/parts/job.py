@@ -64,8 +64,8 @@ def build_cursor(
 def build_carried(
     config: RunConfig, checkpoint: Checkpoint | None, job: Job, tokenizer: str
 ) -> CarriedTokens:
-    """The tokens that deferred prompts had generated when the checkpoint was written: empty without
-    a checkpoint, and where `tail_batching.carry` is off."""
+    """The tokens that prompts put off to later rounds had when the checkpoint was written: empty
+    without a checkpoint, and where `tail_batching.carry` is off."""
     tail = config.tail
     if checkpoint is None or not tail.carries:
         return CarriedTokens(tail)

@@ -52,7 +52,8 @@ class LoadedPolicy:
 
     @property
     def player(self) -> Player | None:
-        """The player of samples that take turns with environments. None if there are no turns."""
+        """Plays the samples that take turns with environments. None if there are no
+        environments."""
         turns = self.inputs.turns
         return None if turns is None else turns.player(self.seed)
 

@@ -48,7 +48,7 @@ def _engine_completer(model_path: str, *, max_reply_tokens: int, concurrency: in
 
 
 def as_input(row: PromptRow, config: RunConfig, num_steps: int) -> RewardInput:
-    """The row with an empty completion, for rewards that are tried out before the run."""
+    """Returns the row with an empty completion, for rewards that are tried out before the run."""
     from rollpacker.environments.environment import Episode
     from rollpacker.rewards.reward import Progress, RewardInput
 

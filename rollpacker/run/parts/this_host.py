@@ -19,7 +19,8 @@ _NO_LIMIT = 1 << 60
 
 
 def this_host(kind: DeviceKind) -> Host:
-    """The machine as this process may use it: its cores, or the CUDA devices that torch sees."""
+    """Returns what this process may use of the machine: cores and memory, for `cuda` also the CUDA
+    devices that torch sees."""
     from rollpacker.core.placement.roles import Host
 
     total_bytes, _ = memory_bytes()
@@ -41,7 +42,7 @@ def this_host(kind: DeviceKind) -> Host:
 
 
 def shown_cpus() -> int:
-    """Processors that this process may run on, whatever its cgroup's quota is."""
+    """Number of processors that this process may run on, whatever its cgroup's quota is."""
     affine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     return affine or os.cpu_count() or 1
 
@@ -74,7 +75,8 @@ def cgroup_memory_bytes() -> int | None:
 
 
 def _cgroup_files(controller: str, name: str) -> Iterator[str]:
-    """Contents of this file in our own cgroup and in those above it, of version 1 or 2."""
+    """Yields the text of the file `name` in this process's cgroup and in those above it, of version
+    1 or 2."""
     for line in read_text(Path("/proc/self/cgroup")).splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

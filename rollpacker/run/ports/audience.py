@@ -1,4 +1,4 @@
-"""Tells a program's callbacks, then trackers, of a run as it goes on.
+"""Calls a program's callbacks, then trackers, as a run goes on.
 
     on_start
     each step:  trained -> evaluated? -> on_evaluation -> on_step -> checkpoint? -> committed
@@ -32,7 +32,7 @@ NOTE = "callbacks"
 a step."""
 
 SLOW_TRACKER_S = 5.0
-"""A tracker that keeps the run waiting for more seconds than this is named, once."""
+"""Seconds for which a tracker may keep the run waiting; a slower tracker is named, once."""
 
 CallInThread = Callable[[Callable[[], None]], Awaitable[None]]
 
@@ -121,14 +121,14 @@ class Audience:
         stop: Callable[[str], None],
         observe: Callable[[], None],
     ) -> None:
-        """Belong to this run from now on. `stop` ends the run with a reason; `observe` shows the
+        """Connect this audience to its run. `stop` ends the run with a reason; `observe` shows the
         observers new log entries."""
         self._bus, self._samples, self._observe = bus, samples, observe
         self._run.on_stop = stop
 
     async def begin(self, step: int) -> None:
-        """Tell all of `on_start`; a tracker that fails is left out from then on. Raises
-        `CallbackError` if a callback fails."""
+        """Call `on_start` of all callbacks and trackers; a tracker that fails is left out from then
+        on. Raises `CallbackError` if a callback fails."""
         self._has_begun = True
         if self._callbacks:
             seconds = await self._tell_all("on_start")
@@ -138,8 +138,8 @@ class Audience:
                 self._trackers.remove(tracker)
 
     async def evaluated(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Tell callbacks of `on_evaluation`. Returns the values that they logged, and the seconds
-        that they took. Raises `CallbackError`."""
+        """Call `on_evaluation` of all callbacks. Returns the values that they logged, and the
+        seconds that they took. Raises `CallbackError` if one fails."""
         if not self._callbacks:
             return {}
         rows = () if self._samples is None else self._samples.evaluation_rows
@@ -149,8 +149,8 @@ class Audience:
         return {**logged, CALLBACK_SECONDS: seconds}
 
     async def trained(self, step: int) -> None:
-        """Tell callbacks of `on_step`, once, as a request to stop commits a step a second time.
-        Raises `CallbackError`."""
+        """Call `on_step` of all callbacks, once a step: a request to stop commits the step again.
+        Raises `CallbackError` if one fails."""
         if not self._callbacks or step <= self._told_step:
             return
         self._told_step = step
@@ -161,7 +161,7 @@ class Audience:
         self._noted().note(NOTE, seconds, step, logged)
 
     def row_written(self, step: int, row: Metrics, is_evaluation: bool) -> None:
-        """Tell the trackers of a finished row, of a step or of an evaluation."""
+        """Call all trackers with a finished row, of a step or of an evaluation."""
         if not self._trackers:
             return
         rows = self._rows_of(step)
@@ -173,8 +173,8 @@ class Audience:
         self._run.telling = None
 
     def end(self, reason: str | None) -> None:
-        """Tell all of `on_end`, once, if the run has begun. Raises `CallbackError` after all of
-        them."""
+        """Call `on_end` of all callbacks and trackers, once, if the run has begun. Raises
+        `CallbackError` afterwards if a callback failed."""
         if not self._has_begun:
             return
         self._has_begun, failure = False, None
@@ -244,7 +244,7 @@ class Audience:
 
 
 def nobody() -> Audience:
-    """The audience of a run that nobody listens to."""
+    """The audience of a run that has no callbacks and no trackers."""
     run = ToldRun(name="", folder=Path(), config={}, total_steps=None, resumed_step=None)
 
     async def call(function: Callable[[], None]) -> None:

@@ -43,7 +43,8 @@ _INDEX, _TOKENS, _LOG_PROBS = "carried.json", "tokens.npy", "log_probs.npy"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens:
-    """The tokens, and their log-probs, that a sample had when its prompt was deferred."""
+    """The tokens, and their log-probs, that a sample had when its prompt was put off to a later
+    round."""
 
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float64]
@@ -51,7 +52,7 @@ class KeptTokens:
     """Largest number of tokens at which the sample was cut off so far. 0 if it was never cut
     off."""
     redraws: Redraws = ()
-    """Redraws of the noise, as in `Response.redraws`."""
+    """Which tokens were drawn with which redraw of the noise, as in `Response.redraws`."""
     given: Spans = ()
     """Ranges of tokens that the model was given, as in `Response.given`; log-probs are 0 there."""
 
@@ -73,7 +74,8 @@ KeptByPrompt = Mapping[PromptId, Mapping[int, KeptTokens]]
 
 
 class CarriedTokens:
-    """The kept tokens of deferred prompts, and the port of `Defer`. Used under the bus's lock."""
+    """The kept tokens of prompts put off to later rounds; obeys `Defer`. Used under the bus's
+    lock."""
 
     def __init__(
         self,

@@ -48,13 +48,13 @@ class Path:
 
 
 class CarriedTurns:
-    """The drafts for the samples of a step. Used under the bus's lock alone."""
+    """The drafts (tokens of an earlier launch) for a step's samples. Used under the bus's lock."""
 
     def __init__(self, carried: CarriedTokens) -> None:
         self._carried = carried
         self._paths: dict[SampleId, Path] = {}
         self._cancelled: dict[SampleId, Play] = {}
-        """Plays of cancelled samples, of which an engine may still report tokens."""
+        """Episodes of cancelled samples, of which an engine may still report tokens."""
 
     def launched(self, request: GenerationRequest) -> GenerationRequest:
         """Returns the request of a sample's first turn, with drafts if an earlier launch left
@@ -74,11 +74,11 @@ class CarriedTurns:
         return replace(request, carried=path.drafts(play.trajectory.tokens, limit))
 
     def play_of(self, sample: SampleId) -> Play | None:
-        """The play of a cancelled sample. None if the sample was not cancelled."""
+        """The episode of a cancelled sample. None if the sample was not cancelled."""
         return self._cancelled.get(sample)
 
     def drawn(self, event: SampleGenerated, play: Play, response: Response) -> None:
-        """Note that an engine has generated a turn, which the play does not have yet."""
+        """Note that an engine has generated a turn, which is not added to the episode yet."""
         path = self._paths.get(event.sample)
         if path is not None:
             start = len(play.trajectory.tokens)
@@ -100,8 +100,8 @@ class CarriedTurns:
             self._leave(play, response)
 
     def cancelled(self, plays: Iterable[Play]) -> None:
-        """Keep the tokens of these plays, which are not needed any more. An engine may still report
-        tokens of their turns."""
+        """Keep the tokens of these episodes, which are not needed any more. An engine may still
+        report tokens of their turns."""
         if not self._carried.carries:
             return
         for play in plays:
@@ -118,8 +118,8 @@ class CarriedTurns:
         self._cancelled.clear()
 
     def _leave(self, play: Play, turn: Response | None = None) -> None:
-        """Keep the play's tokens for the next launch, with those of the turn at hand, unless they
-        are only the beginning of what this launch began with."""
+        """Keep the episode's tokens for the next launch, with those of the turn at hand, unless
+        they are only the beginning of what this launch began with."""
         path = self._paths.get(play.sample)
         if path is not None and path.retracing.goes_on:
             return

@@ -1,5 +1,5 @@
-"""A trajectory as the text that samples keep of it: what was said by whom, what each turn took and
-brought, and which tokens were drawn and given. Bounded: the middle of a long one is left out."""
+"""Makes the text that samples keep of a trajectory: who said what, what each turn took and brought,
+and which tokens were generated and given. The middle of a long trajectory is left out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dialogue_text(response: Response, episode: Episode, render: Decode) -> str:
 
 
 def _list(items: Sequence[str]) -> str:
-    """A JSON list of items that are JSON already."""
+    """Returns a JSON list of items that are JSON already; if it is too long, without its middle."""
     kept = _both_ends(items, lambda item: len(item))
     return f"[{', '.join(map(str, kept))}]"
 
@@ -84,8 +84,8 @@ def _stretches(response: Response, render: Decode) -> list[tuple[bool, int, str]
 
 
 def _both_ends(items: Sequence[T], size_of: Callable[[T], int]) -> list[T | int]:
-    """All items, or as many of the first and of the last as fit, around the number of those left
-    out."""
+    """Returns all items, or as many of the first and of the last as fit, with the number of those
+    left out between them."""
     sizes = [*map(size_of, items)]
     if sum(sizes) <= MAX_PART_CHARS:
         return [*items]

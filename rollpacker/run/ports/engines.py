@@ -66,7 +66,8 @@ class Keepers:
         self._handles: dict[SampleId, Handle] = {}
 
     def keeps(self, handle: Handle, request: GenerationRequest) -> None:
-        """Note that a turn of this sample has ended in that engine, which keeps it if so asked."""
+        """Note that this engine keeps what it computed of the request's sample, if it was asked
+        to."""
         if request.keep:
             self._handles[request.sample] = handle
 
@@ -156,8 +157,8 @@ class Engines:
     # -- what the core wants -----------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest], where: Sequence[int] = ()) -> None:
-        """Give each request to the engine that `where` has at its place; empty: engine 0. If an
-        engine is lost meanwhile, the core hears of that and places its samples again."""
+        """Give each request to the engine whose number `where` has at the same place (empty: engine
+        0). If an engine is lost meanwhile, the core hears of that and places its samples again."""
         parts: dict[int, list[GenerationRequest]] = {}
         for request, number in zip(requests, where or (0,) * len(requests), strict=True):
             parts.setdefault(number, []).append(request)
@@ -170,8 +171,8 @@ class Engines:
                 self._give(handle, part)
 
     def place(self, samples: Sequence[SampleId], where: Sequence[int]) -> None:
-        """Start these samples again, from the requests of their launch, in the engines `where`. A
-        sample that a living engine still has starts once it has been stopped there."""
+        """Start these samples again, from their launch's requests, in the engines numbered `where`.
+        A sample that a living engine still has starts once it has been stopped there."""
         gone, targets = [], []
         self._stop(samples)
         for sample, number in zip(samples, where, strict=True):
@@ -184,8 +185,8 @@ class Engines:
         self.submit(gone, targets)
 
     def abort(self, samples: Sequence[SampleId]) -> None:
-        """Stop these samples. Nothing follows for a sample that no engine has, and the core knows
-        that."""
+        """Stop these samples. No output follows for samples that no engine has; the core expects
+        none."""
         for sample in samples:
             held = self._held.get(sample)
             if held is not None:
@@ -433,8 +434,8 @@ class Engines:
             )
 
     def expect(self, weights: Weights) -> list[Handle]:
-        """Make these the current weights. Returns the living engines, which the caller has to bring
-        to them."""
+        """Make these the current weights, and forget all samples if the version is new. Returns the
+        living engines, which the caller has to bring to these weights."""
         if weights.version != self.weights.version:
             self._not_numbers.clear()
             self._keepers.forget()

@@ -50,7 +50,7 @@ class EvalResult:
 
     def few_judged(self) -> str | None:
         """A sentence for an evaluation in which most responses got no verdict, so that its metrics
-        are over the others alone. None for any other."""
+        are over the others alone. None if most got one."""
         failed = [verdict for _, _, verdict in self.judged if isinstance(verdict, Failed)]
         total = len(self.judged)
         if 2 * len(failed) <= total:
@@ -64,7 +64,7 @@ class EvalResult:
 
     def out_of_reach(self, threshold: float) -> str | None:
         """A sentence for an evaluation in which some rewards were above 0 and none was as high as
-        the threshold. None for any other."""
+        the threshold. None in all other cases."""
         values = [v.value for _, _, v in self.judged if isinstance(v, Scored)]
         largest = max(values, default=0.0)
         if largest <= 0 or largest >= threshold:

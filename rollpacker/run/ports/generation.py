@@ -49,8 +49,8 @@ SALVAGED = ("perf/salvaged_samples", "perf/salvaged_tokens")
 
 @dataclass(eq=False, slots=True)
 class Generation:
-    """Obeys commands in whatever thread they come, and hears each engine in the engine's own
-    thread."""
+    """The engines' port: obeys commands in whatever thread they come, and hears each engine in the
+    engine's own thread."""
 
     shared: Shared
     scoring: Scoring
@@ -236,8 +236,8 @@ class Generation:
         )
 
     def _on_error(self, handle: Handle, error: BaseException) -> None:
-        """Take an engine's error, in any thread. Only an `EngineError` of an engine that can be
-        replaced does not end the run."""
+        """Take an engine's error, in any thread: the engine is lost if the error is its own fault
+        and another can take its place; else the run ends."""
         if self.engines.make is None or not isinstance(error, EngineError):
             self.shared.main.post(self.shared.main.fail, error)
             return

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Publish = Callable[["WeightSource"], Mapping[str, Exception]]
-"""Brings weights to all hosts with engines. Returns the error for each host that could not be
-reached, by the host's name."""
+"""Function that brings weights to all hosts with engines. Returns the error for each host that
+could not be reached, by the host's name."""
 
 WRITTEN_S = 0.02
 """Seconds between two looks of an engine that waits for weights, until the trainer has written
@@ -197,7 +197,7 @@ async def _bring_all(
     handles: Sequence[Handle], weights: Weights, within_s: float | None = None
 ) -> dict[Handle, BaseException]:
     """Bring all these engines to the weights at once. Returns the errors of those that failed, or
-    were not done within these seconds."""
+    were not done within `within_s` seconds (None: no limit)."""
     arguments = {handle: (handle.engine, weights) for handle in handles}
     return await failures(bring_up_to_date, arguments, "take new weights", within_s)
 

@@ -56,8 +56,9 @@ class MainTask:
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def post_together(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call the function on the event loop, after those posted so before. The loop is woken once
-        for all that come until it looks, since waking it is a system call. Thread-safe."""
+        """Call the function on the event loop, after all that were posted by this method before.
+        The loop is woken once for all that come until it looks, as waking is a system call.
+        Thread-safe."""
         with self._lock:
             self._together.append((function, arguments))
             is_first = len(self._together) == 1

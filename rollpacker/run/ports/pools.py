@@ -62,8 +62,8 @@ class Pools:
 
     @contextlib.asynccontextmanager
     async def borrowed(self, pool: PoolName, purpose: str) -> AsyncIterator[None]:
-        """Hold the pool for what no command of the core asks for, such as an evaluation. On the
-        main task."""
+        """Hold the pool for what no command of the core asks for, such as an evaluation. Used on
+        the main task."""
         yield
 
     async def parked(self) -> None:
@@ -82,7 +82,7 @@ class _Wait:
 
 
 class SharedPools(Pools):
-    """The pools of a run that shares them with other jobs; at its seat the run waits for them."""
+    """The pools of a run that shares them with other jobs, and waits for them at its seat."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class SharedPools(Pools):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the run has waited for pools so far, by the core's count."""
+        """Seconds that the run has waited for pools so far, as the core counts them."""
         return getattr(self.bus.job, "waited_s", 0.0)
 
     def has(self, pool: PoolName) -> bool:

@@ -58,7 +58,7 @@ class Training:
     _rows_of: int = field(default=0, init=False)
     """The step whose rows were written; it may be trained again if the trainer is lost."""
     _warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger), init=False)
-    """Warnings that a run gives once."""
+    """Logs each kind of warning only once in a run."""
 
     @property
     def trainer(self) -> Trainer:

@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 CHECK_S = 0.5
 STANDSTILL_HEARTBEATS = 12
-"""An engine may make no progress for this many times `deadlines.heartbeat_s`, as over the prompts
-of a whole round, while others go on."""
+"""An engine is lost if it makes no progress for this many times `deadlines.heartbeat_s`, as over
+the prompts of a whole round, while others go on."""
 
 
 @dataclass(eq=False, slots=True)
