@@ -118,8 +118,8 @@ def _is_call(value: Any) -> bool:
 
 
 class _Lines:
-    """Lines of standard input, read while the event loop goes on. No thread waits for lines, since
-    it could not be ended."""
+    """Reads lines of standard input while the event loop goes on. No thread waits for lines, since
+    such a thread could not be ended."""
 
     def __init__(self) -> None:
         self._fd = sys.stdin.fileno()

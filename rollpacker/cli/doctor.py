@@ -153,7 +153,7 @@ def _load(path: str | None, overrides: Sequence[str]) -> tuple[RunConfig | None,
 
 
 class _TooSlow(Exception):
-    """A check gave no answer in its time, which says nothing about the thing that it checks."""
+    """A check gave no answer in its time, which says nothing about what was checked."""
 
 
 def _looked(check: _Check) -> list[Finding]:

@@ -31,8 +31,8 @@ _WHY = {
 
 
 class EpisodeDisplay:
-    """Stands between the player and the environments, and shows what passes. Used on one event
-    loop, for one episode."""
+    """Stands between the player and the environments, and shows the calls and answers that pass.
+    Used on one event loop, for one episode."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ def python() -> Finding:
 
 def packages() -> Finding:
     """Finding on whether every package that we need is there, in a version that we know. The lowest
-    versions in `pyproject.toml` are above the last known hole of each package."""
+    versions in `pyproject.toml` are above each package's last known hole in security."""
     from importlib.metadata import metadata
 
     wrong = {

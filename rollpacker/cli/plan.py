@@ -299,7 +299,7 @@ def _checked_out(name: str | None) -> Path | None:
 
 
 def _to_plain(target: str, plan: Plan, real: AsMeasured | None) -> dict[str, Any]:
-    """Returns the plan as --json prints it; that of a run with what was measured."""
+    """Returns the plan as --json prints it; for a run, with what was measured of the run."""
     plain = {"target": str(target), **plan.to_plain()}
     if real is not None:
         plain["measured"] = {"step_s": real.measured.mean["total_s"], "offset": real.offset}

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from rollpacker.sim.result import SystemResult
 
 MIN_FEWER, MIN_FASTER = 0.08, 0.02
-"""It is said if the share of trained tokens lost is above the first, and a rate of tokens that
-changes by less than the second counts as the same."""
+"""Shares. Fewer trained tokens are mentioned if more than the first are missing; tokens per second
+that grow by less than the second count as unchanged."""
 COLUMNS = ("step s", "saved s", "tokens/s", "short/cascade/long s", "shift", "oracle")
 SHARED_COLUMNS = ("price/1k", "busy s", "saved s", "step s", "shift", "oracle")
 NO_TAIL_SHARE = 0.3
@@ -91,7 +91,7 @@ def _costs(
 
 
 def _label(finding: Finding) -> str:
-    """Name of a finding's factors; its switches are those of all finalists, and not named."""
+    """Name of a finding's factors. Its switches are left out, as all finalists have the same."""
     names = [idea.name for idea in finding.candidate.ideas if idea.slot == "factors"]
     return names[0].removeprefix("factors ") if names else "current factors"
 

@@ -224,7 +224,7 @@ class Controller:
         self.bus.take(StopRequested(time_s=0.0, reason=reason))
 
     def fail(self, error: BaseException) -> None:
-        """End the run with this error when the main task has done what it is at. Thread-safe."""
+        """End the run with this error when the main task has done its present work. Thread-safe."""
         self._main.post(self._main.fail, error)
 
     def end_at_once(self, error: BaseException) -> None:
@@ -350,7 +350,7 @@ class Controller:
             self.bus.take(Committed(time_s=0.0, step=job.step, checkpointed=True))
 
     async def _next(self) -> Deed | Finish:
-        """Wait for the next thing that takes long, or for the command to finish. Raises the error
+        """Wait for the next work that takes long, or for the command to finish. Raises the error
         that a part died of, or `DeadlineExceeded`."""
         while True:
             self.parts.log.raise_error()

@@ -128,7 +128,7 @@ class Caller:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine to its end and return its result: in this thread, or in a thread of its
-        own where a loop runs here already."""
+        own if an event loop runs in this thread already."""
         import asyncio
 
         if not _loop_runs_here():
@@ -270,7 +270,7 @@ class _Ending:
 
 
 def _exit_at_once() -> NoReturn:
-    """End the process now. The message goes past the display's buffers, which stay as they are."""
+    """End the process now. The message bypasses the display's buffers, which stay as they are."""
     if os.isatty(1):
         os.write(1, b"\x1b[?25h\r\n")  # the live display hides the cursor
     with contextlib.suppress(OSError):

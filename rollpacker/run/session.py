@@ -79,8 +79,8 @@ class RunSession:
     """Whether the run has begun, so that there is something to save."""
 
     def prepare(self, began: float) -> None:
-        """Build every part, in the order in which they need each other, and join them. `began`:
-        when the process began to work, by `time.perf_counter`."""
+        """Build every part, each after the parts that it needs, and connect them. `began`: when the
+        process began to work, by `time.perf_counter`."""
         config, hosts, stack, folder = self.config, self.hosts, self.stack, self.folder
         shares_pools = self.seat.shares_pools
         self._check_training()

@@ -252,7 +252,7 @@ class Choice:
     """One answer of the model."""
 
     message: Mapping[str, Any]
-    """The message as `on_wire` makes it, in the form of OpenAI's API."""
+    """The model's message in the form of OpenAI's API, as `on_wire` makes it."""
     reason: str
     """"stop" or "length", as engines say."""
     logprobs: Sequence[Mapping[str, Any]] | None = None

@@ -58,7 +58,8 @@ MAX_BODY_BYTES = 32 << 20
 MAX_HEAD_BYTES = 64 << 10
 _BACKLOG = 4096
 _ADMITTED = "admitted"
-"""The key in a request's state of `_Connection.admitted`, which is called once it is admitted."""
+"""Key in a request's state of a function (`_Connection.admitted`) to call on admitting the
+request."""
 _FOREVER_S = 1 << 30
 """Seconds for uvicorn's own timer of idle connections, which `Limits` replaces."""
 
@@ -157,7 +158,7 @@ def in_json(value: Any, status: int = 200, *, headers: Mapping[str, str] | None 
 
 
 def api(routes: Sequence[Route], *, error_headers: Mapping[str, str] | None = None) -> Starlette:
-    """Returns an application whose errors have the shape of OpenAI's API, and these headers."""
+    """Returns an application whose errors have the shape of OpenAI's API, and `error_headers`."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):  # there is no such path, or it has no such method
@@ -169,7 +170,8 @@ def api(routes: Sequence[Route], *, error_headers: Mapping[str, str] | None = No
 
 
 class _Guarded:
-    """The application behind its guard: `Admit`, the limit of bodies, and clients that leave."""
+    """Wraps an application: asks `Admit` first, limits bodies, and cancels work if a client
+    leaves."""
 
     def __init__(self, app: ASGIApp, admit: Admit) -> None:
         self._app = app

@@ -38,7 +38,7 @@ class EnginePolicy:
         self, prompt: Sequence[int], sampling: SamplingParams, *, n: int = 1, turn: int = 1
     ) -> list[Response]:
         """Returns `n` responses to one prompt. If the call is cancelled, the engine stops
-        generating them. Raises `RequestFailed`."""
+        generating. Raises `RequestFailed` if the engine cannot generate."""
         asked = PromptId("served", 0, next(self._numbers))
         samples = [SampleId(asked, index=index, attempt=0) for index in range(n)]
         tokens = tuple(prompt)

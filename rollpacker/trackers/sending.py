@@ -123,7 +123,8 @@ class Tracker(Callback):
         raise NotImplementedError
 
     def send(self, step: int, row: Mapping[str, Any]) -> None:
-        """Show a row of `metrics.jsonl`: finite numbers, and texts if the library takes them."""
+        """Show a row of `metrics.jsonl` in the library: finite numbers, and texts if it shows
+        texts."""
         self.shown.log(row, step=step)
 
     def send_samples(self, step: int, table: SamplesTable) -> None:

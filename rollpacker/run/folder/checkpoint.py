@@ -154,8 +154,8 @@ def newest_checkpoint(root: Path, *, without: str | None = None) -> Checkpoint:
 
 
 def newest_state(root: Path) -> Mapping[str, Any] | None:
-    """State of the newest checkpoint, unverified, for those who only look. None if there is none of
-    this format, or if it cannot be read."""
+    """State of the newest checkpoint, unverified, for reading only. None if there is no checkpoint
+    of this format, or if it cannot be read."""
     for folder in _complete(root)[:1]:
         with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
             state: dict[str, Any] = json.loads((folder / "state.json").read_text())

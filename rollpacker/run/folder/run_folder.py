@@ -41,7 +41,7 @@ _OWN_FILES = (
     *("summary.json", "report.html", "trace.json", "timeline.png"),
     *("summary.json.tmp", "report.html.tmp", "trace.json.tmp", "timeline.png.tmp"),
 )
-"""Names of files that a run writes, also of half-written ones, as a kill leaves them."""
+"""Names of files that a run writes, also of half-written files that a kill leaves."""
 _OWN_FOLDERS = {
     "checkpoints": ("step_*", "latest", "latest.tmp-*"),
     "tensorboard": ("events.out.tfevents.*",),
@@ -67,8 +67,8 @@ RESUME_MAY_DIFFER = (
     *("environment.workers", "environment.memory_mb", "environment.timeout_s"),
     *("data.train.chat", "data.eval.chat"),
 )
-"""Keys of `RESUME_MUST_KEEP` that may change: they change speed, not the rules; or, as with `chat`,
-what they come to is compared by identity."""
+"""Keys of `RESUME_MUST_KEEP` that may change: they change speed, not results; or, as with `chat`,
+their effect is compared by identity."""
 
 
 def holds_run(path: Path) -> bool:

@@ -92,7 +92,7 @@ def _type_of(column: str) -> str:
 
 
 def _typed(column: str, value: Any) -> Any:
-    """Returns the value, an extra as text: it may be another kind of thing in the next file."""
+    """Returns the value; an extra becomes text, as its kind may differ from file to file."""
     return str(value) if column.startswith("extra/") and value is not None else value
 
 

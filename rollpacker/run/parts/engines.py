@@ -33,7 +33,7 @@ def build_engines(
     *,
     shares_pools: bool = False,
 ) -> Engines:
-    """Returns the engines that the config asks for, on these hosts (None: on this machine); those
+    """Returns the engines that the config asks for, on these hosts (None: on this machine); engines
     in processes begin to load. `shares_pools`: whether other jobs use their devices by turns.
     Raises `ValueError` for too few devices, and for a model that so many devices cannot share."""
     from rollpacker.engines.process_engine import ProcessEngine

@@ -129,7 +129,8 @@ def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> TurnParts 
 
 
 def _check_rewards(config: RunConfig, environments: SupervisedEnvironments) -> None:
-    """Raise `ValueError` if rewards of the environment are asked for and it never gives any."""
+    """Raise `ValueError` if the environment's rewards are asked for and the environment has
+    none."""
     asked = any(reward.function == ENVIRONMENT for reward in config.rewards)
     if asked and not environments.gives_rewards:
         raise ValueError(

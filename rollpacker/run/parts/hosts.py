@@ -36,12 +36,12 @@ class Hosts:
     where."""
 
     plan: Placement | None = None
-    """The devices of each role. None if all are on this machine, and no plan says which."""
+    """The devices of each role. None if the run is on this machine, without a plan of devices."""
     by_name: Mapping[str, Host] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
-    """Network interface by which the processes of each host reach others."""
+    """Name of the network interface by which a host's processes reach other hosts, by host."""
     address: str = "127.0.0.1"
-    """Address of this machine, as processes on others reach it."""
+    """Address of this machine, as processes on other hosts reach it."""
     publish: Callable[[WeightSource], dict[str, Exception]] = lambda source: {}
     """Brings new weights to all hosts with engines, before an engine asks (`Spread.publish`)."""
     close: Callable[[], None] = lambda: None

@@ -242,7 +242,8 @@ def placed(config: RunConfig, plan: Placement) -> RunConfig:
 
 
 def _check_turns(lines: PlacementConfig, plan: Placement) -> None:
-    """Check that engines and trainer that take turns have the same devices. Raises `ValueError`."""
+    """Check that engines and trainer, if they take turns, have the same devices; else
+    `ValueError`."""
     if not lines.turns:
         return
     of = {
@@ -333,7 +334,7 @@ def _numbers(first: int, last: int) -> str:
 
 
 def _runs(devices: Sequence[PlacedDevice]) -> list[list[PlacedDevice]]:
-    """Devices in groups: neighbours on one host with the same units and memory are together."""
+    """Devices in groups; a group has neighbours on one host with the same units and memory."""
     runs: list[list[PlacedDevice]] = []
     for device in devices:
         last = runs[-1][-1] if runs else None

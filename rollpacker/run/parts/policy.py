@@ -42,8 +42,7 @@ class LoadedPolicy:
 
     @cached_property
     def engine(self) -> Engine:
-        """The engine in this process, on the model's own tensors; made when it is first asked
-        for."""
+        """The engine in this process, on the model's own tensors. It is made at the first use."""
         return engine_in_process(self.loaded, self.engine_config)
 
     @cached_property
@@ -262,8 +261,8 @@ def _measured_threads(config: RunConfig, loaded: LoadedModel) -> int:
 
 ROUNDS = 5
 MARGIN = 0.9
-"""A larger number of threads must take less than this part of the time, since more threads suffer
-more when the machine is shared."""
+"""A larger number of threads is chosen only if it takes less than this part of the time, since more
+threads suffer more when the machine is shared."""
 
 
 def measure_threads(step: Callable[[], None], candidates: Sequence[int] | None = None) -> int:

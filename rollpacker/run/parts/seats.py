@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunSeat:
-    """The seat of one process of a run. With the seat None the run shares no devices."""
+    """The seat of one process of a run: its place in a cluster, or None if it shares no devices."""
 
     def __init__(self, seat: Seat | None = None) -> None:
         self.seat = seat
@@ -83,7 +83,7 @@ class RunSeat:
             self._on_stop(self._stop)
 
     def observers(self) -> list[Observer]:
-        """The observers of the run's log that a seat has: one, or none without a seat."""
+        """Observers that report the run's log to the cluster: one, or none without a seat."""
         return [] if self.seat is None else [_Telling(self.seat)]
 
     def _on_lost(self, why: str) -> None:

@@ -27,8 +27,8 @@ from rollpacker.run.ports.player import Play
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The tokens that a sample had from an earlier launch, and how far this launch came out the
-    same."""
+    """Tokens that an earlier launch of the sample left, and how far this launch drew the same
+    tokens."""
 
     kept: KeptTokens
     retracing: Retracing
@@ -89,7 +89,8 @@ class CarriedTurns:
             self._leave(play, response)
 
     def aborted(self, event: SampleAborted, play: Play | None, response: Response | None) -> None:
-        """Note that an engine has stopped a turn before its end."""
+        """Note that an engine has stopped a turn before its end; keep the tokens that go beyond
+        those of the earlier launch."""
         play = self._cancelled.get(event.sample) or play
         if play is None or response is None:
             return

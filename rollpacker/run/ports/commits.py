@@ -85,7 +85,8 @@ class Commits:
     async def _checkpoint(
         self, step: int, job_state: Mapping[str, Any], waiting: KeptByPrompt
     ) -> None:
-        """Write a checkpoint: again, unlike evaluation and callbacks, if the trainer is lost."""
+        """Write a checkpoint. It alone, not evaluation or callbacks, is done again if the trainer
+        is lost."""
         await self.pools.parked()
         write = in_daemon_thread(self._write, step, self._state(job_state), waiting)
         try:

@@ -16,7 +16,8 @@ from rollpacker.trainer.trainer import TokenScores, TrainSample
 
 @dataclass(slots=True)
 class KnownSample:
-    """What is kept of one sample: its response, its verdict, and what else becomes known."""
+    """What the controller keeps of one sample: its response, verdict, episode and training
+    sample."""
 
     response: Response
     completion: str | None = None
@@ -26,7 +27,8 @@ class KnownSample:
     episode: Episode | None = None
     """Messages and rewards of a sample of several turns. None for a single response."""
     finish: Future[Episode | Lost] | None = None
-    """The episode with its final reward, once the environment gave it. None if none is due."""
+    """The episode with its final reward, once the environment gave that. None if none is asked
+    for."""
     check_s: float | None = None
     """Seconds that the check took, with a verdict or without. None if no check has ended."""
     scores: TokenScores | None = None

@@ -59,24 +59,23 @@ FleetEvent = EngineLost | EngineReady | SampleMoved
 
 
 class Keepers:
-    """Knows which engine has kept what it computed of a sample while an environment has the turn.
-    Used under the bus's lock alone."""
+    """Knows which engine keeps what it computed of a sample (its cache) while the sample's
+    environment has the turn. Used under the bus's lock alone."""
 
     def __init__(self) -> None:
         self._handles: dict[SampleId, Handle] = {}
 
     def keeps(self, handle: Handle, request: GenerationRequest) -> None:
-        """Note that this engine keeps what it computed of the request's sample, if it was asked
-        to."""
+        """Note that this engine keeps its cache of the request's sample, if it was asked to."""
         if request.keep:
             self._handles[request.sample] = handle
 
     def forget(self) -> None:
-        """Forget what engines keep, which new weights make useless."""
+        """Forget which engines keep caches, as new weights make these useless."""
         self._handles.clear()
 
     def of(self, sample: SampleId) -> int | None:
-        """Number of the engine that keeps something of this sample. None if no living engine
+        """Number of the engine that keeps the cache of this sample. None if no living engine
         does."""
         handle = self._handles.get(sample)
         return handle.number if handle is not None and handle.lives else None
@@ -84,8 +83,8 @@ class Keepers:
     def leave(
         self, samples: Iterable[SampleId], to: Handle | None = None
     ) -> dict[Handle, list[SampleId]]:
-        """Note that no engine but `to`, where the samples go on, keeps anything of these samples.
-        Returns the living engines that have to discard something, with the samples concerned."""
+        """Note that no engine but `to`, where the samples go on, keeps a cache of these samples.
+        Returns the living engines that have to discard caches, with the samples concerned."""
         told: dict[Handle, list[SampleId]] = {}
         for sample in samples:
             handle = self._handles.pop(sample, None)
@@ -217,14 +216,14 @@ class Engines:
                 self._give(handle, [held.request])
 
     def let_go(self, samples: Sequence[SampleId], to: Handle | None = None) -> None:
-        """Tell engines to discard what they keep of these samples, whose environments have the
-        turn. The engine `to`, where the samples go on, is not told, nor is a lost one."""
+        """Tell engines to discard their caches of these samples, whose environments have the turn.
+        The engine `to`, where the samples go on, is not told, nor is a lost one."""
         for handle, part in self._keepers.leave(samples, to).items():
             with contextlib.suppress(EngineError), self._losing(handle):
                 handle.let_go(part)
 
     def _stop(self, samples: Sequence[SampleId]) -> None:
-        """Abort the samples that an engine has; it ignores those that have just ended."""
+        """Abort the samples that an engine has; engines ignore samples that have just ended."""
         parts: dict[Handle, list[SampleId]] = {}
         for sample in samples:
             held = self._held.get(sample)
@@ -303,7 +302,7 @@ class Engines:
         event: EngineEvent,
         response: Response | None,
     ) -> str | None:
-        """Why an engine that works could not have reported this. None if it could."""
+        """Why an engine that works could not have reported this output. None if it could."""
         if held is None or held.at is not handle:
             return f"it spoke of {event.sample}, which it does not have"
         if isinstance(event, SampleGenerated):
@@ -356,8 +355,7 @@ class Engines:
         return None
 
     def num_at(self, numbers: Collection[int]) -> int:
-        """Number of samples that these engines have, also those that are to leave and have not
-        yet."""
+        """Number of samples that these engines have, also of samples that are still to leave."""
         where = (held.at for held in self._held.values())
         return sum(handle is not None and handle.number in numbers for handle in where)
 

@@ -39,7 +39,7 @@ class Episodes:
     rows: Sequence[PromptRow]
     carried: CarriedTokens
     let_go_of: Callable[[Sequence[SampleId]], None] = lambda samples: None
-    """Tells engines to keep nothing of these samples. Called under the bus's lock."""
+    """Tells engines to discard their caches of these samples. Called under the bus's lock."""
     _turns: CarriedTurns = field(init=False)
     _plays: dict[SampleId, Play] = field(default_factory=dict, init=False)
     _noise: dict[SampleId, SampleId | None] = field(default_factory=dict, init=False)

@@ -116,7 +116,8 @@ class Generation:
             self._collecting = self.shared.main.awaited = None
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Tell engines to keep nothing of these samples, of which the core does not know."""
+        """Tell engines to discard their caches of these samples, of which the core does not
+        know."""
         with self.shared.bus.lock:
             self.engines.let_go(samples)
 
@@ -147,7 +148,7 @@ class Generation:
             self.shared.main.later(self.devices.to_engines)
 
     def _on_outputs(self, handle: Handle, outputs: Sequence[EngineOutput]) -> None:
-        """Take outputs in a thread of the engine's; one in this process calls between decode
+        """Take outputs, in the engine's thread; an engine in this process calls between decode
         steps."""
         with self.shared.bus.lock:
             for output in outputs:

@@ -82,7 +82,7 @@ class Handle:
             self._tell(partial(self.engine.abort, samples))
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Have the engine discard what it keeps of these samples; later, if it is away."""
+        """Have the engine discard its caches of these samples; later, if the engine is away."""
         self._tell(partial(self.engine.let_go, samples))
 
     def come_back(self) -> None:

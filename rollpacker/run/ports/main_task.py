@@ -26,15 +26,15 @@ class MainTask:
 
     def __init__(self) -> None:
         self.awaited: asyncio.Future[Any] | None = None
-        """A result that the main task waits for and that no command brings; it gets the error if
-        the run fails. None if nothing of that kind is awaited."""
+        """A result that the main task waits for and that no command brings, such as an
+        evaluation's; it gets the error if the run fails. None if no such result is awaited."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._why_at_once: BaseException | None = None
         self._lock = threading.Lock()
         self._together: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-        """Functions, each with its arguments, that the loop is to call when it next wakes up; it
-        was woken for the first."""
+        """Functions, each with its arguments, that the loop is to call when it next wakes up. The
+        loop was woken when the first was added."""
         self._inbox: asyncio.Queue[Deed | Finish | BaseException] = asyncio.Queue()
 
     def open(self) -> None:
@@ -75,19 +75,19 @@ class MainTask:
                 self.fail(error)
 
     def later(self, deed: Deed) -> None:
-        """Do the deed after all that was asked for before. Thread-safe."""
+        """Do this piece of work after all that was asked for before. Thread-safe."""
         self._put(deed)
 
     def fail(self, error: BaseException) -> None:
-        """End the run with what a part died of, whatever the main task waits for. On the event
-        loop only; other threads `post` it."""
+        """End the run with the error that a part died of, whatever the main task waits for. Used on
+        the event loop only; other threads `post` it."""
         if self.awaited is not None and not self.awaited.done():
             self.awaited.set_exception(error)
         else:
             self._inbox.put_nowait(error)
 
     def end_at_once(self, error: BaseException) -> None:
-        """End the run with this error, leaving the deed at hand unfinished. Thread-safe."""
+        """End the run with this error, leaving the work at hand unfinished. Thread-safe."""
         self._why_at_once = error
         if self._task is not None:
             with contextlib.suppress(RuntimeError):  # the loop has closed: the run is over
@@ -99,8 +99,8 @@ class MainTask:
             raise self._why_at_once from None
 
     async def next(self, within_s: float) -> Deed | Finish | None:
-        """Wait for the next deed, or for `Finish`. None if nothing was asked for within these
-        seconds.
+        """Wait for the next piece of work (deed), or for the command `Finish`. None if nothing was
+        asked for within these seconds.
 
         Raises what a part died of.
         """

@@ -282,8 +282,8 @@ class SharedPools(Pools):
 
     @property
     def _within_s(self) -> float | None:
-        """Seconds that an engine may take to move its memory. None (no limit) if it has no
-        substitute."""
+        """Seconds that an engine may take to move its memory. None (no limit) if none can replace
+        it."""
         return None if self._engines.make is None else self._watch.deadlines.sync_s / 2
 
     def _lose(self, failed: dict[Handle, BaseException]) -> None:
@@ -306,7 +306,8 @@ def open_pools(
     devices: SharedDevices,
     engines: Engines,
 ) -> Pools:
-    """Returns the pools of a run with this seat. None: the run shares no pools."""
+    """Returns the pools of a run with this seat; with the seat None, those of a run that shares
+    none."""
     if seat is None:
         return Pools(bus)
     return SharedPools(

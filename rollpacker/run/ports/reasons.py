@@ -32,8 +32,8 @@ class Reasons:
         self._counts: Counter[str] = Counter()
         """Number of samples that were of no use, by the first reason of each kind."""
         self._first: dict[str, str] = {}
-        """First reason of each kind. Reasons that differ by the number of a process alone are of
-        one kind."""
+        """First reason of each kind. Reasons are of one kind if they differ only by a process's
+        number."""
         bus.add_sink(self._saw)
 
     def reason_of(self, finish: Finish) -> str:

@@ -51,8 +51,8 @@ class Recovery:
         self._order = command
 
     async def through(self, deed: Deed) -> bool:
-        """Do the deed, and again from its beginning whenever the trainer was lost meanwhile.
-        Returns False if the core has ended the run instead."""
+        """Do the work (`deed`), and again from its beginning whenever the trainer was lost
+        meanwhile. Returns False if the core has ended the run instead."""
         while True:
             try:
                 await deed()
@@ -62,8 +62,8 @@ class Recovery:
                     return False
 
     async def look(self) -> None:
-        """Bring the trainer back if it was lost between two deeds, while engines work on. Nothing
-        is done while other jobs may have its devices."""
+        """Bring the trainer back if it was lost while the main task did nothing, and engines go on.
+        Nothing is done while other jobs may have its devices."""
         reason = self.trainer.how_lost() if self.pools.has("train") else None
         if reason is not None:
             await self._bring_back(reason)

@@ -188,8 +188,8 @@ class Salvage:
         return [(handle, request) for handle, request in left if handle.lives]
 
     def _take(self, sample: SampleId) -> tuple[Handle, EngineOutput] | None:
-        """Returns a waiting sample's engine and end, and forgets both. None if that engine is lost:
-        another engine will be given the sample."""
+        """Returns a waiting sample's engine and how the sample ended, and forgets both. None if
+        that engine is lost: another engine will be given the sample."""
         handle, request = self._waiting.pop(sample)
         self._unwanted.discard(sample)
         if not handle.lives:

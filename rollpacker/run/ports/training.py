@@ -91,9 +91,9 @@ class Training:
                 await self._begin_gradients(step, groups, self.devices.replicas_of(devices))
 
     def _next_groups(self, devices: Sequence[int]) -> list[tuple[SampleId, ...]]:
-        """Take groups from those to stream: all, as large batches are quicker; but if only some
-        devices are free, about a micro-batch for each, so that these are soon there for the
-        rest."""
+        """Take groups from those whose gradients may begin early: all, as large batches are
+        quicker; if only some devices are free, about a micro-batch for each, so that these are soon
+        there for the rest."""
         chosen, self._to_stream = self._to_stream, []
         if devices:
             budget, size = self.config.train.most_micro_batch_tokens() * len(devices), 0
