@@ -2,8 +2,8 @@
 
 The episode is played anew. As long as all that came behind the prompt is what came there before,
 each turn's request has the tokens that stood there as drafts, which the engine draws anew; from the
-first difference on nothing of them is used. So a trajectory is the one that it would be without
-them, whatever its environment answers.
+first difference on no draft is used. So a trajectory is the one that it would be without drafts,
+whatever its environment answers.
 
 Once stopped, a trajectory leaves what it has by then, unless that is only the beginning of what its
 launch began with: then that stays.

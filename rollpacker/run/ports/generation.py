@@ -191,7 +191,7 @@ class Generation:
 
     def _tell_salvaged(self) -> None:
         """Tell the core how samples that are launched again had ended before the run was killed;
-        those stopped then and not now go to their engines. Used on the event loop."""
+        samples that were stopped then, and are not now, go to engines. Used on the event loop."""
         told: list[int] = []
         with self.shared.bus.lock:
             for handle, output in self.salvage.outputs():

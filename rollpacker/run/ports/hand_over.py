@@ -41,7 +41,7 @@ Publish = Callable[["WeightSource"], Mapping[str, Exception]]
 could not be reached, by the host's name."""
 
 WRITTEN_S = 0.02
-"""Seconds between two looks of an engine that waits for weights, until the trainer has written
+"""Seconds after which an engine that waits for weights looks again whether the trainer has written
 them."""
 
 
@@ -113,8 +113,8 @@ class HandingOver:
         ).start()
 
     def _fill(self, number: int, incarnation: int, layout: EngineLayout) -> None:
-        """Make a new engine for this slot and let it join. If anything keeps it from that, the core
-        is told that this engine is lost."""
+        """Make a new engine for this slot and let it join. If anything goes wrong, the core is told
+        that this engine is lost."""
         engines, engine = self.engines, None
         assert engines.make is not None, f"engine {number}: nobody can make it"
         try:

@@ -68,14 +68,15 @@ class Handle:
     """Knows how some of the engine's samples end, from an earlier session. None: knows none."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Submit requests to the engine, but for those whose end is known; if it is away, later."""
+        """Give the engine the requests whose end is not known, at once or when the engine is
+        back."""
         if self.salvage is not None:
             requests = self.salvage.keep_back(self, requests)
         if requests:
             self._tell(partial(self.engine.submit, requests))
 
     def abort(self, samples: Sequence[SampleId]) -> None:
-        """Stop these samples in the engine, but for those whose end is known; if away, later."""
+        """Stop the samples whose end is not known, at once or when the engine is back."""
         if self.salvage is not None:
             samples = self.salvage.stop(samples)
         if samples:

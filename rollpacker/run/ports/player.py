@@ -304,7 +304,8 @@ class Player:
     async def _again(
         self, play: Play, said: Sequence[Message], timeout_s: float | None
     ) -> Lost | None:
-        """Give these messages to an episode that was begun again. Returns `Lost` if one fails."""
+        """Give these messages to an episode that was begun again. Returns `Lost` if the environment
+        fails."""
         for turn, message in enumerate(said, start=1):
             answer = await self.environments.act(play.sample, turn, message, timeout_s=timeout_s)
             if isinstance(answer, Lost):
@@ -319,7 +320,7 @@ class Player:
     async def finish(self, play: Play) -> Lost | None:
         """Ask the environment for the final reward of an episode that a limit has ended, and add it
         to the last turn's reward. If the episode was lost and environments are deterministic, it is
-        played again first. Returns `Lost` if there is no such reward to be had."""
+        played again first. Returns `Lost` if the environment fails."""
         environments, timeout_s = self.environments, self.timeout_s
         worth = await environments.finish(play.sample, timeout_s=timeout_s)
         if isinstance(worth, Lost) and worth.cause == "infrastructure":

@@ -139,8 +139,8 @@ class Salvage:
     def keep_back(
         self, handle: Handle, requests: Sequence[GenerationRequest]
     ) -> Sequence[GenerationRequest]:
-        """Returns the requests that this engine has to generate. The ends of all others are known,
-        and come from `outputs`."""
+        """Returns the requests that this engine has to generate. The ends of all other requests are
+        known, and come from `outputs`."""
         if not self._found:
             return requests
         rest = []
@@ -157,7 +157,8 @@ class Salvage:
         return rest
 
     def stop(self, samples: Sequence[SampleId]) -> Sequence[SampleId]:
-        """Returns the samples that the engine itself must stop; for others, that is only noted."""
+        """Returns the samples that the engine itself must stop, and notes the stop of the
+        others."""
         self._unwanted.update(self._waiting.keys() & set(samples))
         return [sample for sample in samples if sample not in self._waiting]
 
@@ -201,8 +202,8 @@ class Salvage:
     # -- what ends -----------------------------------------------------------------------
 
     def ended(self, event: Event, response: Response | None) -> None:
-        """Write down an end that the core knows, unless the file has it. A failed sample still
-        counts as under way: what comes after it has no place where nothing is under way."""
+        """Write down how a sample ended, unless the file has that. A failed sample counts as still
+        under way, so that no later end passes for one after which nothing was under way."""
         if not isinstance(event, SampleGenerated | SampleAborted):
             return
         request = self._under_way.pop(event.sample, None)

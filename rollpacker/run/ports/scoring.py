@@ -47,8 +47,8 @@ class Scoring:
     _tasks: dict[asyncio.Task[None], tuple[list[Score], set[SampleId], bool]] = field(
         default_factory=dict, init=False
     )
-    """Checks under way: the commands that each answers, the samples whose verdicts are still
-    needed, and whether it is a batch."""
+    """Checks under way. A task has the commands that it answers, the samples whose verdicts are
+    still needed, and whether it is a batch."""
     _num_batches: int = field(default=0, init=False)
     _closed: bool = field(default=False, init=False)
 

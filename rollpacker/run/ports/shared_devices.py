@@ -37,8 +37,8 @@ MemoryMove = Callable[[Engine], Coroutine[Any, Any, None]]
 
 
 class SharedDevices:
-    """Moves engines and replicas on and off the devices that they share. Methods that are `async`
-    are called by the main task, one after the other."""
+    """Moves engines and the trainer's replicas on and off the devices that they share. Methods that
+    are `async` are called by the main task, one after the other."""
 
     def __init__(
         self,
@@ -59,10 +59,11 @@ class SharedDevices:
         of_engines = config.rollout.engines * config.parallelism_planner.initial
         self._is_colocated = train.colocate
         self._all = range(of_engines if shares_pools or train.colocate else 0)
-        """Numbers of the devices that engines share with replicas or other jobs."""
+        """Numbers of the devices that engines share with the trainer's replicas or other jobs."""
         self._group = (train.processes or 1) // train.replicas
         self._lent: set[int] = {*self._all} if shares_pools else set()
-        """Devices whose memory belongs to replicas or other jobs, or will in a moment."""
+        """Devices whose memory the trainer's replicas or other jobs have, or will have in a
+        moment."""
         for handle in engines.living if shares_pools else ():
             handle.is_away = True
         self._loading: set[int] = set()
@@ -70,7 +71,7 @@ class SharedDevices:
         self._seconds = {"to_trainer": 0.0, "to_engines": 0.0}
 
     def replicas_of(self, devices: Sequence[int]) -> list[int] | None:
-        """Numbers of the replicas on these devices. None, for all replicas, if none are named."""
+        """Numbers of the trainer's replicas on these devices. None, meaning all, for no devices."""
         return sorted({device // self._group for device in devices}) or None
 
     @property
@@ -86,7 +87,7 @@ class SharedDevices:
         return found if self._is_colocated else {}
 
     async def to_replicas(self, devices: Sequence[int] = ()) -> None:
-        """Have the replicas take these devices (empty: all), and return when they may begin.
+        """Have the trainer's replicas take these devices (empty: all); returns when they may begin.
         Engines there finish what they have first; an engine that keeps its memory is lost."""
         if not self._is_colocated:
             return
@@ -102,8 +103,8 @@ class SharedDevices:
             await self._watch.by("train_s", reload, "the trainer to take its devices")
 
     async def to_engines(self) -> None:
-        """Have the replicas release all devices, and the engines take them back, with the weights
-        that they had. An engine that cannot is lost."""
+        """Have the trainer's replicas release all devices, and the engines take them back, with the
+        weights that they had. An engine that cannot is lost."""
         if not self._lent or not self._is_colocated:
             return
         with self._timing("to_engines"):
@@ -198,8 +199,8 @@ class SharedDevices:
 async def on_engines(
     handles: Sequence[Handle], do: MemoryMove, within_s: float | None = None
 ) -> dict[Handle, BaseException]:
-    """Await `do(engine)` for all engines, in threads of their own. Returns the errors of those that
-    failed, or were not done within these seconds."""
+    """Await `do(engine)` for all engines, in threads of their own. Returns the errors of engines
+    that failed, or were not done within `within_s` seconds (None: no limit)."""
     arguments = {handle: (do, handle.engine) for handle in handles}
     return await failures(_hand_over, arguments, "hand its device over", within_s)
 

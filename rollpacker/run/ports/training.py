@@ -56,7 +56,7 @@ class Training:
     _devices: tuple[int, ...] = field(default=(), init=False)
     """Devices for these early gradients, which engines have released. Empty for all devices."""
     _rows_of: int = field(default=0, init=False)
-    """The step whose rows were written; it may be trained again if the trainer is lost."""
+    """The step whose rows were written; the step may be trained again if the trainer is lost."""
     _warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger), init=False)
     """Logs each kind of warning only once in a run."""
 
@@ -193,7 +193,7 @@ class Training:
         return metrics
 
     async def _accumulate(self, samples: Sequence[TrainSample]) -> None:
-        """Accumulate the gradient of these samples; that of streamed samples is only rescaled."""
+        """Accumulate the gradient of these samples; what was begun early is only rescaled."""
         streamed = self.shared.desk.streamed()
         if not streamed:
             await self.trainer.accumulate(samples)
@@ -301,8 +301,8 @@ def _check_same_advantage(early: TrainSample, whole: TrainSample) -> None:
 def common_factor(
     samples: Sequence[TrainSample], streamed: Mapping[SampleId, TrainSample]
 ) -> float:
-    """Returns the factor that turns the provisional weights of the streamed samples into those of
-    the whole step. 1.0 if no streamed sample has a weight."""
+    """Returns the factor that turns the provisional weights of samples whose gradients were begun
+    early into those of the whole step. 1.0 if none of these samples has a weight."""
     factors = []
     for sample in samples:
         early = streamed.get(sample.sample)

@@ -32,8 +32,8 @@ class Watch:
     engines: Engines
     reward: Reward
     num_worth: int = field(default=0, init=False)
-    """Number of environments that are asked for a final reward: checks wait for them, and the
-    deadline of answers applies."""
+    """Number of environments that are asked for a final reward: checks wait for them, and
+    `deadlines.generation_s` applies."""
     _last_sign: float = field(init=False)
     _last_decode_steps: int = field(default=-1, init=False)
 
