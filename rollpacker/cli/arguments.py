@@ -10,12 +10,12 @@ from pathlib import Path
 def add_overrides(
     parser: argparse.ArgumentParser, help_text: str = "replace single settings"
 ) -> None:
-    """Let `key=value` stand behind the other arguments, as often as it is wanted."""
+    """Let any number of `key=value` follow the other arguments."""
     parser.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=help_text)
 
 
 def check_jobs(jobs: int | None) -> None:
-    """Raise `ValueError` for --jobs that is no number of processes."""
+    """Raise `ValueError` if --jobs is less than 1."""
     if jobs is not None and jobs < 1:
         raise ValueError(f"--jobs must be at least 1, not {jobs}")
 
@@ -32,8 +32,8 @@ def check_file(option: str, file: str) -> None:
 
 
 def compared(text: str, known: Collection[str], kind: str) -> list[str]:
-    """The names that --compare lists, each once. `kind`: what they name. Raises `ValueError` for
-    one that is not known."""
+    """The names that --compare lists, each once. `kind`: the kind of thing that they name, for the
+    message. Raises `ValueError` for a name that is not `known`."""
     from rollpacker.config.document import nearest
 
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))

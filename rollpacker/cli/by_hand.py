@@ -1,4 +1,4 @@
-"""The model's turns, typed: lines of standard input as the tokens that a model would have drawn."""
+"""Has a person type the model's turns: lines of standard input become tokens as if generated."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class StoppedByHand(Exception):
-    """Raised where the input ends: nobody types any more."""
+    """The input has ended: nobody types any more."""
 
 
 class ByHand:
-    """Stands in place of an engine, and has the turns typed. Belongs to one event loop."""
+    """Takes the place of an engine, and has a person type the turns. Used on one event loop."""
 
     def __init__(self, template: DialogueTemplate, console: Console) -> None:
         self._template = template
@@ -30,7 +30,7 @@ class ByHand:
         self._lines = _Lines()
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Response]:
-        """The next turn of the one episode. Raises `StoppedByHand` at the end of the input."""
+        """Returns the next turn of the one episode. Raises `StoppedByHand` when the input ends."""
         (request,) = requests
         tokens = await self._asked()
         most = request.sampling.max_response_tokens
@@ -48,7 +48,7 @@ class ByHand:
         ]
 
     async def _asked(self) -> tuple[int, ...]:
-        """A message that the template can write, asked for until there is one."""
+        """Ask for a message until the chat template can write it. Returns the message's tokens."""
         from rich.text import Text
 
         from rollpacker.data.chat import visible
@@ -62,7 +62,7 @@ class ByHand:
                 self._console.print(Text(told, style="yellow"), soft_wrap=True)
 
     async def _typed(self) -> str:
-        """A message. A line that ends in a backslash goes on in the next."""
+        """Read a message. A line that ends in a backslash goes on in the next line."""
         lines: list[str] = []
         while True:
             if self._lines.are_typed:
@@ -84,7 +84,8 @@ class ByHand:
         return (*tokens, end) if end is not None and end in self._template.end_tokens else tokens
 
     def _called(self, typed: str) -> str:
-        """A call that was typed as JSON, as the model would write it; else what was typed."""
+        """Returns a call that was typed as JSON as the model would write it, other text
+        unchanged."""
         if not self._template.tools or not typed.lstrip().startswith(("{", "[")):
             return typed
         try:
@@ -117,8 +118,8 @@ def _is_call(value: Any) -> bool:
 
 
 class _Lines:
-    """Lines of standard input, while the event loop goes on. No thread waits for them: one could
-    not be ended."""
+    """Reads lines of standard input while the event loop goes on. No thread waits for lines, since
+    such a thread could not be ended."""
 
     def __init__(self) -> None:
         self._fd = sys.stdin.fileno()

@@ -1,7 +1,6 @@
 """`rollpacker cluster ACTION ...`: jobs that share two pools, really or in virtual time.
 
-What the actions do is in `cluster_serve.py`, `cluster_submit.py` and `cluster_show.py`; `simulate`
-is here."""
+What the actions do is in `rollpacker/cluster/commands/`; `simulate` is here."""
 
 from __future__ import annotations
 
@@ -121,7 +120,7 @@ def _add_submit(actions: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it, and return the exit code. Raises `ValueError` for what the user got wrong."""
+    """Do as the action says, and return the exit code. Raises `ValueError` for a user's mistake."""
     if args.action == "simulate":
         return _simulate(args)
     if args.action == "serve":
@@ -158,7 +157,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _check(spec: ClusterSpec, jobs: Sequence[Arrival]) -> None:
-    """Check, before anything runs, that each job fits somewhere."""
+    """Check, before anything is simulated, that each job fits into the pools."""
     from rollpacker.cluster.decide.nodes import check_job
 
     pools = spec.core_pools()
@@ -183,8 +182,8 @@ def _simulate_all(
 def _progress(
     name: str, count: int, *, told: bool
 ) -> AbstractContextManager[Callable[[int], None]]:
-    """Show how many jobs have ended: a bar on a terminal, else a line now and then; with --json
-    nothing."""
+    """Show how many jobs have ended: a bar on a terminal, else a line now and then; nothing unless
+    `told`."""
     if not told:
         return nullcontext(lambda done: None)
     from rollpacker.run.output import progress

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 NO_END = 100_000
-"""Characters of a line; more than any that is written."""
+"""Width of a line, in characters, that no line reaches."""
 
 
 def add_parser(subparsers: Any) -> None:

@@ -1,4 +1,4 @@
-"""`rollpacker doctor [CONFIG]`: what this machine can do, a line a finding, each with its cure.
+"""`rollpacker doctor [CONFIG]`: what this machine can do, a line for each finding, with its cure.
 
 With a config it tries what `train --dry-run` and a run's start try, each part by itself."""
 
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 PATIENCE_S = 30.0
 """Seconds after which a check is given up."""
 INPUTS_PATIENCE_S = 600.0
-"""Seconds for data, rewards and the hosts of a cluster, where there may be much to look at."""
+"""Seconds after which checks of data, rewards and a cluster's hosts, where there may be much to
+look at, are given up."""
 NAME_WIDTH = 12
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("fail", "bold red")}
 _BLAMED = {"DataError": "data", "EnvironmentSetupError": "environment"}
-"""Errors of a check that looks at several things, and the one that they speak of."""
+"""Errors of a check that looks at several things, and the name of the thing at fault."""
 
 _HELP = """\
 Look at what this machine can do: software, processors, memory, GPUs, sandbox, engine; with a
@@ -68,7 +69,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look at everything, and return the exit code: 0 if training can start, else 1."""
+    """Make all checks, print the findings, and return 0 if training can start, else 1."""
     began = time.perf_counter()
     console = output.console(highlight=False)
     found: list[Finding] = []
@@ -152,12 +153,12 @@ def _load(path: str | None, overrides: Sequence[str]) -> tuple[RunConfig | None,
 
 
 class _TooSlow(Exception):
-    """A check gave no answer in its time, which says nothing about what it looks at."""
+    """A check gave no answer in its time, which says nothing about what was checked."""
 
 
 def _looked(check: _Check) -> list[Finding]:
-    """The findings of a check. Raises what the check raises, and `_TooSlow` where it takes too
-    long."""
+    """Make a check in a thread, and return its findings. Raises what the check raises, and
+    `_TooSlow` where it takes too long."""
     outcome: list[Finding | list[Finding] | Exception] = []
 
     def look() -> None:
@@ -179,7 +180,7 @@ def _looked(check: _Check) -> list[Finding]:
 
 
 def _outcome(check: _Check) -> list[Finding]:
-    """The findings of a check; a check that breaks is itself a finding."""
+    """Make a check and return its findings; a check that breaks is itself a finding."""
     try:
         return _looked(check)
     except _TooSlow as error:

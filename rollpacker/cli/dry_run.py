@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from rollpacker.run.parts.environments import TurnParts
 
 _MOST_ROWS = 64
-"""Number of rows of the data, in which each reward function finds one that is its own to be tried
+"""Number of rows of the data in which each reward function looks for a row of its own, to be tried
 on."""
 
 
 def print_dry_run(config: RunConfig, *, num_rows: int | None) -> None:
-    """Batch arithmetic and memory of one step, who is on which device, and the first prompt;
-    functions of the user's own are tried. No model is loaded. `num_rows` of `data.train`; None: not
-    known. Raises `ValueError` and `RewardError` for what would refuse the run."""
+    """Print batch arithmetic and memory of one step, what is on which device, and the first prompt,
+    and try functions of the user's own. No model is loaded. `num_rows`: rows of `data.train`; None
+    if not known. Raises `ValueError` and `RewardError` for what would refuse the run."""
     from rollpacker.trainer.estimate import estimate
 
     check_parts(config)
@@ -45,7 +45,7 @@ def print_dry_run(config: RunConfig, *, num_rows: int | None) -> None:
 
 
 def check_parts(config: RunConfig) -> None:
-    """Algorithm, pipeline stages and the form of rewards, as `doctor` checks them, too. Raises
+    """Check algorithm, pipeline stages and the form of rewards, as `doctor` does, too. Raises
     `ValueError` and `RewardError` for what would refuse the run."""
     from rollpacker.pipeline.stages.check import check_stages
     from rollpacker.rewards.build import check_form
@@ -57,8 +57,8 @@ def check_parts(config: RunConfig) -> None:
 
 
 def _print_devices(config: RunConfig) -> RunConfig:
-    """Print who is on which device, as a table. Returns the config as it is there. Raises
-    `PlacementError` if devices or their memory are short."""
+    """Print what is on which device, as a table. Returns the config with the keys that follow from
+    the placement. Raises `PlacementError` if devices or their memory are short."""
     from rollpacker.run.parts import placement
 
     hosts = placement.hosts_of(config)
@@ -76,9 +76,9 @@ def _print_devices(config: RunConfig) -> RunConfig:
 
 
 def _first_rows(config: RunConfig) -> tuple[Sequence[str], Sequence[PromptRow]]:
-    """The first rows of `data.train`, and lines that tell how prompts are made, without anything
-    else loaded but the environments, whose tools stand in the prompt. A line says what keeps a
-    prompt from being shown. Raises what mistakes in environments raise."""
+    """Returns lines that tell how prompts are made, and the first rows of `data.train`. Nothing
+    else is loaded but the environments, whose tools stand in the prompt. If a prompt cannot be
+    shown, a line says why. Raises what mistakes in environments raise."""
     from rollpacker.run.parts.environments import load_turns
     from rollpacker.run.parts.hub import look_for_hub
     from rollpacker.run.parts.policy import of_tokenizer
@@ -122,8 +122,8 @@ def _shown(
 
 
 def _try_rewards(config: RunConfig, rows: Sequence[PromptRow]) -> list[str]:
-    """Call the user's own functions as the start of a run does, each on the first of these rows
-    that it judges. Returns lines for people. Raises `RewardError` for one that could judge
+    """Call the user's own functions as the start of a run does, each function on the first of these
+    rows that it judges. Returns lines for people. Raises `RewardError` if one could judge
     nothing."""
     from rollpacker.imports import is_given
     from rollpacker.rewards.build import BUILT_IN, build_reward

@@ -1,5 +1,5 @@
 """Shows an episode for `rollpacker play`: tokens with their mask, what was understood of each
-message, and what the environment made of it. All of it is text that others wrote."""
+message, and what the environment made of it. No text of theirs can steer the terminal."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _WHY = {
 
 
 class EpisodeDisplay:
-    """Stands between the player and the environments, and shows what passes. Belongs to one event
-    loop, and to one episode."""
+    """Stands between the player and the environments, and shows the calls and answers that pass.
+    Used on one event loop, for one episode."""
 
     def __init__(
         self,
@@ -42,7 +42,8 @@ class EpisodeDisplay:
         by_hand: bool,
         each_token: bool,
     ) -> None:
-        """`each_token`: a line for each, with id and log-prob."""
+        """`by_hand`: whether a person types the turns. `each_token`: whether each token is shown on
+        a line of its own, with id and log-prob."""
         from rollpacker.run.output import console
 
         self.console = console(highlight=False)
@@ -51,7 +52,7 @@ class EpisodeDisplay:
         self.is_deterministic = environments.is_deterministic
         self.scores_at_end = environments.scores_at_end
         self.lost: Lost | None = None
-        """Why there is no trajectory. None if there is one."""
+        """Why the episode was lost. None if it was not lost."""
         self._environments = environments
         self._template = template
         self._by_hand = by_hand
@@ -120,7 +121,7 @@ class EpisodeDisplay:
     # -- the dialogue ------------------------------------------------------------------------------
 
     def starts(self, sample: SampleId, row: PromptRow, turns: TurnParts) -> None:
-        """Show what is about to be played."""
+        """Show the prompt's id, the tools and the limits of the episode that now begins."""
         self._told(f"prompt {sample.prompt}, {row.where}; > is drawn and would be trained on")
         for tool in self.tools:
             function = tool["function"]
@@ -131,7 +132,7 @@ class EpisodeDisplay:
         self._told(f"at most {most}; an answer within {turns.timeout_s:g} s")
 
     def shown(self, generate: Generate) -> Generate:
-        """`generate`, which also shows the turn's tokens and what stands before them."""
+        """Returns a function that calls `generate` and shows the turn's tokens and their prompt."""
         import time
 
         async def show(requests: Sequence[GenerationRequest]) -> Sequence[Response]:
@@ -178,7 +179,7 @@ class EpisodeDisplay:
         )
 
     def _understood(self, message: Mapping[str, Any]) -> None:
-        """Show the calls of a message, and what was meant to be some."""
+        """Show the tool calls of a message, and texts that were meant to be calls."""
         for call in message.get("tool_calls") or ():
             function = call["function"]
             arguments = json.dumps(function["arguments"], ensure_ascii=False, default=str)
@@ -189,7 +190,7 @@ class EpisodeDisplay:
     # -- the end -----------------------------------------------------------------------------------
 
     def stopped(self) -> None:
-        """Show that nobody typed on."""
+        """Show that the person who types has ended the input."""
         self.console.print()
         self._told("stopped before its end: there is nothing to judge", "bold")
 
@@ -209,7 +210,7 @@ class EpisodeDisplay:
         self._told(f"{policy}environment {_seconds(episode.environment_s)}")
 
     def judged(self, verdict: Scored | Failed) -> None:
-        """Show the rewards."""
+        """Show each reward's value and their weighted sum, or why there is no verdict."""
         for name, value in verdict.parts.items():
             told = "does not judge it" if value is None else f"{value:g}"
             self._told(f"reward {_text(name)}: {told}")

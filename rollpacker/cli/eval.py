@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(metrics: Mapping[str, float]) -> Iterator[str]:
-    """A line for each metric, with its standard error."""
+    """A line for each metric, with its standard error where there is one."""
     for name, value in metrics.items():
         name = name.removeprefix("eval/")
         if not name.startswith("stderr/"):
@@ -76,7 +76,7 @@ def _lines(metrics: Mapping[str, float]) -> Iterator[str]:
 
 
 def _resolve(args: argparse.Namespace) -> tuple[RunConfig, str]:
-    """The config to evaluate by and the model folder."""
+    """Returns the config to evaluate by, and the path of the model's folder."""
     from rollpacker.config.earlier import as_it_was
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
@@ -102,7 +102,7 @@ def _is_run(target: Path) -> bool:
 
 
 def model_of(target: Path) -> str:
-    """The folder of a run's newest model, of one of its checkpoints' model, or `target` itself.
+    """Path of a run's newest model, of the model of one of its checkpoints, or `target` itself.
     Raises `CheckpointError` for a run without a checkpoint."""
     from rollpacker.run.folder.checkpoint import newest_checkpoint
 

@@ -28,11 +28,11 @@ LOW_PROCESSES = 512
 @dataclass(frozen=True, slots=True)
 class Finding:
     level: Literal["ok", "warn", "fail"]
-    """fail: training cannot start."""
+    """How bad the fact is: fail means that training cannot start."""
     name: str
     text: str
     cure: str = ""
-    """One sentence. Empty for what is ok."""
+    """One sentence on what to do about the fact. Empty if it is ok."""
     details: dict[str, Any] = field(default_factory=dict)
 
 
@@ -42,8 +42,8 @@ def python() -> Finding:
 
 
 def packages() -> Finding:
-    """Whether every package that we need is there, in a version that we know. The lowest versions
-    in `pyproject.toml` are above the last known hole of each."""
+    """Finding on whether every package that we need is there, in a version that we know. The lowest
+    versions in `pyproject.toml` are above each package's last known hole in security."""
     from importlib.metadata import metadata
 
     wrong = {
@@ -59,8 +59,8 @@ def packages() -> Finding:
 
 
 def _wrong(extra: str) -> list[str]:
-    """Packages that are missing or have another version than we need, in words. `extra`: those that
-    this extra adds; "" for those that are always needed."""
+    """Packages that are missing or have another version than we need, in words. `extra`: only
+    packages that this extra adds; "" for packages that are always needed."""
     from importlib.metadata import PackageNotFoundError, requires, version
 
     from packaging.requirements import Requirement
@@ -82,7 +82,7 @@ def _wrong(extra: str) -> list[str]:
 
 
 def cpus() -> Finding:
-    """Processors that this process may really use."""
+    """Finding on the number of processors that this process may really use."""
     usable, quota = this_host.shown_cpus(), this_host.cgroup_cpus()
     if quota is None or quota >= usable:
         return Finding("ok", "processors", f"{usable:g}", details={"usable": usable})
@@ -106,7 +106,7 @@ def memory() -> Finding:
 
 
 def disk(folder: Path) -> Finding:
-    """Whether the disk on which runs are written has room for them."""
+    """Finding on whether the disk on which runs are written has room for runs."""
     there = folder.expanduser().absolute()
     while not there.exists():
         there = there.parent
@@ -136,7 +136,7 @@ def shared_memory() -> list[Finding]:
 
 
 def open_limits() -> Finding:
-    """Files and processes that this user may have."""
+    """Finding on how many files and processes this user may have open."""
     import resource
 
     limits = (resource.RLIMIT_NOFILE, LOW_OPEN_FILES), (resource.RLIMIT_NPROC, LOW_PROCESSES)
@@ -161,7 +161,7 @@ def torch_build() -> Finding:
 
 
 def gpus() -> list[Finding]:
-    """Accelerators, as torch sees them, and why it sees none where there is one."""
+    """Findings on the GPUs that torch sees, or on why it sees none where there is one."""
     import torch
 
     driver = _driver()

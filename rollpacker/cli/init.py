@@ -32,7 +32,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files and prepare the run; returns the exit code. Raises `ValueError`."""
+    """Write the files and prepare the run; returns the exit code. Raises `ValueError` if it
+    cannot."""
     from rollpacker.cli.templates import find_template
 
     if args.list:
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 def write_files(folder: Path, files: dict[str, str], *, overwrite: bool) -> list[str]:
     """Write the files that are not there yet, or all that differ; returns their names.
 
-    Raises `ValueError`, before anything is written, where one would be replaced.
+    Raises `ValueError`, before anything is written, if one would be replaced without `overwrite`.
     """
     new = {name: text for name, text in files.items() if not _is_there(folder / name, text)}
     in_the_way = [name for name in new if (folder / name).exists()]
@@ -79,7 +80,7 @@ def write_files(folder: Path, files: dict[str, str], *, overwrite: bool) -> list
 
 def prepare(template: Template, folder: Path, *, overwrite: bool) -> None:
     """Run the commands that make the template's data and model, but for models that are there
-    already; what an earlier `init` could not finish is made up for. Raises `ValueError`."""
+    already, so that `init` can be repeated. Raises `ValueError` if a command fails."""
     left = list(template.preparation())
     while left:
         command = left[0]
@@ -110,7 +111,7 @@ def prepare(template: Template, folder: Path, *, overwrite: bool) -> None:
 
 
 def _is_made(command: str, folder: Path) -> bool:
-    """A warm-up whose model is there."""
+    """Whether the command is a warm-up whose model is there."""
     if not command.startswith("rollpacker warmup "):
         return False
     from rollpacker.config.load import load_config
@@ -125,7 +126,8 @@ def _is_there(path: Path, text: str) -> bool:
 
 
 def _without_class(line: str) -> str:
-    """The last line of a traceback, or of a message of ours, without who said it."""
+    """Returns the last line of a traceback, or of our message, without what comes before its
+    colon."""
     name, colon, rest = line.partition(": ")
     return (rest if colon and " " not in name else line).rstrip(".")
 

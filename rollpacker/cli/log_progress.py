@@ -1,5 +1,5 @@
-"""Shows on standard error what a command that reads logs is busy with: only for a terminal, gone at
-the end. A log of 10,000 steps takes minutes."""
+"""Shows on standard error, if that is a terminal, what a command that reads logs is busy with,
+until the command ends. A log of 10,000 steps takes minutes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _EVERY_S = 0.2
 
 @contextlib.contextmanager
 def log_progress(log: EventLog) -> Iterator[Callable[[str], None]]:
-    """Call what it yields with the name of each stage. During the first one `log` is read: the bar
-    shows how much of it. The others have no measure but their seconds."""
+    """Yields a function that is to be called with the name of each stage. During the first stage
+    `log` is read, and a bar shows how much of it was; other stages only show their seconds."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     errors = console(stderr=True)

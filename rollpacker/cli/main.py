@@ -1,6 +1,6 @@
 """`rollpacker VERB ...`: runs the verb, and turns errors into one message and an exit code.
 
-What is imported here comes before signals are heeded: next to nothing."""
+Next to nothing is imported here, since signals are heeded only after that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GOES_ON_AFTER_SIGTERM = ("train",)
-"""Verbs that SIGTERM and SIGHUP end as Ctrl-C does. The others they end at once."""
+"""Verbs that SIGTERM and SIGHUP end as Ctrl-C does. All other verbs end at once."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_information() -> None:
-    """Have Python print information as it prints warnings: nothing sets up the logging of a
-    command."""
+    """Have Python print messages of level INFO as it prints warnings: a command sets up no
+    logging."""
     import logging
 
     logging.getLogger("rollpacker").setLevel(logging.INFO)
@@ -63,7 +63,7 @@ def _show_information() -> None:
 
 
 def entry() -> NoReturn:
-    """The console command."""
+    """Run the console command, and end the process with its exit code."""
     try:
         interrupts.heed()
         code = main()

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from rollpacker.sim.whatif import RunModel
 
 LINE_EVERY_S = 10.0
-"""Seconds between two lines of progress, at least, where there is no terminal."""
+"""Least number of seconds between two lines of progress, where there is no terminal."""
 LONG_S = 300.0
-"""Seconds of waiting that are left from which on a hint says what else there is."""
+"""If more seconds than this are left, a hint names what takes less time."""
 _EXAMPLES = """\
 examples:
   rollpacker plan configs/scenarios/14b-16k.yaml
@@ -134,7 +134,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _shared(name: str | None) -> ClusterSpec | None:
-    """The cluster of --shared. None if there is none."""
+    """The cluster that --shared names. None without --shared."""
     from rollpacker.cluster.sim.spec import load_cluster
 
     return None if name is None else load_cluster(name)
@@ -149,8 +149,8 @@ def _scenario(args: argparse.Namespace, shared: ClusterSpec | None) -> Scenario:
 
 
 def _run_config(args: argparse.Namespace, model: RunModel, shared: ClusterSpec | None) -> RunConfig:
-    """The run's config with the overrides; on shared pools without streamed gradients. Raises
-    `ValueError` for a run that can share no pools."""
+    """Returns the run's config with the overrides; on shared pools without streamed gradients.
+    Raises `ValueError` for a run that cannot share pools."""
     from rollpacker.sim import plan_ideas
 
     config = model.with_overrides(args.overrides)
@@ -165,7 +165,7 @@ def _run_config(args: argparse.Namespace, model: RunModel, shared: ClusterSpec |
 
 
 def _priced(base: Base, config: Scenario | RunConfig, shared: ClusterSpec | None) -> Base:
-    """The base with the prices of the pools, if they are shared."""
+    """Returns the base of the search; if the pools are shared, with their prices."""
     from rollpacker.cluster.decide.job import Phase
     from rollpacker.cluster.profile.job_profile import devices_of
     from rollpacker.config.schema import RunConfig
@@ -185,7 +185,7 @@ def _priced(base: Base, config: Scenario | RunConfig, shared: ClusterSpec | None
 def _search(
     args: argparse.Namespace, base: Base, evaluate: Evaluate, budget: planning.Budget
 ) -> Plan:
-    """Plan, with a bar on stderr, or where that is no terminal with a line now and then."""
+    """Search for the best setting, with a bar on stderr or, without a terminal, some lines."""
     import os
     import sys
     import time
@@ -240,7 +240,7 @@ def _search(
 
 
 def _comment(target: str, plan: Plan) -> str:
-    """The comment at the head of the written config."""
+    """Text of the comment at the head of the written config."""
     import textwrap
 
     lines = [f"The best setting that rollpacker plan found for {target}."]
@@ -257,7 +257,7 @@ def _outside(
     best: Any,
 ) -> str:
     """A sentence about what of the best setting lies outside of what was fitted or measured. Empty
-    for nothing."""
+    if nothing does."""
     from rollpacker.sim.fitted_range import (
         OUTSIDE_STEPS,
         assumed,
@@ -279,14 +279,14 @@ def _outside(
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Refuse numbers that cannot be, before anything is read."""
+    """Refuse, by `ValueError`, numbers that cannot be, before anything is read."""
     check_jobs(args.jobs)
     if args.max_shift is not None and not 0 <= args.max_shift < 1:
         raise ValueError(f"--max-shift must be at least 0 and less than 1, not {args.max_shift}")
 
 
 def _checked_out(name: str | None) -> Path | None:
-    """The file to write, None for none. Raises `ValueError` before anything is simulated for it."""
+    """Path of the file to write, None for none. Raises `ValueError` if it cannot be written."""
     if name is None:
         return None
     out = Path(name)
@@ -299,7 +299,7 @@ def _checked_out(name: str | None) -> Path | None:
 
 
 def _to_plain(target: str, plan: Plan, real: AsMeasured | None) -> dict[str, Any]:
-    """The plan as --json prints it, with what was measured if it is a run's."""
+    """Returns the plan as --json prints it; for a run, with what was measured of the run."""
     plain = {"target": str(target), **plan.to_plain()}
     if real is not None:
         plain["measured"] = {"step_s": real.measured.mean["total_s"], "offset": real.offset}

@@ -1,4 +1,4 @@
-"""Tells people what `rollpacker plan` found."""
+"""Makes the table and the sentences in which `rollpacker plan` tells what it found."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ if TYPE_CHECKING:
     from rollpacker.sim.result import SystemResult
 
 MIN_FEWER, MIN_FASTER = 0.08, 0.02
-"""Trained tokens fewer by more than this share are said; a rate within the other is the same."""
+"""Shares. Fewer trained tokens are mentioned if more than the first are missing; tokens per second
+that grow by less than the second count as unchanged."""
 COLUMNS = ("step s", "saved s", "tokens/s", "short/cascade/long s", "shift", "oracle")
 SHARED_COLUMNS = ("price/1k", "busy s", "saved s", "step s", "shift", "oracle")
 NO_TAIL_SHARE = 0.3
-"""Share of responses at the cap above which the cap is what ends a round."""
+"""If more of the responses run to the cap on their length, the cap is what ends a round."""
 
 
 def left(seconds: float) -> str:
-    """Roughly how long these seconds are, in words. Empty for 0, which means that nothing is
+    """The seconds that are left, roughly, in words. Empty for 0, which means that they are not
     known."""
     minutes = round(seconds / 60)
     if minutes < 2:
@@ -29,7 +30,7 @@ def left(seconds: float) -> str:
 
 
 def trust(plan: Plan, real: AsMeasured) -> list[str]:
-    """A line on how far off the simulation is on the run as it was, which a gain should exceed."""
+    """A line on how far the simulation is off for the run as it was, which a gain should exceed."""
     off = real.offset
     direction = "longer" if off > 0 else "shorter"
     told = (
@@ -80,7 +81,8 @@ def _measured_cells(measured: SystemResult, plan: Plan) -> list[str]:
 def _costs(
     plan: Plan, cost_s: float, saved: str, step_s: float, tokens: float, rounds: str
 ) -> list[str]:
-    """The cells of the first columns."""
+    """Cells for cost, saved seconds, tokens per second and rounds; on shared pools for price, cost,
+    saved seconds and step."""
     told = [_seconds(cost_s, plan), saved]
     if plan.base.prices is None:
         return [*told, f"{tokens:,.0f}", rounds]
@@ -89,7 +91,7 @@ def _costs(
 
 
 def _label(finding: Finding) -> str:
-    """The factors of a finding; the switches of all finalists are the same."""
+    """Name of a finding's factors. Its switches are left out, as all finalists have the same."""
     names = [idea.name for idea in finding.candidate.ideas if idea.slot == "factors"]
     return names[0].removeprefix("factors ") if names else "current factors"
 
@@ -115,7 +117,7 @@ def _seconds(value: float, plan: Plan) -> str:
 
 
 def explain(plan: Plan, *, corrected: bool) -> list[str]:
-    """Lines on what to do, and why. `corrected`: tail_batching.debias is on."""
+    """Lines on what to do, and why. `corrected`: whether `tail_batching.debias` is on."""
     return [
         "",
         *_verdict(plan),
@@ -131,7 +133,7 @@ def _verdict(plan: Plan) -> list[str]:
 
 
 def _pays(plan: Plan) -> list[str]:
-    """A sentence for settings under which tail batching does not pay. Empty if it does."""
+    """A sentence that tail batching does not pay under these settings. Empty if it does."""
     if plan.pays:
         return []
     gain, without = "", plan.untailed

@@ -124,7 +124,7 @@ async def _play(config: RunConfig, args: argparse.Namespace, model: str | None) 
 
 
 def _asked(config: RunConfig, inputs: Inputs, number: int) -> tuple[SampleId, PromptRow]:
-    """The prompt, and the sample that the first epoch of a run would begin with."""
+    """Returns a first epoch's first sample of the prompt of this number, and the prompt's row."""
     from rollpacker.core.ids import PromptId, SampleId
     from rollpacker.data.dataset import TRAIN
 
@@ -147,7 +147,7 @@ async def _episode(
     let_go: StopKeeping,
     asked: tuple[SampleId, PromptRow],
 ) -> None:
-    """Raises `ValueError` if the environment was lost."""
+    """Play the episode and have it judged. Raises `ValueError` if the environment was lost."""
     from rollpacker.cli.by_hand import StoppedByHand
     from rollpacker.rewards.reward import Progress
     from rollpacker.run.ports.evaluation import reward_input

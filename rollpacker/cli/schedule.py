@@ -10,7 +10,7 @@ from rollpacker.cli.arguments import check_file
 
 
 def add_csv(parser: argparse.ArgumentParser) -> None:
-    """The option of `rollpacker plan`."""
+    """Add the option `--csv` of `rollpacker plan`."""
     parser.add_argument(
         "--csv",
         metavar="FILE",
@@ -56,7 +56,7 @@ def write_schedule(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that cannot be, before anything is read."""
+    """Refuse, by `ValueError`, options that cannot be, before anything is read."""
     for option, given in (("--write", args.write), ("--max-shift", args.max_shift)):
         if given is not None:
             raise ValueError(f"--csv and {option} exclude each other: --csv searches nothing")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PORT = 8000
 LOOPBACK = "127.0.0.1"
 MAX_RESPONSE_TOKENS = 1024
-"""Most tokens of a response where neither the request nor a config says."""
+"""Most tokens of a response where neither the request nor a config sets that."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -53,7 +53,7 @@ class _Target:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The settings for what a request does not say."""
+        """The settings for what a request does not set."""
         from rollpacker.engines.engine import SamplingParams
 
         if self.config is None:
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _target(args: argparse.Namespace) -> _Target:
-    """The model that is to be served, and its config if it has one."""
+    """Returns the model that is to be served, with its config if it has one."""
     from rollpacker.config.earlier import as_it_was
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
@@ -113,7 +113,8 @@ def _target(args: argparse.Namespace) -> _Target:
 
 
 def _whole(config: ModelConfig, path: str) -> ModelConfig:
-    """A checkpoint's model is whole: its adapter is merged, and it is not of 4 bits."""
+    """Returns the config of a checkpoint's model, whose adapter is merged, and which is not of 4
+    bits."""
     return dataclasses.replace(config, path=path, quantization=None, lora=None)
 
 
@@ -175,8 +176,8 @@ async def _serve(args: argparse.Namespace, target: _Target) -> None:
 
 
 def _dialogue(target: _Target) -> Any:
-    """The dialogue of the model's chat template, made before the model loads, which takes longer.
-    Raises `TemplateError`."""
+    """Returns the dialogue of the model's chat template, made before the model loads, which takes
+    longer. Raises `TemplateError`."""
     from rollpacker.dialogue.parsing import TemplateDialogue
     from rollpacker.dialogue.template import DialogueTemplate
     from rollpacker.trainer.model import end_tokens, load_tokenizer

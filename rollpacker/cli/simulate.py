@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rollpacker.sim.scenario import Scenario
 
 SIMULATED = "simulated"
-"""Name of the run at its own settings, in a what-if."""
+"""Name in a what-if of the run, simulated at its own settings."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that cannot be, before anything is read."""
+    """Refuse, by `ValueError`, options that cannot be, before anything is read."""
     if args.scenario is not None and "=" in args.scenario and not Path(args.scenario).exists():
         raise ValueError(f"{args.scenario} is a setting: the scenario file comes before it")
     if args.scenario is None and args.from_run is None:
@@ -138,7 +138,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _picture(args: argparse.Namespace) -> Path | None:
-    """The file of the timeline. None if none is drawn."""
+    """Path of the picture of the timeline. None if none is drawn."""
     from rollpacker.imports import MissingPackageError, missing
     from rollpacker.sim.timeline import FORMATS
 
@@ -161,7 +161,8 @@ def _picture(args: argparse.Namespace) -> Path | None:
 
 
 def _scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
-    """The scenario of each system, and under "" the scenario as it was written."""
+    """The scenario of each system, by the system's name; under "" the scenario as it was
+    written."""
     from rollpacker.pipeline.sim.spec import PIPELINES
     from rollpacker.sim.scenario import load_scenario
 
@@ -187,7 +188,7 @@ def _scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
 
 
 def _names(text: str, own: Scenario) -> list[str]:
-    """The systems, or the orders of stages, that --compare lists, each once."""
+    """Names of the systems, or of the orders of stages, that --compare lists, each once."""
     from rollpacker.pipeline.sim.spec import PIPELINES
     from rollpacker.sim.presets import SYSTEMS
 
@@ -252,8 +253,8 @@ def _assumed(own: Scenario, results: Mapping[str, SystemResult]) -> str:
 
 
 def _outside(args: argparse.Namespace, own: Scenario, results: Mapping[str, SystemResult]) -> str:
-    """A sentence about what lies outside of what was fitted, for the step of the scenario's own
-    system, or of the first system in the table."""
+    """A sentence about what lies outside of the range of what was fitted, for the step of the
+    scenario's own system, or of the first system in the table."""
     from rollpacker.sim.fitted_range import outside_of_scenario
     from rollpacker.sim.given_constants import given_constants
 

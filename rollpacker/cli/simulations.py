@@ -20,17 +20,18 @@ BAR_AFTER_S = 2.0
 """Seconds after which a progress bar appears."""
 _POLL_S = 0.2
 VIRTUAL_EPOCH = "1970-01-01T00:00:00+00:00"
-"""When a simulated run begins: not the time of day, so that the same run has the same log."""
+"""When a simulated run began, by its log: always the same, so that the same run has the same
+log."""
 
 
 def simulate_all(
     scenarios: Mapping[str, Scenario], *, jobs: int | None = None, log: str | Path | None = None
 ) -> dict[str, SystemResult]:
-    """Simulate every scenario, several at the same time in processes of their own; a progress bar
-    on stderr if that takes long and stderr is a terminal.
+    """Simulate every scenario, several at the same time in processes of their own. Returns the
+    results by name. A progress bar appears on stderr if that takes long and stderr is a terminal.
 
-    `jobs` None: as many as there are cores. `log`: write the event log of the only one there.
-    Raises what `simulate` raises."""
+    `jobs`: number of processes; None: as many as there are cores. `log`: file for the event log of
+    the only scenario. Raises what `simulate` raises."""
     jobs = min(jobs or os.cpu_count() or 1, len(scenarios))
     bar = _Bar(sum(scenario.steps for scenario in scenarios.values()))
     try:
@@ -56,7 +57,7 @@ def _one(
 
 @contextmanager
 def _log_file(scenario: Scenario, path: Path) -> Iterator[Callable[[Entry], None]]:
-    """Writes what it is called with; the file is complete or not there at all."""
+    """Yields a function that writes an entry to the file, which ends up complete or not there."""
     from rollpacker.core.records import Session, encode
     from rollpacker.report.writing import replacing
     from rollpacker.sim.latency import Calibration
@@ -97,11 +98,11 @@ def _in_processes(
 
 
 class _StoppedError(Exception):
-    """The main process needs no result any more."""
+    """Ends a simulation in a worker process, as the main process needs no result any more."""
 
 
 _worker: list[Any] = []
-"""A worker process holds here the counter of steps done by all, and the event that stops it."""
+"""In a worker process: the counter of steps done by all workers, and the event that stops them."""
 
 
 def _begin_worker(steps_done: Any, stop: Any) -> None:
@@ -125,7 +126,7 @@ def _in_worker(scenario: Scenario) -> SystemResult:
 
 
 class _Bar:
-    """A progress bar on stderr that appears once it has become worthwhile."""
+    """A progress bar on stderr, which appears if the work takes longer than `BAR_AFTER_S`."""
 
     def __init__(self, total: int) -> None:
         self.done = 0

@@ -23,19 +23,19 @@ _COMMAND = re.compile(r"#\s{2,}((?:python|rollpacker) .+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """A config, and all that it needs to run."""
+    """A config to begin from, and all that it needs to run."""
 
     name: str
     """The config's file name without `.yaml`."""
     about: str
     """The text at the config's head, without the commands."""
     commands: tuple[str, ...]
-    """The commands to type after `init`, in order; as in a checkout."""
+    """The commands to type after `init`, in order, with paths as in a checkout."""
     sources: tuple[str, ...]
-    """Files below `root()`, the config first."""
+    """Paths of its files below `root()`, the config's first."""
 
     def files(self) -> dict[str, str]:
-        """File name in the user's folder -> text, the guide `NAME.md` included."""
+        """Texts of the files, the guide `NAME.md` included, by their names in the user's folder."""
         made = {
             self._moved(one): self._moved((root() / one).read_text("utf-8")) for one in self.sources
         }
@@ -46,11 +46,11 @@ class Template:
         return tuple(one for one in self.steps() if _prepares(one))
 
     def steps(self) -> tuple[str, ...]:
-        """The commands, as they are typed in the user's folder."""
+        """The commands, with paths as in the user's folder."""
         return tuple(self._moved(one) for one in self.commands)
 
     def _moved(self, text: str) -> str:
-        """The text with the places of the user's folder, where all files lie side by side.
+        """Returns the text with paths as in the user's folder, where all files lie side by side.
 
         Scripts that import each other by `examples.` keep that folder.
         """
@@ -66,7 +66,7 @@ class Template:
         return text
 
     def _guide(self, files: dict[str, str]) -> str:
-        """A page of a few lines on what was written and what to type."""
+        """Text of the guide: a few lines on what was written and what to type."""
         lines = [f"# {self.name}", "", self._moved(self.about), ""]
         lines += [f"    {command}" for command in self.steps()]
         if any(command.startswith("rollpacker train ") for command in self.steps()):
@@ -89,8 +89,8 @@ def root() -> Path:
 
 
 def templates() -> dict[str, Template]:
-    """All templates by name: runs, then the simulator's scenarios. A warm-up belongs to a run. The
-    file of a cluster is no template, since jobs go there."""
+    """All templates by name: runs, then the simulator's scenarios. Warm-ups, which belong to a run,
+    and files of clusters, to which jobs go, are no templates."""
     configs = (path for path in (root() / "configs").rglob("*.yaml") if not _is_cluster(path))
     paths = sorted(configs, key=lambda path: (_is_scenario(path), path))
     found = (_template(path) for path in paths if "\nstages:" not in path.read_text("utf-8"))
@@ -98,9 +98,9 @@ def templates() -> dict[str, Template]:
 
 
 def find_template(asked: str) -> Template:
-    """The template of this name, or the only one whose name goes on from it after a hyphen.
+    """Returns the template of this name, or the only one whose name goes on from it after a hyphen.
 
-    Raises `ValueError`.
+    Raises `ValueError` if there is none, or more than one.
     """
     known = templates()
     longer = [name for name in known if name.startswith(f"{asked}-")]
@@ -115,7 +115,7 @@ def find_template(asked: str) -> Template:
 
 
 def first_sentence(text: str) -> str:
-    """Up to the first full stop that ends a sentence; one line."""
+    """Returns the text up to the first full stop that ends a sentence, on one line."""
     return re.split(r"(?<=\.)\s", " ".join(text.split()), maxsplit=1)[0]
 
 
@@ -141,7 +141,7 @@ def _is_scenario(path: Path) -> bool:
 
 
 def _head(name: str, text: str) -> str:
-    """The comment that a config begins with, without its commands; or a module's docstring."""
+    """Text of the comment at a config's head, without its commands; or of a module's docstring."""
     if name.endswith(".py"):
         return ast.get_docstring(ast.parse(text)) or ""
     lines = []
@@ -167,7 +167,7 @@ def _prepares(command: str) -> bool:
 
 
 def _closure(config: str) -> list[str]:
-    """The config, the files that it names, those that these name, and so on."""
+    """Paths of the config, of the files that it names, of the files that these name, and so on."""
     found = [config]
     for one in found:  # grows while it is read
         text = (root() / one).read_text("utf-8")
@@ -179,7 +179,7 @@ def _closure(config: str) -> list[str]:
 
 
 def _files_of(example: str) -> list[str]:
-    """A folder's files, or the module."""
+    """Paths of the files of an example: those in its folder, or its only module."""
     place = root() / "examples" / example
     files = sorted(place.iterdir()) if place.is_dir() else [place.with_suffix(".py")]
     return [path.relative_to(root()).as_posix() for path in files if path.is_file()]

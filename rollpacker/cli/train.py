@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DRY_RUN_INTERRUPTED = "interrupted; nothing was written"
 MAX_COUNTED_BYTES = 64 << 20
-"""Bytes of a file above which its rows are not counted for the first line: that takes a tenth of a
+"""Most bytes of a file whose rows are counted for the first line: that takes a tenth of a
 second."""
 
 
@@ -109,7 +109,7 @@ def _first_line(config: RunConfig) -> str:
 
 def _num_rows(data: DatasetConfig) -> int | None:
     """Number of rows of a data set. None where counting them would take long or cannot be done.
-    Lines of a JSONL file count if they are not empty; a parquet file says its number itself."""
+    Lines of a JSONL file count if they are not empty; a parquet file records the number."""
     if data.kind == "reasoning_gym":
         return data.size
     if data.path is None or data.kind not in ("jsonl", "parquet"):
@@ -133,7 +133,8 @@ def _num_rows(data: DatasetConfig) -> int | None:
 
 
 def _with_processes(config: RunConfig, num_processes: int) -> RunConfig:
-    """The trainer's processes are torchrun's. Raises `ValueError` if the config says otherwise."""
+    """Returns the config with the number of trainer processes that torchrun started. Raises
+    `ValueError` if the config asks for another number."""
     wanted = config.train.processes
     if wanted not in (None, num_processes):
         raise ValueError(

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def sandbox(config: SandboxConfig, *, needed: bool) -> Finding:
-    """Whether untrusted programs can be isolated. Missing is a failure only if it is needed."""
+    """Finding on whether untrusted programs can be isolated. If not, that is a failure only if
+    isolation is `needed`, else a warning."""
     import asyncio
 
     from rollpacker.sandbox.sandbox import SandboxUnavailable
@@ -50,8 +51,8 @@ def sandbox(config: SandboxConfig, *, needed: bool) -> Finding:
 
 
 async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
-    """The capabilities that the sandbox shows in a self-test now. Opening the embedded one may go
-    by what is remembered of an earlier test."""
+    """Returns the capabilities that the sandbox shows in a self-test now. (Opening the embedded
+    sandbox may go by what is remembered of an earlier test.)"""
     from rollpacker.sandbox import open_sandbox
     from rollpacker.sandbox.selftest import self_test
 
@@ -79,7 +80,7 @@ async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
 
 
 def engine() -> Finding:
-    """A few tokens of a tiny random model, by the real engine on the device that runs take."""
+    """Finding on a few tokens of a tiny random model, by the real engine on the device of runs."""
     import asyncio
 
     import torch
@@ -121,8 +122,8 @@ def engine() -> Finding:
 
 
 def model(config: RunConfig) -> list[Finding]:
-    """The folder is whole, its tokenizer loads, and a step's memory is there. Raises what a run's
-    start would raise."""
+    """Findings on whether the model's folder is whole, its tokenizer loads, and a step's memory is
+    there. Raises what a run's start would raise."""
     from rollpacker.run.parts.hub import look_for_hub
     from rollpacker.trainer.model import (
         check_weights,
@@ -144,7 +145,7 @@ def model(config: RunConfig) -> list[Finding]:
 
 
 def fit(config: RunConfig) -> list[Finding]:
-    """Whether a step's estimated memory is there. Empty if nothing can be estimated."""
+    """Finding on whether a step's estimated memory is free. Empty if nothing can be estimated."""
     import torch
 
     from rollpacker.trainer.estimate import estimate
@@ -175,7 +176,7 @@ def fit(config: RunConfig) -> list[Finding]:
 
 
 def run_folder(config: RunConfig) -> list[Finding]:
-    """Whether a run of this name is there already. Only what is in the way is found."""
+    """Finding on what is in the way of the run, such as one of its name. Empty if nothing is."""
     from rollpacker.run.errors import RunError
     from rollpacker.run.folder.run_folder import RunFolder
 
@@ -190,9 +191,9 @@ def run_folder(config: RunConfig) -> list[Finding]:
 
 
 def training(config: RunConfig) -> Finding:
-    """A finding that says what the algorithm comes to, after the checks of `train --dry-run`, of
-    the schedule, of the further models that the algorithm asks, and of adapters. Raises what a
-    run's start would raise."""
+    """Finding that says which algorithm the config comes to, after the checks of `train --dry-run`,
+    of the schedule, of further models that the algorithm asks, and of adapters. Raises what a run's
+    start would raise."""
     from rollpacker.cli.dry_run import check_parts
     from rollpacker.trainer.model import load_tokenizer
     from rollpacker.trainer.schedule import check_schedule
@@ -208,7 +209,8 @@ def training(config: RunConfig) -> Finding:
 
 
 def _try_adapter(config: RunConfig) -> None:
-    """Give the model its adapters, without weights. Raises `ValueError` if they do not fit."""
+    """Add the adapter (LoRA) to the model, without weights. Raises `ValueError` if it does not
+    fit."""
     if config.model.lora is None or not (Path(config.model.path) / "config.json").is_file():
         return
     import torch
@@ -224,8 +226,8 @@ def _try_adapter(config: RunConfig) -> None:
 
 
 def inputs(config: RunConfig) -> list[Finding]:
-    """Data and rewards, as a run takes them up: every row becomes a prompt, every reward looks at
-    the rows and is tried out. Raises what a run's start would raise."""
+    """Findings on data and rewards, as a run takes them up: every row becomes a prompt, every
+    reward looks at the rows and is tried out. Raises what a run's start would raise."""
     from rollpacker.run.parts.policy import load_inputs
     from rollpacker.trainer.model import ModelError
 
@@ -245,7 +247,8 @@ def inputs(config: RunConfig) -> list[Finding]:
 
 
 def tracker(config: TrackerConfig) -> Finding:
-    """Whether a tracker can be used; a run goes on without one that cannot."""
+    """Finding on whether a tracker can be used, never more than a warning: a run goes on
+    without."""
     from rollpacker.trackers.by_name import make_tracker
     from rollpacker.trackers.sending import TrackerProblem
 
@@ -261,9 +264,9 @@ def tracker(config: TrackerConfig) -> Finding:
 
 
 def cluster(config: RunConfig) -> list[Finding]:
-    """Hosts, their versions and memory, and whether what the config asks for fits. Joins the
-    cluster for that, or where there is none starts one of this machine, and leaves it again. Raises
-    `ValueError` if it cannot be joined or a host does not answer."""
+    """Findings on hosts, their versions and memory, and whether what the config asks for fits
+    there. Joins the cluster for that, or where there is none starts one of this machine, and leaves
+    it again. Raises `ValueError` if it cannot be joined or a host does not answer."""
     from rollpacker.run.parts.cluster_facts import join_cluster, rooms_of
     from rollpacker.run.parts.hosts import SHM_BYTES
     from rollpacker.run.parts.placement import plan_of

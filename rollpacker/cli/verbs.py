@@ -34,9 +34,9 @@ exit codes:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line and points to the help, without the usage text.
+    """A parser that says what is wrong in one line and points to the help, without the usage text.
 
-    No abbreviated options: `--over` must not replace a run.
+    It takes no abbreviated options: `--over` must not replace a run.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    """Parse; `key=value` may also stand after an option (argparse alone stops at the first one)."""
+    """Parse; `key=value` may also follow an option (argparse alone stops at the first option)."""
     args, rest = parser.parse_known_args(arguments)
     late = [word for word in rest if "=" in word and not word.startswith("-")]
     unknown = [word for word in rest if word not in late]
@@ -91,7 +91,8 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Nam
 
 
 def _hint_for_flags(words: list[str]) -> str:
-    """Settings written as other frameworks' flags, `--learning_rate 1e-6`, are `key=value` here."""
+    """Says how flags of other frameworks, as in `--learning_rate 1e-6`, are written here:
+    `key=value`. Empty if none is known."""
     from rollpacker.config.schema import RunConfig
     from rollpacker.config.synonyms import TRL, TRL_DIFFERS, all_keys, hint, of_others
 

@@ -1,4 +1,4 @@
-"""The controller: the core in real time. Ports around a bus, and one task for what takes long.
+"""The controller runs the core in real time: ports obey its commands, a task does the slow part.
 
       engine's thread           event loop: checks            event loop: main task
            |                         |                              |
@@ -22,7 +22,7 @@
 The main task does one thing at a time, in order; while it trains on groups ahead of their step
 (`StartGradients`), verdicts still come in. The core's answer to a finished sample is obeyed inside
 the engine's call, so an abort takes effect at the same decode step in every run. No decision is
-made here: what to do is the core's business. What is known of a sample lies on the `Desk`.
+made here: the core decides what to do. The `Desk` keeps what is known of each sample.
 """
 
 from __future__ import annotations
@@ -72,13 +72,12 @@ from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import Trainer
 
 TICK_S = 0.25
-"""Seconds between two looks of a wait at its deadline, and of the observers at the log."""
+"""Seconds after which a wait checks its deadline again, and observers see new log entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Everything that the controller drives. The parts do not know each other, nor the
-    controller."""
+    """Everything that the controller drives. No part knows another part, or the controller."""
 
     job: Job
     engines: Engines
@@ -90,11 +89,11 @@ class Parts:
     build_samples: BuildSamples
     decode: Decode
     render: Decode
-    """Makes text of prompt tokens, special tokens included: what the model saw."""
+    """Makes text of prompt tokens, special tokens included, as the model sees the prompt."""
     log: LogWriter
     samples: SampleWriter | None
     carried: CarriedTokens | None = None
-    """Tokens that a checkpoint's deferred prompts carry. None if nothing was generated so far."""
+    """Tokens that a checkpoint's deferred prompts have. None if nothing was generated so far."""
     tokenizer: str = ""
     """Fingerprint of the tokenizer."""
     player: Player | None = None
@@ -104,7 +103,7 @@ class Parts:
 
 
 class Controller:
-    """Drives one run from where `parts.job` stands to its end."""
+    """Drives one run from the state of `parts.job` to its end."""
 
     def __init__(
         self,
@@ -117,9 +116,10 @@ class Controller:
         seat: Seat | None = None,
         publish: Publish = lambda source: {},
     ) -> None:
-        """`time_s` is where the run's clock goes on (0 in a new run). `salvage`: what a resume has
-        found of the round that was interrupted. `seat`: where the run waits for devices that it
-        shares, engines and trainer being parked; then `publish` brings weights to their hosts."""
+        """`time_s`: seconds from which the run's clock goes on (0 in a new run). `salvage`:
+        finished responses that a resume has found of the interrupted round. `seat`: where the run
+        waits for devices that it shares with other jobs; None if it shares none. `publish`: brings
+        weights to the hosts of engines that are off their devices."""
         self.config = config
         self.parts = parts
         self.bus = bus = Bus(parts.job, RealClock(time_s), sinks=[parts.log.append])
@@ -164,8 +164,8 @@ class Controller:
         bus.connect(*self._ports())
 
     def _make_devices(self, *, on_pools: bool) -> SharedDevices:
-        """The devices that engines and trainer take turns on. `on_pools`: other jobs have turns
-        there, too."""
+        """Returns the devices that engines and trainer take turns on. `on_pools`: whether other
+        jobs have turns there, too."""
         parts = self.parts
         return SharedDevices(
             self.bus,
@@ -177,8 +177,8 @@ class Controller:
         )
 
     def open(self, *, started_at: str, began_s: float, marks: tuple[str, ...] = ()) -> None:
-        """Write the session's first entries: who takes up the run, and how long loading took.
-        `marks`: see `Session`."""
+        """Write the session's first log entries: its date, step and settings, and how long loading
+        took. `marks`: words that concern all numbers of the session, such as `unsandboxed`."""
         job = self.parts.job
         session = Session(
             started_at=started_at,
@@ -220,20 +220,19 @@ class Controller:
             self._scoring.close()
 
     def request_stop(self, reason: str) -> None:
-        """End after the step at hand, with a checkpoint. Thread-safe."""
+        """Ask the run to end after the current step, with a checkpoint. Thread-safe."""
         self.bus.take(StopRequested(time_s=0.0, reason=reason))
 
     def fail(self, error: BaseException) -> None:
-        """End at once with this error. Thread-safe."""
+        """End the run with this error when the main task has done its present work. Thread-safe."""
         self._main.post(self._main.fail, error)
 
     def end_at_once(self, error: BaseException) -> None:
-        """End with this error, also in the middle of what `fail` lets come to its end.
-        Thread-safe."""
+        """End the run with this error, and cancel what the main task does now. Thread-safe."""
         self._main.end_at_once(error)
 
     async def close(self) -> None:
-        """Let go of engines, rewards and trainer. What the log holds is made durable."""
+        """Close engines, rewards, environments and trainer, and make the log durable."""
         self._pools.close()
         await self.parts.engines.close()
         await self.parts.reward.close()
@@ -246,7 +245,7 @@ class Controller:
         self.parts.log.flush()
 
     def _ports(self) -> list[Port]:
-        """A port for every kind of command; the bus checks that."""
+        """Returns a port for every kind of command; the bus checks that none is missing."""
         parts, shared = self.parts, self._shared
         bus, main = shared.bus, shared.main
         rows = None
@@ -328,7 +327,7 @@ class Controller:
         return Episodes(self._shared, self._scoring, player, rows=rows, carried=self._carried)
 
     def _of_turns(self) -> list[Port]:
-        """The ports of commands that are said only where samples take turns with environments."""
+        """The ports of the commands that only occur where samples take turns with environments."""
         episodes = self._generation.episodes
         return [Unsaid(*OF_TURNS)] if episodes is None else [episodes]
 
@@ -351,8 +350,8 @@ class Controller:
             self.bus.take(Committed(time_s=0.0, step=job.step, checkpointed=True))
 
     async def _next(self) -> Deed | Finish:
-        """The next thing that takes long. Raises the error that a part died of, or
-        `DeadlineExceeded`."""
+        """Wait for the next work that takes long, or for the command to finish. Raises the error
+        that a part died of, or `DeadlineExceeded`."""
         while True:
             self.parts.log.raise_error()
             todo = await self._main.next(TICK_S)
@@ -364,8 +363,8 @@ class Controller:
 
 
 class Observing:
-    """The observers' share of the log. Entries are gathered in whatever thread they are logged, and
-    shown to the observers in their order on the event loop, off the engine's path."""
+    """Shows log entries to the observers. Entries are gathered in whatever thread logs them, and
+    shown in order on the event loop, so that no engine waits for that."""
 
     def __init__(self, bus: Bus, observers: Sequence[Observer]) -> None:
         self._observers = observers
@@ -373,7 +372,7 @@ class Observing:
         bus.add_sink(self._unobserved.append)
 
     def feed(self) -> None:
-        """Show the observers what they have not seen yet."""
+        """Show the observers all entries that they have not seen yet."""
         while self._unobserved:
             entry = self._unobserved.popleft()
             for observer in self._observers:
@@ -382,7 +381,7 @@ class Observing:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """The dataset's port: takes prompts from the cursor, on the main task."""
+    """The port of `FetchPrompts`: takes prompts from the data's cursor, on the main task."""
 
     bus: Bus
     main: MainTask

@@ -5,9 +5,9 @@ interrupt.
     second  a command ends its process; of a program or notebook only the call of `train` ends,
             with `KeyboardInterrupt`
 
-Where this thread's event loop is another's already (a notebook runs its cells inside of one) the
-run gets a thread of its own. The caller's thread then waits, does what must be done there
-(callbacks), and is the one that signals reach.
+Where an event loop runs in this thread already (a notebook runs its cells inside of one) the run
+gets a thread of its own. The caller's thread then waits, does what must be done there (callbacks),
+and is the thread that signals reach.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ samples are being worked on. `benchmarks/streaming.py` runs with it: there the e
 verdicts come in and gradients are asked for."""
 
 COLLECT_AFTER = 20_000
-"""Python looks for cycles of garbage each time that so many containers more were made than freed;
-its own 700 cost a tenth of the controller's time, spent on tokens, which are in no cycle
+"""Number of containers, made and not freed, after which Python looks for cycles of garbage. Its own
+number, 700, cost a tenth of the controller's time, spent on tokens, which are in no cycle
 (`benchmarks/turns_overhead.py`)."""
 
 CLOSE_WITHIN_S = 10.0
 """Seconds that a run that is ended at once may take to let go of its engine, workers and files."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""The last comes when the terminal is closed; where it is ignored (nohup) it stays so."""
+"""Signals that end a run early. SIGHUP comes when the terminal is closed; if ignored it stays
+so."""
 
 
 NOT_BEGUN = "interrupted before the first step; the same command starts again"
@@ -57,7 +58,7 @@ NOT_BEGUN = "interrupted before the first step; the same command starts again"
 
 @contextlib.contextmanager
 def not_begun(message: str = NOT_BEGUN) -> Iterator[None]:
-    """An interrupt in here says that there was nothing to save, unless it says something else."""
+    """A context in which an interrupt gets this message, unless it has another one."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -68,8 +69,8 @@ def not_begun(message: str = NOT_BEGUN) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_as_interrupt() -> Iterator[None]:
-    """A command's SIGTERM and SIGHUP are a Ctrl-C, also where no run heeds them (`drive`): while
-    it starts up, and while it writes its reports."""
+    """A context in which SIGTERM and SIGHUP are a Ctrl-C for a command, also where no run heeds
+    them (`drive`): while it starts up, and while it writes its reports."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -86,18 +87,19 @@ class Caller:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
-        """Calls for this thread while the run has a thread of its own; a None among them ends that.
-        None if the run has no thread of its own."""
+        """Calls for this thread while the run has a thread of its own; the item None ends the
+        waiting for more. None instead of a queue if the run has no thread of its own."""
         self.is_busy = False
-        """Whether it is in a call, where an interrupt may be raised."""
+        """Whether this thread is in a call, where an interrupt may be raised."""
 
     @property
     def is_apart(self) -> bool:
-        """The run has a thread of its own."""
+        """Whether the run has a thread of its own."""
         return self._calls is not None
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Call it in that thread. The run waits, for what it returns or raises."""
+        """Call the function in the caller's thread. The run waits for its result, which is
+        returned, or for its error, which is raised."""
         import asyncio
 
         if self._calls is None:
@@ -125,7 +127,8 @@ class Caller:
             self.is_busy = False
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run it to its end: here, or in a thread of its own where a loop runs here already."""
+        """Run the coroutine to its end and return its result: in this thread, or in a thread of its
+        own if an event loop runs in this thread already."""
         import asyncio
 
         if not _loop_runs_here():
@@ -169,9 +172,9 @@ def _loop_runs_here() -> bool:
 
 
 def drive(controller: Controller, caller: Caller, *, is_command: bool) -> str:
-    """Run to the end, or until it is asked to end early. Returns the reason.
+    """Run to the end, or until somebody asks for an early end. Returns why the run ended.
 
-    `is_command`: the process is this run's alone. Raises what the run died of, and
+    `is_command`: whether the process is this run's alone. Raises what the run died of, and
     `KeyboardInterrupt` where it was ended at once; it can then be resumed.
     """
     import asyncio
@@ -186,7 +189,7 @@ def drive(controller: Controller, caller: Caller, *, is_command: bool) -> str:
 
 @contextlib.contextmanager
 def python_set_for_runs() -> Iterator[None]:
-    """`SWITCH_INTERVAL_S` and `COLLECT_AFTER`; before and behind it as the program has them."""
+    """A context with `SWITCH_INTERVAL_S` and `COLLECT_AFTER`; the old settings return after it."""
     switch_interval_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if 0 < thresholds[0] < COLLECT_AFTER:  # 0: the program wants none at all
@@ -199,7 +202,7 @@ def python_set_for_runs() -> Iterator[None]:
 
 
 class _Ending:
-    """Ends a run before its time, when signals ask for it."""
+    """Ends a run early when signals ask for that."""
 
     def __init__(self, controller: Controller, caller: Caller, *, is_command: bool) -> None:
         self.num_asked = 0
@@ -220,7 +223,8 @@ class _Ending:
 
     @contextlib.contextmanager
     def heeding_signals(self) -> Iterator[None]:
-        """Python gives signals to the main thread alone: elsewhere nothing is changed."""
+        """A context in which signals end the run. Python gives signals to the main thread alone: in
+        other threads nothing is changed."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -233,7 +237,7 @@ class _Ending:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Anywhere between two instructions of the main thread: no lock may be taken here."""
+        """Heed a signal, between any two instructions of the main thread: no lock may be taken."""
         self.num_asked += 1
         if self.num_asked > 1 and self._is_command:
             _exit_at_once()
@@ -266,7 +270,7 @@ class _Ending:
 
 
 def _exit_at_once() -> NoReturn:
-    """End the process now. What it says goes past the display's buffers, which stay as they are."""
+    """End the process now. The message bypasses the display's buffers, which stay as they are."""
     if os.isatty(1):
         os.write(1, b"\x1b[?25h\r\n")  # the live display hides the cursor
     with contextlib.suppress(OSError):

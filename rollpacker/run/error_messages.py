@@ -1,5 +1,5 @@
-"""Exceptions to messages and exit codes. Classes are told by name, so that nothing heavy is
-imported.
+"""Turns exceptions into messages and exit codes. Classes are known by their names, so that nothing
+heavy is imported.
 
 A user's mistake, or a disk that is full, is one message without a traceback. A bug keeps its
 traceback."""
@@ -36,7 +36,7 @@ _USER_ERRORS = {
     "rollpacker.rewards.reward.RewardError",
     "rollpacker.sandbox.sandbox.SandboxUnavailable",
 }
-"""User mistakes that are no `ValueError`."""
+"""Names of exception classes that are user mistakes and no `ValueError`."""
 
 _BY_NAME = {
     "rollpacker.trainer.trainer.NonFiniteError": 3,
@@ -75,7 +75,7 @@ _MEMORY_ADVICE = (
 
 
 def report_error(error: BaseException) -> int:
-    """Print what is to be said about `error` to stderr; returns the exit code."""
+    """Print the message for `error` to stderr, and a bug's traceback. Returns the exit code."""
     error = _innermost(error)
     code, message = classify(error)
     if code == 1:
@@ -115,7 +115,8 @@ def classify(error: BaseException) -> tuple[int, str]:
 
 @contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """Let the error of a write say at least the folder, where the system names no file."""
+    """A context in which a write's error names at least the folder, where the system names no
+    file."""
     try:
         yield
     except OSError as error:

@@ -12,17 +12,18 @@ from rollpacker.rewards.reward import TurnRewards
 from rollpacker.trainer.trainer import TokenScores, TrainSample
 
 Decode = Callable[[Sequence[int]], str]
-"""Response tokens to text, special tokens left out."""
+"""Makes text of response tokens, special tokens left out."""
 
 
 class BuildSamples(Protocol):
-    """The algorithm: groups of (response, reward) to weighted samples, in the same order.
+    """The algorithm: makes weighted training samples of groups of (response, reward), in the same
+    order, and metrics.
 
-    `weights` multiply the losses of the samples. `scores`: what other models said of them, if the
-    algorithm asks any. `updates`: which of the step's optimizer steps trains on each group.
-    `reward_parts`: each reward's own values; `turn_rewards`: those of the turns of trajectories.
-    `partial`: the groups are not all of the step; the
-    token weights are then those of the whole step but for one common factor.
+    `weights` multiply the losses of the samples. `scores`: what other models say of the tokens, if
+    the algorithm asks any. `updates`: which of the step's optimizer steps trains on each group.
+    `reward_parts`: each reward's own values; `turn_rewards`: the values of a trajectory's turns.
+    `partial`: whether groups of the step are missing; the token weights are then those of the whole
+    step but for one common factor.
     """
 
     def __call__(
@@ -47,7 +48,7 @@ class FolderInUse(RunError):
 
 
 class EnginesLost(RuntimeError):
-    """The run ended since engines were lost, and those in their places too."""
+    """The run ended since engines were lost, and the engines made in their places, too."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"{why}. Mend that, then go on with --resume")
@@ -59,7 +60,7 @@ class HostsLost(RuntimeError):
 
 @contextlib.contextmanager
 def reaching_the_cluster() -> Iterator[None]:
-    """Raises `HostsLost` where the cluster that the run's devices belong to is out of reach."""
+    """A context that raises `HostsLost` if the cluster with the run's devices is out of reach."""
     try:
         yield
     except OSError as error:
@@ -74,7 +75,7 @@ class RewardsFailed(RunError):
 
 
 class DeadlineExceeded(RuntimeError):
-    """Something that the run waits for shows no sign of life."""
+    """Something that the run waited for showed no sign of life within its deadline."""
 
     def __init__(self, what: str, seconds: float, key: str) -> None:
         super().__init__(

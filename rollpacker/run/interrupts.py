@@ -1,5 +1,5 @@
-"""SIGTERM and SIGHUP as a Ctrl-C, and a Ctrl-C that is not lost. Imported before everything else,
-and so nearly nothing itself."""
+"""Handles SIGTERM and SIGHUP as a Ctrl-C, and lets no Ctrl-C be lost. Imported before everything
+else, so that it imports nearly nothing itself."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _BEFORE: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
 }
-"""Signals, and the handler that each has as long as nobody has handled or ignored it."""
+"""Signals, and the handler that each signal has as long as nobody has handled or ignored it."""
 _process = 0
-"""Id of the process that heeds them; a child that it forks does not."""
+"""Id of the process that handles these signals; a child that it forks does not."""
 _has_come = False
-"""Whether one of them has come, a Ctrl-C included."""
+"""Whether one of these signals has come, a Ctrl-C included."""
 
 
 def heed() -> list[signal.Signals]:
-    """Let them interrupt this process, as Ctrl-C does. Returns those that were not ignored, nor
-    handled already. In the main thread only."""
+    """Let these signals interrupt this process, as Ctrl-C does. Returns those that were not
+    ignored, nor handled already. Used in the main thread only."""
     global _process, _has_come
     _process = os.getpid()
     further = [number for number, before in _BEFORE.items() if signal.getsignal(number) == before]
@@ -37,15 +37,15 @@ def heed() -> list[signal.Signals]:
 
 
 def leave() -> None:
-    """Let them end this process as they ever did."""
+    """Give these signals back the handlers that they had before `heed`."""
     for number, before in _BEFORE.items():
         if signal.getsignal(number) is _interrupt:
             signal.signal(number, before)
 
 
 def check() -> None:
-    """Raises `KeyboardInterrupt` if one was raised before: whatever was being imported, or
-    finalized, just then may have caught it and gone on."""
+    """Raise `KeyboardInterrupt` if a signal has come: code that was being imported or finalized
+    just then may have caught the interrupt and gone on."""
     if _has_come:
         raise KeyboardInterrupt
 

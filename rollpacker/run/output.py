@@ -1,5 +1,4 @@
-"""Standard output as a run's display sees it: when it breaks, the display ends and the run goes
-on."""
+"""Standard output for a run's display: when it breaks, the display ends and the run goes on."""
 
 from __future__ import annotations
 
@@ -18,12 +17,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LINE_EVERY_S = 3.0
-"""Seconds between two lines that say how far something long is, where there is no terminal for a
-bar."""
+"""Seconds between two lines of progress, where there is no terminal for a bar."""
 
 
 class _Output(io.TextIOBase):
-    """Passes on to standard output until that fails: a reader that left, a disk that is full."""
+    """Passes text on to standard output until that fails: a reader that left, a full disk."""
 
     def __init__(self) -> None:
         # A live display puts something in the place of `sys.stdout` that leads back here.
@@ -60,10 +58,9 @@ def _write_to_nowhere(stream: IO[str], error: OSError) -> None:
 
 
 def console(*, goes_on: bool = False, stderr: bool = False, highlight: bool = True) -> Console:
-    """A console for a command's output. `goes_on`: what is shown matters less than what is done,
-    and the command outlives its reader. What is no terminal is never taken for one: a kernel sets
-    FORCE_COLOR for the processes that it starts, and a bar would draw its cursor's movements into
-    their pipes."""
+    """Returns a console for a command's output. `goes_on`: whether the command is to outlive the
+    reader of its output. What is no terminal is never taken for one: a notebook's kernel sets
+    FORCE_COLOR for processes that it starts, and a bar would draw into their pipes."""
     from rich.console import Console
 
     file = sys.stderr if stderr else sys.stdout
@@ -75,7 +72,7 @@ def console(*, goes_on: bool = False, stderr: bool = False, highlight: bool = Tr
 
 
 def print_line(line: str) -> None:
-    """Print a line as it is, on a console that outlives its reader."""
+    """Print a line as it is. Nothing is raised if nobody reads the output any more."""
     console(goes_on=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -107,6 +104,6 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def in_notebook() -> bool:
-    """Whether a notebook's kernel runs this program: what it shows can be changed in place."""
+    """Whether a notebook's kernel runs this program, so that output can be changed in place."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")

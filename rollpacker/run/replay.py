@@ -1,4 +1,4 @@
-"""Feed an event log back to the core: the same commands, or the first difference.
+"""Feeds an event log back to the core, and looks for the first difference in its commands.
 
 This is no bus: nothing is obeyed, stamped or logged, and a bus whose ports and clock only repeat
 what the log says would be longer than the loop below.
@@ -21,8 +21,8 @@ from rollpacker.core.job.pooled_job import make_job, restore_job
 from rollpacker.core.records import Entry, LogError, Record, Session
 
 WEIGHT_TOLERANCE = 1e-6
-"""Loss weights come from a numerical fit. It gives the same digits on every processor now, and did
-not when older logs were recorded."""
+"""Relative tolerance of loss weights, which come from a numerical fit. The fit gives the same
+digits on every processor now, and did not when older logs were recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

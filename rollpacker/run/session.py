@@ -1,4 +1,4 @@
-"""Has the parts of a run built (`parts/`), joins them and drives them, in one process."""
+"""Has the parts of a run built (by `parts/`), connects them and drives them, in one process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class RunSession:
-    """One process's share of a run, from its config to its end."""
+    """One process's work on a run: builds its parts, drives them, and cleans up at the end."""
 
     config: RunConfig
     hosts: Hosts
@@ -68,7 +68,7 @@ class RunSession:
     resume: bool
     overwrite: bool
     is_command: bool
-    """Whether the process is this run's alone."""
+    """Whether the process serves this run alone, as that of a command does."""
     display: bool
     observers: Sequence[Observer]
     callbacks: Sequence[Callback]
@@ -79,8 +79,8 @@ class RunSession:
     """Whether the run has begun, so that there is something to save."""
 
     def prepare(self, began: float) -> None:
-        """Build every part, in the order in which they need each other, and join them. `began`:
-        when the process began to work, by `time.perf_counter`."""
+        """Build every part, each after the parts that it needs, and connect them. `began`: when the
+        process began to work, by `time.perf_counter`."""
         config, hosts, stack, folder = self.config, self.hosts, self.stack, self.folder
         shares_pools = self.seat.shares_pools
         self._check_training()
@@ -139,8 +139,8 @@ class RunSession:
         ranks: Ranks | None,
         engines: Engines,
     ) -> Trainer:
-        """The trainer with the checkpoint's state, whose weights the engines have, or will have
-        when they wake up."""
+        """Build the trainer, load the checkpoint's state and hand its weights to the engines, which
+        may take them only when they wake up. Returns the trainer."""
         if self.seat.shares_pools and ranks is not None:
             ranks.connect()  # once they have loaded their libraries, for which they need no device
         with self.seat.holding("train"):
@@ -158,7 +158,7 @@ class RunSession:
     def _listeners(
         self, checkpoint: Checkpoint | None, num_rows: int
     ) -> tuple[LogWriter, Sequence[Observer], Audience]:
-        """The event log, who sees its entries, and who is told of steps and evaluations."""
+        """Returns the event log, the observers of its entries, and the audience of steps."""
         log = LogWriter(self.folder.events)
         self.stack.callback(log.close)
         live, audience = build_audience(
@@ -184,8 +184,8 @@ class RunSession:
         time_s: float,
         began: float,
     ) -> None:
-        """Make the controller, and begin the session in the log. `time_s`: where the run's clock
-        goes on. `began`: see `prepare`."""
+        """Make the controller, and write the session's first log entries. `time_s`: where the run's
+        clock goes on. `began`: when the process began, by `time.perf_counter`."""
         seconds = time.perf_counter() - began - self.seat.waited_s  # other jobs' time
         self._controller = Controller(
             self.config,
@@ -213,8 +213,8 @@ class RunSession:
         return policy
 
     def _check_training(self) -> None:
-        """Check pipeline stages and algorithm, and say what the algorithm comes to where that is
-        not what its name says."""
+        """Check pipeline stages and algorithm. If settings make the algorithm another than its name
+        says, show what it is."""
         from rollpacker.pipeline.stages.check import check_stages
 
         check_stages(self.config)
@@ -224,7 +224,7 @@ class RunSession:
 
     def _find_checkpoint(self) -> Checkpoint | None:
         """The checkpoint that a resume goes on from. None if the run begins anew, as it does where
-        it ended before its first one. Raises `RunError` if the config alone makes another run."""
+        it ended before any checkpoint. Raises `RunError` if the config alone makes another run."""
         if not self.resume:
             return None
         found = self.folder.find_checkpoint(carries=self.config.tail.carries)
@@ -237,7 +237,7 @@ class RunSession:
         return None
 
     def drive(self) -> str:
-        """Run to the end, or to the first Ctrl-C or SIGTERM. Returns the reason. See `drive`."""
+        """Run to the end, or to the first Ctrl-C or SIGTERM. Returns why the run ended."""
         assert self._controller is not None
         first = self._controller.parts.job.step
         self.has_begun = True
@@ -255,21 +255,22 @@ class RunSession:
     def forget_if_not_begun(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """A new run that is interrupted or refused while it starts up leaves nothing that the same
-        command would take for a run."""
+        """Clear the folder of a new run that was interrupted or refused while it started up, so
+        that the same command does not take the remains for a run. Called as `__exit__` is."""
         ended = kind is not None and issubclass(kind, KeyboardInterrupt | ValueError)
         if ended and self._is_folder_taken and not (self.has_begun or self.resume):
             self.folder.clear()
 
     def end(self, reason: str | None) -> None:
-        """Tell callbacks and trackers that it is over, once. Raises `CallbackError`."""
+        """Tell callbacks and trackers, once, that the run is over (`reason` None: by an error).
+        Raises `CallbackError` if a callback fails."""
         if self._controller is not None:
             self._controller.parts.audience.end(reason)
 
     def _check_resume(
         self, before: dict[str, Any], identity: dict[str, Any], checkpoint: Checkpoint
     ) -> None:
-        """Check that it is the same run that goes on, and say from where."""
+        """Check that a resume goes on with the same run, and say after which step."""
         self._check_identity(before, identity, checkpoint.step, checkpoint.state["job"])
         where = checkpoint.folder.relative_to(self.folder.path)
         self._tell(f"resuming after step {checkpoint.step} ({where})")
@@ -295,9 +296,9 @@ class RunSession:
     def _take_folder(
         self, checkpoint: Checkpoint | None, identity: dict[str, Any], version: int
     ) -> Salvage | None:
-        """Cut the run's folder back to the checkpoint, or empty it, and write down what the run
-        depends on. Returns the responses that had finished after a checkpoint with this `version`
-        of the weights; None for a run that begins anew."""
+        """Cut the run's folder back to the checkpoint, or empty it, and write config and identity
+        there. Returns the responses that had finished after the checkpoint, whose weights have this
+        `version`; None for a run that begins anew."""
         from rollpacker.config.load import save_config
 
         folder, salvage = self.folder, None
@@ -323,7 +324,7 @@ class RunSession:
 def _marks(
     config: RunConfig, reward: WeightedReward, reward_hosts: HostedReward | None
 ) -> tuple[str, ...]:
-    """Words that the log has about the whole run, which every number of it must be read with."""
+    """Words for the log, such as `unsandboxed`, with which every number of the run must be read."""
     tail = config.tail_batching
     found = {
         "unsandboxed": reward.shared.unsandboxed
@@ -334,8 +335,8 @@ def _marks(
 
 
 def _warn_of_few_rows(config: RunConfig, num_rows: int) -> None:
-    """Warn where `data.train` has fewer rows than a step asks for, and an epoch ends before the
-    next one begins: then no step can be as large as asked."""
+    """Warn where `data.train` has fewer rows than a step asks for and a step cannot reach into the
+    next epoch, so that no step can be as large as asked."""
     tail, asked = config.tail, config.rollout.prompts_per_step
     if num_rows < asked and (tail.flush_each_epoch or not tail.enabled):
         logger.warning(

@@ -1,4 +1,4 @@
-"""`rollpacker.train(...)`: a run from its config to its end, and what is left of it."""
+"""`rollpacker.train(...)`: runs a config to its end, and returns the run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train(
     observers: Sequence[Observer] = (),
     **unknown: Never,
 ) -> Run:
-    """Run a config to its end.
+    """Run a config to its end. Returns the run, with its folder, metrics and model.
 
     `config` is a file, a dict with the same keys (`{"train": {"steps": 20}}` or
     `{"train.steps": 20}`), or a `RunConfig`; `overrides` change it, `["train.steps=20"]` or
@@ -65,8 +65,8 @@ def train(
 
     Raises `ValueError` (one message, for the user) for what is wrong with config, data, model or
     run folder, `RewardError` for rewards, `CallbackError`, `NonFiniteError`, `DeadlineExceeded`,
-    `OSError`; the run can then be resumed. Raises `TypeError` for an argument that there is not, by
-    the name that it has here.
+    `OSError`; the run can then be resumed. Raises `TypeError` for an unknown argument,
+    with the one that was probably meant.
     """
     with _without_traceback_in_notebooks():
         from rollpacker.imports import giving
@@ -87,9 +87,9 @@ def train(
 
 @contextmanager
 def _without_traceback_in_notebooks() -> Iterator[None]:
-    """A cell shows what a command would: one message for what is wrong with config or data, and for
-    an interrupt, where a notebook prints a hundred lines of this package. Bugs and callbacks keep
-    theirs."""
+    """A context in which a cell shows what a command would: one message for what is wrong with
+    config or data, and for an interrupt, where a notebook prints a hundred lines of this package.
+    Bugs and callbacks keep their tracebacks."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -99,7 +99,7 @@ def _without_traceback_in_notebooks() -> Iterator[None]:
 
 
 def _tell_in_one_message(error: BaseException) -> None:
-    """Give it what a notebook's cell shows in place of its traceback."""
+    """Have a notebook's cell show this error as one message in place of its traceback."""
     if in_notebook():
         told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         error._render_traceback_ = lambda: [told]  # type: ignore[attr-defined]
@@ -117,7 +117,7 @@ def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _arguments_for_flags() -> Iterator[None]:
-    """Let messages that name the command's flags name what a program has in their place."""
+    """A context in which errors that name the command's flags name arguments instead."""
     from rollpacker.run.errors import RunError
 
     try:
@@ -149,8 +149,8 @@ def run_to_end(
     observers: Sequence[Observer] = (),
     is_command: bool = False,
 ) -> Run:
-    """See `train`. `is_command`: the process is this run's alone, and a second interrupt ends
-    it."""
+    """Run a config to its end; see `train`. `is_command`: whether the process is this run's alone,
+    so that a second interrupt ends it."""
     from rollpacker.run.folder.run_folder import RunFolder, holds_run
     from rollpacker.run.parts.resuming import let_others_end, reason_to_end
     from rollpacker.run.session import RunSession
@@ -202,7 +202,7 @@ def run_to_end(
 
 
 def _find_model(config: RunConfig) -> None:
-    """Warm one up where the config says how, and look for what is on the hub."""
+    """Warm a model up where the config says how, and check that names on the hub exist."""
     from rollpacker.run.parts.hub import look_for_hub
     from rollpacker.run.parts.warm_up import make_missing
 
@@ -211,8 +211,8 @@ def _find_model(config: RunConfig) -> None:
 
 
 def _on_hosts(config: RunConfig, stack: ExitStack) -> tuple[RunConfig, Hosts, RunSeat]:
-    """The hosts, the config on them, and the seat among other jobs there. What the config has
-    without effect is said."""
+    """Returns the config with what follows from its placement, the hosts, and the seat among other
+    jobs there. Warns of settings without effect."""
     from rollpacker.run.parts.hosts import open_hosts
     from rollpacker.run.parts.seats import take_seat
 
@@ -225,8 +225,8 @@ def _on_hosts(config: RunConfig, stack: ExitStack) -> tuple[RunConfig, Hosts, Ru
 
 
 def _end_in_error(session: RunSession) -> None:
-    """Tell callbacks of the end. What one of them raises must not hide the error that the run died
-    of."""
+    """Tell callbacks of the end. An error of theirs is only logged: it must not hide the error that
+    the run died of."""
     try:
         session.end(None)
     except CallbackError as error:
@@ -234,8 +234,8 @@ def _end_in_error(session: RunSession) -> None:
 
 
 def _finish(folder: Path, *, display: bool, is_done: bool = False) -> dict[str, Any]:
-    """Write what is made from the whole log, and print the table. `is_done`: that was written
-    before."""
+    """Write the reports on the whole log, print the table and return the summary. `is_done`:
+    whether the reports were written before."""
     from rollpacker.report.files import write_reports
     from rollpacker.report.summary import read_summary
 

@@ -19,12 +19,12 @@ METRICS_TO_SEE = (
 SAMPLES_TO_SEE = ("step", "prompt", "completion", "reward", "advantage", "num_tokens")
 EVALUATION_SAMPLES_TO_SEE = ("step", "prompt", "completion", "reward", "num_tokens")
 MOST_NAMED = 5
-"""Steps that a message lists."""
+"""Most steps that a message lists."""
 
 
 class Run:
-    """A run's folder, read when it is asked for. `rollpacker.train` returns one; `Run(folder)` is
-    one that is there already, also while it is still at work.
+    """A run's folder, read when something is asked for. `rollpacker.train` returns a `Run`;
+    `Run(folder)` is a run that is there already, also while it is at work.
 
     Raises `ValueError` if the folder holds no run."""
 
@@ -49,8 +49,8 @@ class Run:
 
     @property
     def reason(self) -> str | None:
-        """Why it ended: "every step is done", "the data ended", "interrupted", what a callback
-        said, or what it failed of. None: it is at work, or was killed."""
+        """Why the run ended: "every step is done", "the data ended", "interrupted", what a callback
+        said, or the error. None if the run is at work, or was killed."""
         if self._reason is not None:
             return self._reason
         found: str | None = self.summary["finished"] or self.summary.get("failed")
@@ -65,7 +65,7 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """`config.yaml`, every default written out."""
+        """The contents of `config.yaml`, with every default."""
         from rollpacker.config.document import parse_document, read_text
 
         path = self.folder / "config.yaml"
@@ -80,12 +80,12 @@ class Run:
 
     @property
     def metrics(self) -> Table:
-        """A row for each step, as it is now; docs/metrics.md names the columns."""
+        """Table with a row for each step so far; docs/metrics.md names the columns."""
         return self._rows(evaluations=False)
 
     @property
     def evaluations(self) -> Table:
-        """A row for each evaluation, as it is now."""
+        """Table with a row for each evaluation so far."""
         return self._rows(evaluations=True)
 
     def _rows(self, *, evaluations: bool) -> Table:
@@ -100,9 +100,9 @@ class Run:
         return Table(chosen, name="steps", first=METRICS_TO_SEE, of_metrics=True)
 
     def samples(self, step: int | None = None, *, untrained: bool = False) -> Table:
-        """Samples that were trained on, of all steps or of one. `untrained`: also samples that are
-        kept only because their check was slow. Written with each checkpoint; empty with
-        `save_samples: false`.
+        """Table of the samples that were trained on, of all steps or of one. `untrained`: also
+        samples that are kept only because their check was slow. Samples are written with each
+        checkpoint, and not with `save_samples: false`.
 
         Raises `ValueError` if there are samples, but none of this step."""
         from rollpacker.report.rows import Table
@@ -112,10 +112,10 @@ class Run:
         return Table(chosen, name="samples", first=SAMPLES_TO_SEE)
 
     def evaluation_samples(self, step: int | None = None) -> Table:
-        """Samples that evaluations generated, of all of them or of the one after a step (0: before
-        the first); empty with `save_samples: false`.
+        """Table of the samples that evaluations generated, of all of them or of the one after a
+        step (0: before the first); empty with `save_samples: false`.
 
-        Raises `ValueError` if there are some, but none of this step."""
+        Raises `ValueError` if there are samples, but none of this step."""
         from rollpacker.report.rows import Table
 
         rows = self._parquet("evaluations/step_*.parquet", step)
@@ -169,7 +169,7 @@ def _steps_of(paths: Sequence[Path]) -> str:
 
 
 def _passed(summary: dict[str, Any]) -> str | None:
-    """The first and the last evaluation."""
+    """pass@1 of the first and of the last evaluation, in words. None without an evaluation."""
     found = [one for one in summary["evaluations"] if "eval/pass@1" in one]
     told = [f"{one['eval/pass@1']:.3f} (step {one['step']})" for one in found]
     return f"pass@1 {' -> '.join(told[:1] + told[1:][-1:])}" if told else None

@@ -1,4 +1,4 @@
-"""Chat completions on the wire, as OpenAI's API writes them: requests read, answers written.
+"""Reads requests for chat completions, and writes answers, as OpenAI's API has them.
 
 Light: programs that train talk to it in the processes of environments, too.
 """
@@ -14,7 +14,8 @@ from typing import Any
 
 MAX_CHOICES = 128
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of OpenAI's API. A template would render any other role as if it meant something."""
+"""Roles of OpenAI's API. Others are refused: a template would render them as if they meant
+something."""
 
 _KNOWN = {
     *("messages", "model", "tools", "n", "stream", "stream_options", "temperature", "top_p"),
@@ -38,7 +39,7 @@ _MEANS_NOTHING: Mapping[str, tuple[Any, ...]] = {
 
 
 class ApiError(Exception):
-    """A request that is refused, in OpenAI's shape."""
+    """A request is refused; `status` and `body` are those of the response, in OpenAI's shape."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
@@ -51,12 +52,12 @@ class ApiError(Exception):
         self.body = {
             "error": {"message": message, "type": kind, "param": param, "code": code},
         }
-        """The body of the response, as JSON."""
+        """The body of the response, as a JSON object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request for completions. A field is None if the request does not say it."""
+    """A request for completions. A field is None if the request does not set it."""
 
     messages: tuple[dict[str, Any], ...]
     """Messages as chat templates take them: contents are texts, arguments of calls are objects."""
@@ -79,7 +80,7 @@ class ChatRequest:
 
 
 def read_chat(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
-    """Read a request from its body."""
+    """Read a request from its body and headers. Raises `ApiError` for what is wrong in it."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
@@ -165,7 +166,7 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:
-    """A message as chat templates take it."""
+    """Returns a message as chat templates take it. Raises `ApiError` if it is none."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise ApiError(f"{where} is no message with a role", param=where)
     if value["role"] not in ROLES:
@@ -210,8 +211,8 @@ def _call(value: Any, where: str) -> dict[str, Any]:
 
 
 def with_names(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Results of tools with the name of the tool, which templates may show and OpenAI's API leaves
-    out, wherever the call stands before them."""
+    """Returns the messages, with the tool's name in each result of a tool whose call stands before
+    it: templates may show the name, and OpenAI's API leaves it out."""
     names = {
         call["id"]: call["function"]["name"]
         for message in messages
@@ -226,14 +227,14 @@ def with_names(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], .
 
 
 def read_back(wire: Mapping[str, Any]) -> dict[str, Any]:
-    """A message that `on_wire` wrote, as a client sends it back."""
+    """Returns, as chat templates take it, a message of `on_wire` that a client sends back."""
     return _message(dict(wire), "message")
 
 
 def as_said(message: Mapping[str, Any]) -> str:
-    """A text that is the same for two messages that count as the same one: all but thinking, which
-    clients leave out when they send a message back, and names of tools. White space at the ends of
-    contents is ignored, as some clients strip it."""
+    """Returns a text that is the same for two messages that count as the same one. It leaves out
+    thinking, which clients drop when they send a message back, names of tools, and white space at
+    the ends of contents, which some clients strip."""
     calls = [
         (call.get("id"), call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls", ())
@@ -251,7 +252,7 @@ class Choice:
     """One answer of the model."""
 
     message: Mapping[str, Any]
-    """The message as `on_wire` makes it."""
+    """The model's message in the form of OpenAI's API, as `on_wire` makes it."""
     reason: str
     """"stop" or "length", as engines say."""
     logprobs: Sequence[Mapping[str, Any]] | None = None
@@ -259,8 +260,8 @@ class Choice:
 
 
 def on_wire(message: Mapping[str, Any], stops: Sequence[str] = ()) -> dict[str, Any]:
-    """The model's message as OpenAI's API writes it: arguments are texts; calls that could not be
-    read are words; a stop string and what is behind it is left out."""
+    """Returns the model's message as OpenAI's API writes it: arguments are texts; calls that could
+    not be read are part of the content, which ends before the first stop string."""
     content = "\n".join(
         filter(None, [message.get("content"), *message.get("malformed_tool_calls", ())])
     )
@@ -293,7 +294,7 @@ def completion(
     usage: tuple[int, int] = (0, 0),
     prompt_token_ids: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """The answer to a request. `usage`: tokens of the prompt and of all choices."""
+    """Returns the answer to a request. `usage`: tokens of the prompt, and of all choices."""
     told: dict[str, Any] = {
         "id": identity,
         "object": "chat.completion",
@@ -325,21 +326,21 @@ def _choice(index: int, choice: Choice) -> dict[str, Any]:
 
 
 def event(told: Mapping[str, Any] | str) -> bytes:
-    """A server-sent event."""
+    """Returns a server-sent event, as bytes."""
     text = told if isinstance(told, str) else json.dumps(told)
     return f"data: {text}\n\n".encode()
 
 
 def opening(identity: str, model: str) -> bytes:
-    """The first event of a stream, before anything is drawn."""
+    """Returns the first event of a stream, before anything is generated."""
     head = {"id": identity, "object": "chat.completion.chunk", "created": int(time.time())}
     choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     return event({**head, "model": model, "choices": [choice]})
 
 
 def stream(told: Mapping[str, Any], *, include_usage: bool) -> Iterator[bytes]:
-    """The events of a completion, behind the opening one. A choice's text is one event: engines
-    bring a turn as a whole."""
+    """Yields the events of a completion after the opening one. A choice's text is one event:
+    engines bring a turn as a whole."""
     head = {
         "id": told["id"],
         "object": "chat.completion.chunk",

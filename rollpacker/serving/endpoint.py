@@ -16,7 +16,7 @@ from rollpacker.serving.sessions import Asked, Sessions
 
 MAX_CONNECTIONS = 4096
 HEAD_S = 60.0
-"""A client may be silent for so long before it asks."""
+"""Seconds for which a client may be silent before its request."""
 BODY_S = 300.0
 
 
@@ -24,12 +24,12 @@ class Draw(Protocol):
     async def __call__(
         self, prompt: Sequence[int], sampling: SamplingParams, *, n: int = 1, turn: int = 1
     ) -> list[Response]:
-        """See `EnginePolicy.draw`."""
+        """Returns `n` responses to one prompt; see `EnginePolicy.draw`."""
         ...
 
 
 class Endpoint:
-    """Answers requests."""
+    """Answers requests for chat completions, and for the names of models."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Endpoint:
         max_context_tokens: int | None,
         text_of: Callable[[Sequence[int]], str],
     ) -> None:
-        """`sampling`: what a request does not say. `text_of`: a few tokens as they are written."""
+        """`sampling`: settings for what a request does not set. `text_of`: makes text of tokens."""
         self._draw = draw
         self._sessions = sessions
         self._name = name
@@ -53,7 +53,7 @@ class Endpoint:
         self._numbers = itertools.count(1)
 
     def server(self) -> http.Server:
-        """A server that answers so once it is opened, to clients that have the token."""
+        """Returns a server that, once opened, answers clients that have the token."""
         routes = [
             http.Route("/v1/models", self._models),
             http.Route("/v1/models/", self._models),
@@ -95,7 +95,7 @@ class Endpoint:
         return http.in_json(await self._told(identity, wanted, asked, sampling))
 
     def _sampling_of(self, wanted: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
-        """Raises `ApiError` if the prompt fills the model's context."""
+        """Returns the settings of a request. Raises `ApiError` if the prompt fills the context."""
         most = wanted.max_tokens or self._sampling.max_response_tokens
         if self._max_context_tokens is not None:
             left = self._max_context_tokens - num_prompt_tokens

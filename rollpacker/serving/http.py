@@ -54,11 +54,12 @@ missing package is one sentence wherever an application is made."""
 
 LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 32 << 20
-"""The largest body of a request. One that is larger is refused with status 413."""
+"""Most bytes of a request's body. A larger body is refused with status 413."""
 MAX_HEAD_BYTES = 64 << 10
 _BACKLOG = 4096
 _ADMITTED = "admitted"
-"""The key of a request's state that holds `_Connection.admitted`."""
+"""Key in a request's state of a function (`_Connection.admitted`) to call on admitting the
+request."""
 _FOREVER_S = 1 << 30
 """Seconds for uvicorn's own timer of idle connections, which `Limits` replaces."""
 
@@ -72,8 +73,8 @@ class Limits:
     """Limits of what clients may hold. None means that there is no limit."""
 
     connections: int | None = None
-    """Connections at once. One more takes the place of the connection that has been without an
-    admitted request for the longest, and is answered with status 503 if all have one."""
+    """Most connections at once. One more takes the place of the connection that has been without an
+    admitted request for the longest, and is answered with status 503 if all have such a request."""
     head_s: float | None = None
     """Seconds until the whole head of a request has come, from the connection's beginning or from
     the response before."""
@@ -89,7 +90,7 @@ def most_connections(wanted: int) -> int:
 
 
 def has_token(request: Request, token: str) -> bool:
-    """Whether the request has this token, compared in a time that tells nothing about it."""
+    """Whether the request has this token, compared in a time that tells nothing about the token."""
     return hmac.compare_digest(token_of(request).encode(), token.encode())
 
 
@@ -151,13 +152,13 @@ class Server:
 
 
 def in_json(value: Any, status: int = 200, *, headers: Mapping[str, str] | None = None) -> Response:
-    """A response in ASCII alone. Starlette's own cannot send every text, such as half of a pair of
-    surrogates in the name of a file or in what a client sent."""
+    """Returns a JSON response in ASCII alone. Starlette's own cannot send every text, such as half
+    of a pair of surrogates in the name of a file or in what a client sent."""
     return Response(json.dumps(value), status, headers, media_type="application/json")
 
 
 def api(routes: Sequence[Route], *, error_headers: Mapping[str, str] | None = None) -> Starlette:
-    """An application whose errors have the shape of OpenAI's API, and these headers."""
+    """Returns an application whose errors have the shape of OpenAI's API, and `error_headers`."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):  # there is no such path, or it has no such method
@@ -169,7 +170,8 @@ def api(routes: Sequence[Route], *, error_headers: Mapping[str, str] | None = No
 
 
 class _Guarded:
-    """The application behind its guard: `Admit`, the limit of bodies, and clients that go."""
+    """Wraps an application: asks `Admit` first, limits bodies, and cancels work if a client
+    leaves."""
 
     def __init__(self, app: ASGIApp, admit: Admit) -> None:
         self._app = app
@@ -213,7 +215,7 @@ class _Guarded:
 
 
 async def _read(request: Request) -> bytes | None:
-    """The body of a request; None if its client went meanwhile. Raises `HTTPException` (413)."""
+    """Returns a request's body; None if its client went meanwhile. Raises `HTTPException` (413)."""
     body, is_whole = bytearray(), False
     declared = int(request.headers.get("content-length", 0))
     while max(declared, len(body)) <= MAX_BODY_BYTES:
@@ -228,7 +230,7 @@ async def _read(request: Request) -> bytes | None:
 
 
 class _Connection(H11Protocol):
-    """A connection that ends where its client is too slow, sends too much or is one too many."""
+    """A connection that is ended if its client is too slow, sends too much or is one too many."""
 
     def __init__(
         self,
@@ -279,7 +281,7 @@ class _Connection(H11Protocol):
         self._look()
 
     def admitted(self) -> None:
-        """The connection's request is being handled."""
+        """Note that the connection's request is being handled."""
         self._idle.pop(self, None)
 
     def end(self) -> None:
@@ -295,7 +297,7 @@ class _Connection(H11Protocol):
             self._timer.cancel()
 
     def _look(self) -> None:
-        """Take notice of whose turn it is now, and since when."""
+        """Note what the client has to send next, and start the timer for that."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete:

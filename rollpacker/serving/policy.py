@@ -1,4 +1,4 @@
-"""An engine as a function: many callers at once, each of whom waits for its own responses."""
+"""An engine as a function: many callers at once, each caller waiting for its own responses."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class RequestFailed(Exception):
 
 
 class EnginePolicy:
-    """Draws from one engine, whose listener it is. One event loop."""
+    """Has one engine generate responses, as its only listener. Used on one event loop."""
 
     def __init__(self, engine: Engine, on_error: Callable[[BaseException], None]) -> None:
-        """`on_error` is called in the loop if the engine dies."""
+        """`on_error`: called in the loop if the engine dies."""
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
@@ -37,8 +37,8 @@ class EnginePolicy:
     async def draw(
         self, prompt: Sequence[int], sampling: SamplingParams, *, n: int = 1, turn: int = 1
     ) -> list[Response]:
-        """`n` responses to one prompt. Cancelling the call takes them from the engine. Raises
-        `RequestFailed`."""
+        """Returns `n` responses to one prompt. If the call is cancelled, the engine stops
+        generating. Raises `RequestFailed` if the engine cannot generate."""
         asked = PromptId("served", 0, next(self._numbers))
         samples = [SampleId(asked, index=index, attempt=0) for index in range(n)]
         tokens = tuple(prompt)

@@ -28,7 +28,7 @@ RECORDED = "sessions.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A dialogue up to a message of the model."""
+    """A dialogue up to a message of the model, that message included."""
 
     call: int
     trajectory: Trajectory
@@ -39,14 +39,14 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A call, as tokens."""
+    """A call of a client, as tokens."""
 
     dialogue: Dialogue
     digest: Any
     """A hash of session, tools and messages, which can be updated with further messages."""
     session: str | None
     trajectory: Trajectory
-    """The trajectory up to the generation prompt."""
+    """The trajectory up to where the model's answer begins, the generation prompt included."""
     head: Head | None = None
     """The dialogue that the call continues. None if it continues none."""
 
@@ -61,17 +61,17 @@ class Asked:
 
 
 class Sessions:
-    """The dialogues of all sessions."""
+    """The dialogues of all sessions, which calls can continue, and the record of all answers."""
 
     def __init__(self, dialogue: Dialogue, *, record: Path | None = None) -> None:
-        """`record`: a folder to write `RECORDED` into, a line for each answer. Raises `ValueError`
-        if it is there already, and `OSError`."""
+        """`record`: a folder in which the file `RECORDED` gets a line for each answer; None for no
+        record. Raises `ValueError` if that file is there already, and `OSError`."""
         self._dialogue = dialogue
         self._heads: OrderedDict[bytes, Head | None] = OrderedDict()
-        """Dialogues by the hash of all that was said. None where several answers read alike, so
-        that it is not known which one is continued."""
+        """Dialogues by the hash of all that was said. None in place of a dialogue where several
+        answers read alike, so that it is not known which answer is continued."""
         self._num_held = 0
-        """Tokens of all heads."""
+        """Number of tokens of all dialogues that are held."""
         self._num_calls = 0
         self._file: IO[str] | None = None
         if record is not None:
@@ -86,7 +86,7 @@ class Sessions:
             self._file.close()
 
     def asked(self, request: ChatRequest) -> Asked:
-        """The call as tokens. Raises `ApiError` for what the template refuses."""
+        """Returns the call as tokens. Raises `ApiError` for what the template refuses."""
         messages = chat.with_names(request.messages)
         if messages[-1]["role"] == "assistant":
             raise ApiError("the last message is the assistant's own", param="messages")
@@ -122,7 +122,7 @@ class Sessions:
         return found, digest, number
 
     def answered(self, asked: Asked, response: Response, wire: Mapping[str, Any]) -> None:
-        """The model's answer: it can be gone on from, and is recorded."""
+        """Keep the model's answer, so that later calls can go on from it, and record it."""
         call, self._num_calls = self._num_calls, self._num_calls + 1
         drawn = Segment(response.tokens, response.log_probs)
         digest = asked.digest.copy()
@@ -167,8 +167,8 @@ def _line(call: int, asked: Asked, response: Response) -> dict[str, Any]:
 
 
 def read_recorded(folder: Path) -> list[tuple[str | None, Trajectory]]:
-    """The trajectories that were recorded there, with their sessions; of calls that extend one
-    another the longest. A last line that is cut off is left out."""
+    """Returns the trajectories that were recorded in the folder, with their sessions; of calls that
+    extend one another only the longest. A last line that is cut off is left out."""
     found: dict[int, tuple[str | None, Trajectory]] = {}
     extended = set()
     for text in (folder / RECORDED).read_text().splitlines():

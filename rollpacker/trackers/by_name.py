@@ -1,4 +1,4 @@
-"""A tracker from what a config says of it."""
+"""Makes a tracker from its config."""
 
 from __future__ import annotations
 

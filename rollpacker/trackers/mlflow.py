@@ -36,7 +36,7 @@ class MlflowTracker(Tracker):
     shows_texts = False
     _run_id = ""
     _in_files = False
-    """Whether the store is files."""
+    """Whether the store is files, and not a database or a server."""
 
     def check(self) -> str:
         import mlflow
@@ -101,16 +101,16 @@ class MlflowTracker(Tracker):
 
 
 def metric_name(name: str, *, in_files: bool = False) -> str:
-    """A name of a metric that MLflow allows: `eval/pass@1` becomes `eval/pass_at_1`. In a store of
-    files a name's parts are folders, and no metric may be named as another one's folder: dots part
-    them there."""
+    """Returns a metric's name as MLflow allows it: `eval/pass@1` becomes `eval/pass_at_1`. In a
+    store of files a name's parts are folders, and no metric may be named as another one's folder:
+    there the parts are separated by dots."""
     name = _NOT_IN_NAMES.sub("_", name.replace("@", "_at_"))
     return name.replace("/", ".") if in_files else name
 
 
 def _own_store(folder: Path) -> str:
-    """A database where SQLAlchemy is installed, else files, which MLflow keeps for those who ask
-    for them."""
+    """Returns the address of a store in the run's folder: a database where SQLAlchemy is installed,
+    else files, which MLflow keeps for those who ask for them."""
     place = (folder / "mlflow").resolve()
     place.mkdir(exist_ok=True)
     if find_spec("sqlalchemy") is not None:

@@ -11,7 +11,7 @@ MAX_ROWS = 64
 MAX_CHARACTERS = 8000
 
 _UNSEEN = {"Cc", "Cs", "Co", "Cn"}
-"""Categories of Unicode that no page shows as what they are."""
+"""Categories of Unicode whose characters no page shows as what they are."""
 _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f")
 """Characters that reorder what stands around them."""
 

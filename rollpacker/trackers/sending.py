@@ -35,26 +35,26 @@ CONNECT_S = 5.0
 OPEN_S = 60.0
 """Seconds that a library may take to open its run."""
 CALL_S = 120.0
-"""Seconds that a library may take over any one thing after that."""
+"""Seconds that a library may take over any one call after that in which it opened its run."""
 CLOSE_S = 60.0
 """Seconds that the run's end waits for what is still to be sent."""
 
 Leaves = Iterator[tuple[str, Any]]
 Status = Literal["ok", "interrupted", "failed"]
 NOTHING = [-1, 1]
-"""The place of a row is its step, and 0 for an evaluation or 1 for the step itself: this is before
-all of them."""
+"""Place of a row before all others. A place is the row's step, and 0 for an evaluation or 1 for the
+step itself."""
 
 
 class TrackerProblem(Exception):
     """A tracker cannot be used. The message says why and what to do about it, in words that follow
-    its name."""
+    the tracker's name."""
 
 
 def check_connection(url: str, cure: str) -> None:
-    """Raises `TrackerProblem`, with the cure, if nobody answers at `url` within `CONNECT_S`: the
-    libraries themselves try for minutes. Behind a proxy, and for what is no HTTP, it is left to
-    them."""
+    """Raise `TrackerProblem`, with the cure, if nobody answers at `url` within `CONNECT_S` seconds:
+    the libraries themselves try for minutes. Nothing is tried behind a proxy, nor for what is no
+    HTTP."""
     address = urlsplit(url)
     host = address.hostname
     if address.scheme not in ("http", "https") or host is None:
@@ -70,7 +70,7 @@ def check_connection(url: str, cure: str) -> None:
 
 
 class Opening(NamedTuple):
-    """The run as a library gets it to show."""
+    """The facts about a run with which a library opens a run of its own, to show it."""
 
     project: str
     run_name: str
@@ -78,9 +78,9 @@ class Opening(NamedTuple):
     folder: Path
     """An existing folder in which the library may keep files."""
     run_id: str | None
-    """The library's own name of the run that is gone on with. None: a new run."""
+    """The library's own name of its run that is gone on with. None for a new run."""
     last_step: int
-    """The last step of which something was sent. -1: none."""
+    """The last step of which something was sent. -1 if nothing was sent."""
 
 
 class Tracker(Callback):
@@ -92,9 +92,9 @@ class Tracker(Callback):
     shows_texts: ClassVar[bool] = True
     """Whether the library takes texts as values of a row."""
     library: Any = None
-    """The library's package, which `check` imports."""
+    """The library's package, which `check` imports. None before that."""
     shown: Any = None
-    """The library's run, which `open` opens."""
+    """The library's own object for its run, made by `open`. None before that."""
 
     def __init__(self, config: TrackerConfig) -> None:
         self.config = config
@@ -108,21 +108,23 @@ class Tracker(Callback):
         self._hooks = (sys.excepthook, sys.exit)
 
     def missing(self) -> str | None:
-        """The sentence that names the extra, if the library is not installed. Imports nothing."""
+        """A sentence that names the missing extra; None if the library is there. Imports
+        nothing."""
         return missing(self.name, extra=self.name, what=f"the tracker {self.name}")
 
     def check(self) -> str:
-        """The place where the run would be shown, in words. Raises `TrackerProblem`, within
-        seconds."""
+        """Returns in words where the run would be shown. Raises `TrackerProblem`, within seconds,
+        if it cannot be shown."""
         raise NotImplementedError
 
     def open(self, run: Opening) -> tuple[str, str]:
-        """Open a run, or go on with the one of `run.run_id`. Returns the library's own name of it,
-        and where to look at it."""
+        """Open a run of the library, or go on with its run `run.run_id`. Returns the library's own
+        name of its run, and where to look at it."""
         raise NotImplementedError
 
     def send(self, step: int, row: Mapping[str, Any]) -> None:
-        """Show a row of `metrics.jsonl`: finite numbers, and texts if the library takes them."""
+        """Show a row of `metrics.jsonl` in the library: finite numbers, and texts if it shows
+        texts."""
         self.shown.log(row, step=step)
 
     def send_samples(self, step: int, table: SamplesTable) -> None:
@@ -132,7 +134,8 @@ class Tracker(Callback):
         self.send(step, {path.stem: self.library.Image(str(path))})
 
     def finish(self, status: Status, step: int, summary: Mapping[str, Any]) -> None:
-        """The run's end, after `step`. `summary`: `summary.json`, flat, and why it ended."""
+        """End the library's run, after `step`. `summary`: `summary.json`, flat, and why the run
+        ended."""
         raise NotImplementedError
 
     # --- what the run calls -----------------------------------------------------------------------
@@ -224,7 +227,7 @@ class Tracker(Callback):
             self._write_record(self._record["run_id"], place)
 
     def _can_show(self, value: Any) -> bool:
-        """Whether the library makes something of this value."""
+        """Whether the library can show this value: a finite number, or a text if it takes texts."""
         if isinstance(value, str):
             return self.shows_texts
         return isinstance(value, int | float) and math.isfinite(value)
@@ -247,7 +250,7 @@ class Tracker(Callback):
 def leaves(
     values: Mapping[str, Any], separator: str, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Names and values: `("a/b/0", 5)` of `{"a": {"b": [5]}}`, where `/` separates."""
+    """Yields names and values: `("a/b/0", 5)` of `{"a": {"b": [5]}}`, where `/` separates."""
     for key, value in values.items():
         value = dict(enumerate(value)) if isinstance(value, list) else value
         if isinstance(value, Mapping):

@@ -1,5 +1,5 @@
-"""SwanLab: online with an account, or offline (`options.mode`, `SWANLAB_MODE`) in the run's
-folder."""
+"""Shows a run in SwanLab: online with an account, or offline (`options.mode`, `SWANLAB_MODE`) in
+the run's folder."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class SwanlabTracker(Tracker):
         self.shown.finish(state=_STATES[status], error=error)
 
     def _settings(self) -> Any:
-        """Settings with no question on the terminal, under which what the terminal shows is not
-        sent away."""
+        """Settings by which SwanLab asks nothing on the terminal, and sends nothing away that the
+        terminal shows."""
         ours = {"interactive": False, "terminal": {"proxy_type": "none"}}
         mode = {key: self.config.options[key] for key in ("mode",) if key in self.config.options}
         return self.library.Settings(**{**ours, **mode, **self.config.options.get("settings", {})})

@@ -11,13 +11,14 @@ TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerConfig:
-    """One tracker (`trackers[]`). A name alone, such as `trackers: [wandb]`, means its defaults."""
+    """Settings of one tracker (`trackers[]`). A name alone, as in `trackers: [wandb]`, means
+    defaults."""
 
     name: TrackerName
     project: str | None = None
-    """The library's project. None: `rollpacker`."""
+    """Name of the library's project. None means `rollpacker`."""
     run_name: str | None = None
-    """The name of the run in the library. None: the run's name."""
+    """Name of the run in the library. None means the run's own name."""
     samples_every_steps: int | None = 10
     """Steps between two tables of samples that are sent. None: no table is sent."""
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""trackio: on this machine, where its own `trackio show` looks (`TRACKIO_DIR`), or in a Space."""
+"""Shows a run in trackio: on this machine, for `trackio show` (`TRACKIO_DIR`), or in a Space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights & Biases. Every row is a row of its history, whose axis is the metric `step`."""
+"""Shows a run in Weights & Biases, each row as one of its history, by the metric `step`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ again."""
 class WandbTracker(Tracker):
     name = "wandb"
     _first: int | None = None
-    """The number of the next row of W&B's history. None: W&B counts."""
+    """Number of the next row of W&B's history. None if W&B itself counts its rows."""
 
     def check(self) -> str:
         import wandb

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 CARRIED = "carried"
-"""Folder of a checkpoint that a run without carrying does not read."""
+"""Folder of a checkpoint with tokens of deferred prompts; a run without carrying ignores it."""
 MODEL_LINK = "model"
 FORMAT = 3
 """Version of what a checkpoint holds. Format 1 did not vouch for the event log's contents, format 2
@@ -36,12 +36,12 @@ _PREFIX = "step_"
 _ASIDE = "replaced-"
 """Ending of the name of a checkpoint that waits to be removed."""
 _LOADED = {".safetensors", ".json", ".bin"}
-"""Endings of files that loading a folder takes up by themselves: one that the manifest does not
-list would be loaded beside, or instead of, those that it does."""
+"""Endings of files that are loaded for being in a folder: a file that the manifest does not list
+would be loaded beside, or instead of, those that it lists."""
 
 
 class CheckpointError(ValueError):
-    """No checkpoint can be used."""
+    """No checkpoint can be used; the message says what is wrong with each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,9 @@ def write_checkpoint(
     run: Path | None = None,
 ) -> Path:
     """Write the checkpoint of `step`; `save(folder)` writes the tensors. Atomic, durable. `run`:
-    the folder whose link to the last model follows.
+    the run's folder, whose link to the last model is updated; None: no link is.
 
-    Raises `OSError` with nothing left behind; a kill leaves a temporary folder, which the next one
+    Raises `OSError` with nothing left behind; a kill leaves a temporary folder, which the next call
     removes.
     """
     root.mkdir(parents=True, exist_ok=True)
@@ -95,8 +95,8 @@ def write_checkpoint(
 
 @contextmanager
 def _only_warned(path: Path) -> Iterator[None]:
-    """Warn where this cannot be removed, such as a folder on a network disk while somebody reads a
-    file of it. Every save tries again."""
+    """A context that only warns if this path cannot be removed, as a folder on a network disk while
+    somebody reads a file of it. Every save tries again."""
     try:
         yield
     except OSError as error:
@@ -128,9 +128,9 @@ def has_checkpoint(root: Path) -> bool:
 
 def newest_checkpoint(root: Path, *, without: str | None = None) -> Checkpoint:
     """The newest checkpoint that verifies; older ones stand in for damaged newer ones, by name.
-    `without`: a folder in it that nobody is going to read.
+    `without`: a folder of checkpoints that is not verified, as nobody is going to read it.
 
-    Raises `CheckpointError`.
+    Raises `CheckpointError` if none verifies.
     """
     problems: list[str] = []
     for folder in _complete(root):
@@ -154,8 +154,8 @@ def newest_checkpoint(root: Path, *, without: str | None = None) -> Checkpoint:
 
 
 def newest_state(root: Path) -> Mapping[str, Any] | None:
-    """State of the newest checkpoint as it is, unverified: for what only looks. None where there is
-    none of this format, or where it cannot be read."""
+    """State of the newest checkpoint, unverified, for reading only. None if there is no checkpoint
+    of this format, or if it cannot be read."""
     for folder in _complete(root)[:1]:
         with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
             state: dict[str, Any] = json.loads((folder / "state.json").read_text())
@@ -165,9 +165,9 @@ def newest_state(root: Path) -> Mapping[str, Any] | None:
 
 
 def verify(folder: Path, *, without: str | None = None) -> str | None:
-    """A fault of the checkpoint, in words; None if it is sound. A file that cannot be read (a bad
-    sector, a lost permission, a link in circles) is a fault, too: an older checkpoint may be sound.
-    Files in its folder `without` are passed over."""
+    """Returns a fault of the checkpoint, in words; None if it is sound. A file that cannot be read
+    (a bad sector, a lost permission, a link in circles) is a fault, too: an older checkpoint may be
+    sound. Files in the checkpoint's folder `without` are passed over."""
     name = MANIFEST
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -200,13 +200,14 @@ def verify(folder: Path, *, without: str | None = None) -> str | None:
 
 
 def _unreadable(name: str, error: Exception) -> str:
-    """Say that the file cannot be read, with the system's reason, or the kind of error."""
+    """Returns a sentence that the file cannot be read, with the system's reason, or the kind of
+    error."""
     reason = error.strerror if isinstance(error, OSError) else None
     return f"{name} cannot be read ({reason or type(error).__name__})"
 
 
 def _complete(root: Path) -> list[Path]:
-    """Checkpoint folders, newest first."""
+    """Paths of all complete checkpoints, newest first."""
     if not root.is_dir():
         return []
     found = (f for f in root.glob(f"{_PREFIX}*") if f.name.removeprefix(_PREFIX).isdigit())
@@ -218,7 +219,7 @@ def _step_of(folder: Path) -> int:
 
 
 def tidy(root: Path, newest: Checkpoint) -> None:
-    """Take away what a killed run left half done: temporary files, a pointer to an older one."""
+    """Remove what a killed run left half done: temporary files, an outdated `latest`."""
     _remove_leftovers(root)
     pointer = root / "latest"
     if not pointer.is_file() or pointer.read_text().strip() != newest.folder.name:
@@ -234,8 +235,8 @@ def _point_latest(root: Path, name: str) -> None:
 
 
 def link_model(run: Path, checkpoint: Path) -> None:
-    """`run/model`: a link to the checkpoint's model, for people and other tools. Not made where the
-    file system knows no links, or where something else has that name."""
+    """Make `run/model` a link to the checkpoint's model, for people and other tools. Not made where
+    the file system knows no links, or where something else has that name."""
     link = run / MODEL_LINK
     if link.exists() and not link.is_symlink():
         return

@@ -14,8 +14,8 @@ from rollpacker.run.errors import RunError
 
 
 class LogWriter:
-    """`append` is cheap and thread-safe; a background thread encodes and writes a few times a
-    second.
+    """Writes the log. `append` is cheap and thread-safe; a background thread encodes and writes a
+    few times a second.
 
     A kill loses at most the entries since the last write, which belong to a step that is not
     committed; `flush` makes everything so far durable.
@@ -38,13 +38,12 @@ class LogWriter:
         self._pending.append(entry)
 
     def raise_error(self) -> None:
-        """Raise what an earlier write in the background failed of, if one did."""
+        """Raise the error of an earlier write in the background, if there was one."""
         if self._error is not None:
             raise self._error
 
     def flush(self) -> int:
-        """Everything appended so far is on the disk when this returns. Returns the file's size in
-        bytes.
+        """Bring everything appended so far to the disk. Returns the file's size in bytes.
 
         Raises `OSError` if it cannot be written, also for writes that failed in the background.
         """
@@ -55,8 +54,8 @@ class LogWriter:
             return self._file.tell()
 
     def mark(self) -> dict[str, Any]:
-        """`flush`, and what a checkpoint then vouches for: the log's size and SHA-256. Nothing may
-        be appended meanwhile."""
+        """Flush, and return the log's size and SHA-256, for which a checkpoint then vouches.
+        Nothing may be appended meanwhile."""
         return {"log_bytes": self.flush(), "log_sha256": self._sha256.hexdigest()}
 
     def close(self) -> None:
@@ -88,9 +87,10 @@ class LogWriter:
 
 
 def cut_back(path: Path, size: int, sha256: str) -> None:
-    """Shorten the log to what a checkpoint vouches for; the rest is kept beside it.
+    """Shorten the log to the `size` for which a checkpoint vouches; the rest is kept in another
+    file.
 
-    Raises `RunError` if the log is shorter than that, or if those bytes are not what was written.
+    Raises `RunError` if the log is shorter than that, or if the SHA-256 up to there is another one.
     """
     length = path.stat().st_size if path.exists() else 0
     if length < size:

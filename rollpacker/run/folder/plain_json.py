@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 _MAX_REPR = 4096
-"""Characters of what JSON does not have."""
+"""Most characters of a value that JSON does not have."""
 
 
 def plain_text(value: Any) -> str:
-    """Readable JSON, whatever `value` holds."""
+    """Returns the value as readable JSON, whatever it holds."""
     text = _json(value)
     return json.dumps(_shown(value), ensure_ascii=False) if text is None else text
 
@@ -38,7 +38,7 @@ def _plain(value: Any) -> Any:
 
 
 def shortened(value: Any, most: int) -> Any:
-    """The value, or where it is longer than `most` characters its text, cut off, which says so."""
+    """Returns the value; if longer than `most` characters, its text, cut off, with its length."""
     if isinstance(value, int | float | None):  # the most, and short
         return value
     text = value if isinstance(value, str) else _json(value)

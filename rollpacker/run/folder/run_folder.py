@@ -41,7 +41,7 @@ _OWN_FILES = (
     *("summary.json", "report.html", "trace.json", "timeline.png"),
     *("summary.json.tmp", "report.html.tmp", "trace.json.tmp", "timeline.png.tmp"),
 )
-"""Files that a run writes, also half written, as a kill leaves them."""
+"""Names of files that a run writes, also of half-written files that a kill leaves."""
 _OWN_FOLDERS = {
     "checkpoints": ("step_*", "latest", "latest.tmp-*"),
     "tensorboard": ("events.out.tfevents.*",),
@@ -49,35 +49,35 @@ _OWN_FOLDERS = {
     "trackers": ("*.json", "wandb", "mlflow", "swanlab"),
     "evaluations": ("step_*",),
 }
-"""Folders of a run, and what it writes into them."""
+"""Folders of a run, with the names of what the run writes into each."""
 
 RESUME_MUST_KEEP = (
     *("seed", "model.path", "data", "rollout", "tail_batching.race", "tail_batching.tiers"),
     *("rewards", "environment", "train.threads", "model.quantization"),
 )
-"""Keys (with all below them) whose change would make another run of it. Another number of threads
-adds up in another order."""
+"""Config keys (with all below them) that a resume must not change, as that would be another run.
+Another number of threads adds up in another order."""
 
 RESUME_MAY_GROW = ("rollout.max_response_tokens",)
-"""Exceptions to that, upwards: what is longer than a smaller cap cannot be taken back, but what was
-cut off at it can go on."""
+"""Keys of `RESUME_MUST_KEEP` whose value may grow: what is longer than a smaller cap cannot be
+taken back, but what was cut off at the smaller cap can go on."""
 
 RESUME_MAY_DIFFER = (
     *("rollout.engine", "rollout.engines", "rollout.routing"),
     *("environment.workers", "environment.memory_mb", "environment.timeout_s"),
     *("data.train.chat", "data.eval.chat"),
 )
-"""Exceptions to that: they change speed, not the rules; or, as `chat`, what they come to is
-compared by identity."""
+"""Keys of `RESUME_MUST_KEEP` that may change: they change speed, not results; or, as with `chat`,
+their effect is compared by identity."""
 
 
 def holds_run(path: Path) -> bool:
-    """Whether there is something to go on with."""
+    """Whether the folder holds a run, or the beginnings of one."""
     return any((path / name).exists() for name in ("events.jsonl", "checkpoints", "config.yaml"))
 
 
 class RunFolder:
-    """Opens the folder for one run and holds its lock until closed.
+    """Opens the folder for one run, and holds a lock on the folder until it is closed.
 
     Nothing of an earlier run is touched before `clear`.
     """
@@ -101,8 +101,8 @@ class RunFolder:
             raise
 
     def _take_lock(self) -> bool:
-        """Lock the folder. False if another run, which could not start, removed the lock's file
-        meanwhile."""
+        """Lock the folder. Returns False if another run, which could not start, removed the lock's
+        file meanwhile; raises `FolderInUse` if another run holds the lock."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock_file.open("a")
@@ -160,9 +160,10 @@ class RunFolder:
 
     def find_checkpoint(self, *, carries: bool = True) -> Checkpoint | None:
         """The checkpoint from which a resume goes on. None if the run ended before its first
-        checkpoint. `carries`: the run takes up the tokens of deferred prompts.
+        checkpoint. `carries`: whether the run uses the tokens that deferred prompts have.
 
-        Raises `RunError` or `CheckpointError` where that cannot be told, or where it cannot go on.
+        Raises `RunError` or `CheckpointError` where that cannot be told, or where the run cannot go
+        on.
         """
         if has_checkpoint(self.checkpoints):
             newest = newest_checkpoint(self.checkpoints, without=None if carries else CARRIED)
@@ -186,8 +187,8 @@ class RunFolder:
         return None
 
     def write_identity(self, identity: Mapping[str, Any]) -> None:
-        """Record what the run depends on beyond its config (fingerprints, threads). Durable before
-        it takes the place of what was recorded before: without it no resume is possible."""
+        """Record what the run depends on beyond its config (fingerprints, threads). The record is
+        on disk before it replaces an earlier one, since without it no resume is possible."""
         temporary = self.path / "identity.json.tmp"
         temporary.write_text(json.dumps(identity, indent=1, sort_keys=True) + "\n")
         fsync(temporary)
@@ -195,8 +196,8 @@ class RunFolder:
         fsync(self.path)
 
     def read_identity(self) -> dict[str, Any]:
-        """The identity that `write_identity` recorded. Raises `RunError` if it is not there or is
-        something else."""
+        """Returns the identity that `write_identity` recorded. Raises `RunError` if the file is
+        missing or holds something else."""
         try:
             identity: dict[str, Any] = json.loads((self.path / "identity.json").read_text())
             texts = all(isinstance(identity[key], str) for key in ("model", "dtype", "train_data"))
@@ -212,13 +213,14 @@ class RunFolder:
         return identity
 
     def close(self) -> None:
-        """Let go of the lock. A folder in which nothing was written goes as well. Idempotent."""
+        """Release the lock. A folder in which nothing was written goes, too. Further calls do
+        nothing."""
         if not self._lock.closed and self._made:
             self._remove_if_empty()
         self._lock.close()
 
     def _remove_if_empty(self) -> None:
-        """A run that could not start leaves no folder that it made."""
+        """Remove the folders that this object made, if nothing but the lock is there."""
         if {entry.name for entry in self.path.iterdir()} != {self._lock_file.name}:
             return
         with contextlib.suppress(OSError):  # somebody else put something there meanwhile
@@ -230,7 +232,8 @@ class RunFolder:
 def check_resume(
     changes: Sequence[tuple[str, Any, Any]], before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> list[str]:
-    """Refuse a resume that would make another run of it; return the harmless changes, in words.
+    """Refuse a resume that would be another run, by `RunError`; return the harmless changes, in
+    words.
 
     `changes` are (key, old, new) of the two configs; `before` and `now` are identities.
     """
@@ -276,8 +279,9 @@ def check_resume(
 
 
 def _chat_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Data sets whose text prompts go through the chat template now and did not, or the other way
-    round. A run of an earlier version rendered none unless there was a system prompt."""
+    """Messages about data sets whose text prompts go through the chat template now and did not
+    before, or the other way round. A run of an earlier version rendered those with a system prompt
+    only."""
     began = before.get("chat", {})
     words = {True: "rendered by the chat template", False: "plain texts"}
     return [

@@ -23,21 +23,21 @@ from rollpacker.run.ports.dialogue_text import dialogue_text
 from rollpacker.trainer.trainer import TrainSample
 
 NUM_SLOWEST = 10
-"""Number of a step's slowest checks that are kept with their text, trained on or not."""
+"""Number of a step's slowest checks whose samples are kept with their text, trained on or not."""
 
 MAX_VALUE_CHARS = 4096
-"""Longer values of a data row are cut off in samples: the tests of one programming problem can
-weigh megabytes, and every sample of it would have them."""
+"""Most characters of a data row's value in samples, longer ones being cut off: the tests of one
+programming problem can weigh megabytes, and every sample of it would have them."""
 
 
 @dataclass(slots=True)
 class PromptColumns:
-    """Columns of a sample's row that describe its prompt. The samples of a group share the
-    texts."""
+    """Makes the columns of a sample's row that describe its prompt, from the number of the prompt's
+    row. The samples of a group share the texts."""
 
     rows: Sequence[PromptRow]
     render: Decode
-    """Prompt tokens to text, special tokens included."""
+    """Makes text of prompt tokens, special tokens included."""
     _last: tuple[int, Mapping[str, Any]] = field(default=(-1, {}), init=False)
 
     def __call__(self, number: int) -> Mapping[str, Any]:
@@ -54,8 +54,8 @@ class PromptColumns:
 
 
 def row_text(columns: Mapping[str, Any]) -> str:
-    """The columns as JSON. What JSON does not have (dates, arrays, objects) is told as text, and
-    long values are cut off."""
+    """Returns the columns as JSON. Values that JSON lacks (dates, arrays, objects) become texts,
+    and long values are cut off."""
     return plain_text(
         {str(name): shortened(value, MAX_VALUE_CHARS) for name, value in columns.items()}
     )
@@ -63,7 +63,7 @@ def row_text(columns: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """Makes the rows of a step while the trainer works on it."""
+    """Makes the rows of a training step's samples, while the trainer works on that step."""
 
     desk: Desk
     writer: SampleWriter
@@ -71,7 +71,8 @@ class SampleRows:
     reward_names: Sequence[str]
 
     def add(self, command: TrainOn, samples: Sequence[TrainSample]) -> None:
-        """Give the writer a row for each sample trained on, and for the slowest to check."""
+        """Give the writer a row for each sample trained on, and for each that was slowest to
+        check."""
         trained = {sample.sample: sample for sample in samples}
         asked = list(chain(*command.groups))
         weights = (
@@ -123,7 +124,7 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRows:
-    """Makes the rows of an evaluation."""
+    """Makes the rows of an evaluation's samples."""
 
     writer: SampleWriter
     prompts: PromptColumns
@@ -136,8 +137,8 @@ class EvaluationRows:
         judged: Iterable[tuple[Response, str, Scored | Failed]],
         episodes: Mapping[SampleId, Episode],
     ) -> None:
-        """`judged`: responses with their text and their verdict. `episodes`: what was said in those
-        of several turns."""
+        """Write the rows of the evaluation after `step`. `judged`: responses with their text and
+        their verdict. `episodes`: the messages of samples of several turns."""
         rows = [self._row(step, *one, episodes.get(one[0].sample)) for one in judged]
         self.writer.write_evaluation(step, rows)
 
@@ -186,7 +187,7 @@ def _sample_columns(
 
 
 def _said_first(response: Response, render: Decode, episode: Episode | None) -> dict[str, Any]:
-    """The prompt that the environment said, in place of the row's."""
+    """Columns with the prompt that the environment gave, if it gave one in place of the row's."""
     if episode is None or episode.prompt is None:
         return {}
     return {

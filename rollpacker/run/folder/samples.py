@@ -15,7 +15,7 @@ from typing import Any
 from rollpacker.run.folder.checkpoint import fsync
 
 _NAME = re.compile(r"steps?_(?:\d+-)?(\d+)\.parquet")
-"""The group is the last step that a file tells of."""
+"""Matches a file's name; the group is the last step of which the file has samples."""
 
 SampleRow = Mapping[str, Any]
 
@@ -29,9 +29,9 @@ COLUMN_TYPES = {
     "trained": "bool",
     "passed": "bool",
 }
-"""Types of columns. All others are texts, or float64 if they begin with `reward/`. The types are
-told, not guessed: a column of which a file has no value must not get another type than in the
-next."""
+"""Types of columns, by name. All others are texts, or float64 if they begin with `reward/`. Types
+are given, not guessed: a column of which a file has no value must not get another type than in the
+next file."""
 
 
 class SampleWriter:
@@ -53,7 +53,7 @@ class SampleWriter:
         self._waiting += rows
 
     def write(self) -> None:
-        """Make durable what was added since the last call."""
+        """Write the rows that were added since the last call, durably."""
         if self._waiting:
             first, last = self._waiting[0]["step"], self._waiting[-1]["step"]
             _write(
@@ -92,7 +92,7 @@ def _type_of(column: str) -> str:
 
 
 def _typed(column: str, value: Any) -> Any:
-    """An extra may be anything, and another kind of thing in the next file: it is kept as text."""
+    """Returns the value; an extra becomes text, as its kind may differ from file to file."""
     return str(value) if column.startswith("extra/") and value is not None else value
 
 
@@ -105,8 +105,8 @@ def storable(value: Any) -> Any:
 
 
 def cut_back(folder: Path, step: int) -> None:
-    """Remove the files with steps after `step`: of samples, which end at checkpoints, so that none
-    straddles one, or of evaluations."""
+    """Remove the files with steps after `step`, of samples or evaluations. A file of samples ends
+    at a checkpoint, so that none has steps before and after."""
     for path in (*folder.glob("steps_*"), *folder.glob("step_*")):
         match = _NAME.fullmatch(path.name)
         if ".tmp-" in path.name or (match is not None and int(match[1]) > step):

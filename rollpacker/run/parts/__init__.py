@@ -1,1 +1,1 @@
-"""Makes each part of a run from the config, in one file a part; nothing else knows how."""
+"""Functions that build the parts of a run from the config, in one file for each part."""

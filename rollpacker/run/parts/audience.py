@@ -1,4 +1,4 @@
-"""Builds who is told of a run: its metrics and display, a program's callbacks, and trackers."""
+"""Builds a run's metrics and display, and the callbacks and trackers that are told of the run."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def build_audience(
     call: CallInThread,
     display: bool,
 ) -> tuple[LiveReport, Audience]:
-    """The observer of the log that makes metrics and shows them, and who is told of what they hold.
-    `num_rows`: training prompts. `resumed_step`: None for a new run. `call` calls in the thread
-    that asked for the run. `display`: metrics are shown."""
+    """Returns the observer of the log that makes metrics and shows them, and the audience that is
+    told of these. `num_rows`: number of training prompts. `resumed_step`: step of the checkpoint;
+    None for a new run. `call`: calls a function in the thread that asked for the run. `display`:
+    whether metrics are shown."""
     steps = config.num_steps(num_rows)
     live = LiveReport(
         folder,
@@ -60,6 +61,6 @@ def build_audience(
 
 
 def build_trackers(config: RunConfig) -> list[Callback]:
-    """The trackers of the config. Each is told of a step when its row of `metrics.jsonl` is
+    """The trackers of the config, which are told of a step when its row of `metrics.jsonl` is
     written."""
     return [make_tracker(tracker) for tracker in config.tracker_configs]

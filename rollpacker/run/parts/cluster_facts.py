@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def rooms() -> list[Host]:
-    """Cores, memory and GPUs of the cluster's hosts. Raises `ValueError`."""
+    """Returns cores, memory and GPUs of the cluster's hosts. Raises `ValueError` if there is no
+    cluster, or if its hosts differ."""
     cluster = join_cluster()
     try:
         return rooms_of(cluster, facts_of(cluster))
@@ -21,7 +22,8 @@ def rooms() -> list[Host]:
 
 
 def join_cluster() -> RayCluster:
-    """The ray cluster that RAY_ADDRESS names, or this machine is of. Raises `ValueError`."""
+    """Join the ray cluster that RAY_ADDRESS names, or that this machine is part of, and return it.
+    Raises `ValueError` if ray is missing or no cluster is there."""
     from rollpacker.imports import require
 
     require("ray", extra="ray", what="runtime=ray")
@@ -34,7 +36,7 @@ def join_cluster() -> RayCluster:
 
 
 def facts_of(cluster: RayCluster) -> dict[str, HostFacts]:
-    """Facts about every host, by address, this one's first. Raises `ValueError` if hosts differ in
+    """Facts about every host, by address, this host's first. Raises `ValueError` if hosts differ in
     something that must be the same."""
     from rollpacker.workers.hosts.facts import differences
 
@@ -45,8 +47,8 @@ def facts_of(cluster: RayCluster) -> dict[str, HostFacts]:
 
 
 def rooms_of(cluster: RayCluster, facts: Mapping[str, HostFacts]) -> list[Host]:
-    """The hosts as placement asks for them: on a CPU with as many devices as ray has cores of
-    each."""
+    """Returns the hosts in the form that placement takes: on a CPU, a host has as many devices as
+    ray has cores there."""
     from rollpacker.core.placement.roles import Host
 
     return [

@@ -1,5 +1,5 @@
-"""Builds the engines of a run: one in the run's process, or several, each in a process of its own;
-and is what such a process calls to make its engine."""
+"""Builds the engines of a run: one in the run's process, or several, each in a process of its own
+that calls `make_engine`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def build_engines(
     *,
     shares_pools: bool = False,
 ) -> Engines:
-    """The engines that the config asks for, on these hosts, or on this machine if `hosts` is None;
-    those in processes begin to load. `shares_pools`: they will have to let go of their devices for
-    other jobs. Raises `ValueError` for too few devices, and for a model that they cannot share."""
+    """Returns the engines that the config asks for, on these hosts (None: on this machine); engines
+    in processes begin to load. `shares_pools`: whether other jobs use their devices by turns.
+    Raises `ValueError` for too few devices, and for a model that so many devices cannot share."""
     from rollpacker.engines.process_engine import ProcessEngine
 
     count, planner = config.rollout.engines, config.parallelism_planner
@@ -89,9 +89,9 @@ def build_engines(
 def open_engines(
     config: RunConfig, policy: LoadedPolicy, hosts: Hosts, stack: ExitStack, *, shares_pools: bool
 ) -> Engines:
-    """The engines, all loaded; `stack` closes them. Those that share their devices have let go of
-    them: the trainer is to load there, before weights are handed over. Raises `EngineError` if one
-    cannot be made, which is a `ValueError`, too, if that is for the user to mend."""
+    """Returns the engines, all loaded; `stack` closes them. Engines that share their devices have
+    released them, for the trainer to load there first. Raises `EngineError` if an engine cannot be
+    made, which is a `ValueError`, too, if that is for the user to mend."""
     from rollpacker.engines.process_engine import ProcessEngine
 
     engines = build_engines(config, policy, hosts, shares_pools=shares_pools)
@@ -109,7 +109,7 @@ def open_engines(
 
 
 def check_heads(model: Any, planner: ParallelismConfig) -> None:
-    """Raises `ValueError` if the model, by its configuration in transformers, cannot be cut in as
+    """Raise `ValueError` if the model, by its configuration in transformers, cannot be cut in as
     many parts as an engine may have devices."""
     text = model.get_text_config()
     heads = text.num_attention_heads
@@ -125,7 +125,7 @@ def check_heads(model: Any, planner: ParallelismConfig) -> None:
 
 def devices_of_engines(count: int, degree: int, num_devices: int, visible: str | None) -> list[str]:
     """Names of the devices of so many engines, each of which needs `degree` of its own. `visible`:
-    CUDA_VISIBLE_DEVICES of this process. Raises `ValueError` if there are too few."""
+    CUDA_VISIBLE_DEVICES of this process, if set. Raises `ValueError` if there are too few."""
     if count * degree > num_devices:
         devices = f"{num_devices} CUDA device{'' if num_devices == 1 else 's'}"
         each = "one of its own" if degree == 1 else f"{degree} of its own"
@@ -145,9 +145,9 @@ def engine_setup(
     tensor_parallel: int = 1,
     sleeps: bool = False,
 ) -> EngineSetup:
-    """The setup of a process that makes this engine over the model that `model` names. `threads`:
-    torch's threads; None leaves torch's choice. `tensor_parallel`: devices that share the engine.
-    `sleeps`: it will have to let go of them."""
+    """Returns the setup of a process that makes this engine over the model that `model` names.
+    `threads`: torch's threads; None leaves torch's choice. `tensor_parallel`: number of the
+    engine's devices. `sleeps`: whether it will have to release them."""
     from rollpacker.engines.messages import EngineSetup
 
     return EngineSetup(
@@ -170,8 +170,8 @@ def make_engine(
     tensor_parallel: int = 1,
     sleeps: bool = False,
 ) -> Engine:
-    """Load model and tokenizer, in the process that is to run the engine. `model` holds the fields
-    of a `ModelConfig`. Raises `ValueError` for what is wrong with them."""
+    """Load model and tokenizer, and make the engine, in the process that is to run it. `model`
+    holds the fields of a `ModelConfig`. Raises `ValueError` for what is wrong with these."""
     import torch
 
     from rollpacker.trainer.model import load_model

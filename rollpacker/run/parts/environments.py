@@ -1,4 +1,4 @@
-"""Builds what samples take turns with: environments, the dialogue as tokens, and who plays."""
+"""Builds what samples take turns with: environments, the dialogue as tokens, and the player."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from rollpacker.run.ports.player import Player
 
 SLOW_FACTOR, SLOW_S = 3.0, 30.0
-"""An answer may take so many times the longest so far, and so long in any case: long trajectories
-wait for more answers, so that a close deadline would prefer short ones."""
+"""An answer may take so many times the longest so far, or so many seconds if that is more: long
+trajectories wait for more answers, so that a close deadline would prefer short trajectories."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnParts:
-    """The parts that a run has besides if its samples take turns with environments."""
+    """The additional parts of a run whose samples take turns with environments."""
 
     environments: SupervisedEnvironments
     dialogue: TemplateDialogue
@@ -40,20 +40,20 @@ class TurnParts:
     rewrites: Rewrites | None = None
     """How the chat template rewrites earlier turns. None if it keeps them."""
     takes_rewrites: bool = False
-    """Whether the run takes a template that rewrites earlier turns."""
+    """Whether the run accepts a template that rewrites earlier turns."""
     per_host: int | None = None
 
     def be_on(self, hosts: Hosts) -> None:
-        """Have the processes of environments where the config wants them. Before they are used."""
+        """Have the processes of environments on the hosts that the config wants. Before any use."""
         if self.per_host is not None:
             self.environments.be_on(hosts.beside_engines(self.per_host))
 
     def close(self) -> None:
-        """End the processes of environments. Idempotent."""
+        """End the processes of environments. Further calls do nothing."""
         Caller().run(self.environments.close())
 
     def player(self, seed: int) -> Player:
-        """A player with these environments, which whoever runs it has to open."""
+        """Returns a player with these environments, which the caller has to open."""
         from rollpacker.run.ports.player import Player
 
         return Player(
@@ -67,7 +67,7 @@ class TurnParts:
         )
 
     def acting(self, sources: set[str]) -> ActingConfig:
-        """The core's config of turns, for prompts of these sources."""
+        """Returns the core's config of turns, for prompts of these sources (`sources_of`)."""
         deadline = AdaptiveDeadlineConfig(
             min_s=min(SLOW_S, self.timeout_s), factor=SLOW_FACTOR, max_s=self.timeout_s
         )
@@ -80,9 +80,9 @@ class TurnParts:
 
 
 def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> TurnParts | None:
-    """The environments that the config names, started and looked at, and the chat template that
-    shows their tools. `of_tokenizer`: as `parts.of_tokenizer` says. None: there are none. Raises
-    `EnvironmentSetupError` and `TemplateError`."""
+    """Returns the environments that the config names, started and looked at, and the chat template
+    that shows their tools. None if the config names none. `of_tokenizer`: what the function of that
+    name returns. Raises `EnvironmentSetupError` and `TemplateError`."""
     from rollpacker.dialogue.parsing import TemplateDialogue
     from rollpacker.dialogue.rewrites import find_rewrites
     from rollpacker.dialogue.template import DialogueTemplate
@@ -129,7 +129,8 @@ def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> TurnParts 
 
 
 def _check_rewards(config: RunConfig, environments: SupervisedEnvironments) -> None:
-    """Raises `ValueError` for a reward that the environment never gives."""
+    """Raise `ValueError` if the environment's rewards are asked for and the environment has
+    none."""
     asked = any(reward.function == ENVIRONMENT for reward in config.rewards)
     if asked and not environments.gives_rewards:
         raise ValueError(
@@ -163,7 +164,7 @@ def _most_tokens(config: RunConfig, context: int | None) -> int:
 
 
 def with_tools(of_tokenizer: Mapping[str, Any], turns: TurnParts | None) -> dict[str, Any]:
-    """`of_tokenizer` for prompts that tell the model of its tools."""
+    """Returns `of_tokenizer` with the environments' tools for the chat template."""
     if turns is None or not turns.environments.tools:
         return dict(of_tokenizer)
     kwargs = {**(of_tokenizer["chat_template_kwargs"] or {}), "tools": [*turns.environments.tools]}
@@ -173,9 +174,9 @@ def with_tools(of_tokenizer: Mapping[str, Any], turns: TurnParts | None) -> dict
 def check_turns(
     turns: TurnParts, prompts: Mapping[str, PromptSet], tell: Callable[[str], None]
 ) -> None:
-    """Show a dialogue of three turns as the model gets it. Raises `ValueError` for prompts that no
-    dialogue can follow, and for a template that rewrites what came before unless the config takes
-    one."""
+    """Show a dialogue of three turns as the model gets it, by `tell`. Raises `ValueError` for
+    prompts that no dialogue can follow, and for a template that rewrites earlier turns unless the
+    config accepts that."""
     from rollpacker.dialogue.check import dialogue_lines
 
     for split, of_split in prompts.items():
@@ -196,5 +197,5 @@ def check_turns(
 
 
 def sources_of(config: RunConfig, prompts: PromptSet) -> set[str]:
-    """The sources of prompts, as the core knows them."""
+    """Names of the prompts' sources in the core: the rows' tasks, or `train` without tasks."""
     return {row.task or TRAIN for row in prompts.rows} if config.routed else {TRAIN}

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
 
 OF_ITS_SOURCE = ("kind", "path", "split", "subset", "tasks", "size", "seed")
-"""Keys of a data set that say where rows come from; the others say what to make of them, and hold
-for given rows as well."""
+"""Keys of a data set that say where rows come from. The other keys say what to make of the rows,
+and also hold for rows that a program gives."""
 
 OF_TRL = {
     "reward_funcs": "rewards",
@@ -32,7 +32,7 @@ OF_TRL = {
     "eval_dataset": "eval_data",
     "args": "config",
 }
-"""Arguments of TRL's trainers -> arguments of `rollpacker.train`."""
+"""By argument of TRL's trainers: the argument of `rollpacker.train` that has its place."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
 GivenReward = Callable[..., Any] | str | tuple[Any, float] | Mapping[str, Any]
@@ -40,15 +40,15 @@ GivenReward = Callable[..., Any] | str | tuple[Any, float] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A config, and the objects that it names."""
+    """A config, and by their names the Python objects, such as functions, that the config names."""
 
     config: RunConfig
     objects: Mapping[str, Any]
 
 
 def refuse_unknown(arguments: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for an argument that `rollpacker.train` does not have. It names the
-    argument that was meant."""
+    """Raise `TypeError` for an argument that `rollpacker.train` does not have, with the name of the
+    argument that was probably meant."""
     from rollpacker.config.schema import RunConfig
     from rollpacker.config.synonyms import all_keys, hint
 
@@ -71,7 +71,8 @@ def as_given(
     data: Iterable[Mapping[str, Any]] | None,
     eval_data: Iterable[Mapping[str, Any]] | None,
 ) -> Given:
-    """Check it all. Raises `ConfigError` and `ValueError`, with the messages of a config file."""
+    """Make a config of the arguments of `train`, and check it. Raises `ConfigError` and
+    `ValueError`, with the messages of a config file."""
     from rollpacker.config.document import parse_document, read_text
     from rollpacker.config.load import config_of, to_plain
     from rollpacker.config.schema import RunConfig
@@ -104,13 +105,13 @@ def as_given(
 
 
 def _tree_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The values as a file would have them, and overrides for the keys with dots."""
+    """Returns the values as a file would have them, and overrides for the keys with dots."""
     tree = {key: _plain(value) for key, value in config.items() if "." not in str(key)}
     return tree, _override_texts({k: v for k, v in config.items() if "." in str(k)})
 
 
 def _override_texts(overrides: Overrides) -> list[str]:
-    """`a.b=value` each, the value as JSON, which is YAML."""
+    """Returns the overrides as texts `a.b=value`, with values in JSON, which YAML includes."""
     if isinstance(overrides, str):
         raise ValueError(
             f'overrides is a list of texts such as ["train.steps=20"] or a dict, not "{overrides}"'
@@ -129,7 +130,8 @@ def _override_texts(overrides: Overrides) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Paths as texts, tuples as lists, numbers of numpy as numbers; what is none of it as it is."""
+    """Returns paths as texts, tuples as lists, numpy's numbers as numbers, any other value as it
+    is."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -173,7 +175,8 @@ def _rewards_of(rewards: Any, objects: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _reward_entry(where: str, reward: Any) -> dict[str, Any]:
-    """The reward as an entry of the config, with the function itself in the place of its name."""
+    """Returns a reward as an entry of the config, with the function itself where its name will
+    stand."""
     entry: dict[str, Any]
     if isinstance(reward, Mapping):
         entry = {key: _plain(value) for key, value in reward.items()}
@@ -200,7 +203,7 @@ def _name_of(function: Any) -> str:
 
 
 def _free_name(name: str, taken: set[str]) -> str:
-    """Only lambdas have no name of their own, and are numbered."""
+    """Returns a free name. Lambdas, which have none of their own, are called `reward`, numbered."""
     if name != "reward" or name not in taken:
         return name
     number = 2
@@ -213,7 +216,7 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 
 def _environment_of(section: Mapping[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
-    """The section with the names of objects in their place."""
+    """Returns the section with names in the place of the objects, which go into `objects`."""
 
     def named(one: Any) -> Any:
         if not callable(one):
@@ -251,7 +254,7 @@ def _data_of(
     eval_data: Iterable[Mapping[str, Any]] | None,
     objects: dict[str, Any],
 ) -> Any:
-    """The section `data` with given rows in the place of what it names."""
+    """Returns the section `data` with the given rows in the place of the sources that it names."""
     if section is not None and not isinstance(section, Mapping):
         return section  # the check of the whole says what is wrong with it
     section = copy.deepcopy(dict(section or {}))
@@ -272,7 +275,8 @@ def _rest(dataset: Any) -> dict[str, Any]:
 
 
 def _rows_given(name: str, rows: Any, objects: dict[str, Any]) -> dict[str, Any]:
-    """`name`: of the section, whose rows these are."""
+    """Put the rows into `objects`, and return the keys that name them in a config. `name`: of the
+    section that gets the rows. Raises `ValueError` for what is no list of rows."""
     wanted = f"{name}: rows are a list of dicts, a Dataset or a DataFrame"
     if isinstance(rows, str | bytes | PathLike):
         raise ValueError(

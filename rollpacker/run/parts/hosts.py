@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 LOOK_S = 2.0
 HEAD_S = 15.0
-"""Seconds that ray's head may be silent; ray ends this process a minute after its head was lost."""
+"""Seconds of silence after which ray's head is lost; ray ends this process a minute later."""
 RESERVE_S = 60.0
-"""Seconds that ray may take to reserve the devices, which others may have."""
+"""Seconds that ray may take to reserve the devices, which other programs may have."""
 SHM_BYTES = 64 << 20
 """Bytes that must be free in /dev/shm of a host, where torch and vLLM share memory between
 processes."""
@@ -32,25 +32,25 @@ processes."""
 
 @dataclass(slots=True)
 class Hosts:
-    """The hosts on which the processes of one run are started."""
+    """The hosts on which the processes of one run are started, and which process is started
+    where."""
 
     plan: Placement | None = None
-    """The devices of each role. None if all are on this machine, and nothing says on which of its
-    devices."""
+    """The devices of each role. None if the run is on this machine, without a plan of devices."""
     by_name: Mapping[str, Host] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
-    """Network interface by which the processes of each host reach others."""
+    """Name of the network interface by which a host's processes reach other hosts, by host."""
     address: str = "127.0.0.1"
-    """Address of this machine, as processes on others reach it."""
+    """Address of this machine, as processes on other hosts reach it."""
     publish: Callable[[WeightSource], dict[str, Exception]] = lambda source: {}
     """Brings new weights to all hosts with engines, before an engine asks (`Spread.publish`)."""
     close: Callable[[], None] = lambda: None
     is_there: Callable[[], bool] | None = None
-    """Whether what all hosts need, ray's head, answers. None: nothing is needed."""
+    """Whether ray's head, which all hosts need, answers. None if there is no ray cluster."""
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def watch(self, fail: Callable[[BaseException], None]) -> None:
-        """Call `fail`, from a thread, if the cluster goes: ray itself would end this process a
+        """Call `fail`, from a thread, if ray's head is lost: ray itself would end this process a
         minute later, without a word of what to do."""
         if self.is_there is not None:
             threading.Thread(target=self._watch, args=(fail,), daemon=True).start()
@@ -72,13 +72,13 @@ class Hosts:
                 return
 
     def of_engine(self, number: int, degree: int) -> tuple[Host, dict[str, str]]:
-        """The host of this engine, with so many devices, and the environment variables of its
+        """Host of the engine `number`, which has `degree` devices, and environment variables of its
         process."""
         devices = self._devices("rollout")[number * degree : (number + 1) * degree]
         return self._place(devices)
 
     def of_ranks(self) -> list[RankPlace]:
-        """The places of the trainer's processes."""
+        """Host and environment variables of each of the trainer's processes."""
         from rollpacker.trainer.launch import RankPlace
 
         places = [self._place([device]) for device in self._devices("train")]
@@ -86,7 +86,8 @@ class Hosts:
         return [RankPlace(0, host, environment) for host, environment in places]
 
     def beside_engines(self, per_host: int) -> list[Host]:
-        """The hosts with engines, each `per_host` times: places for rewards and environments."""
+        """The hosts with engines, each `per_host` times, for processes of rewards and
+        environments."""
         from rollpacker.workers.host import ThisHost
 
         here = ThisHost()
@@ -116,7 +117,7 @@ class Hosts:
 
 
 def open_hosts(config: RunConfig) -> tuple[RunConfig, Hosts]:
-    """The hosts, and the config with the keys that follow from its `placement` on them.
+    """Returns the config with the keys that follow from its `placement`, and the hosts, opened.
 
     Raises `ValueError` for hosts that cannot be reached, differ or have too little, with one
     message.
@@ -140,7 +141,8 @@ def open_hosts(config: RunConfig) -> tuple[RunConfig, Hosts]:
 
 
 def nodes_of(environ: Mapping[str, str]) -> dict[str, list[str]]:
-    """The hosts that a cluster's service has given this run, by role. Empty: it has all hosts."""
+    """Names of the hosts that a cluster's service has given this run, by role. Empty if the run may
+    use all hosts."""
     from rollpacker.cluster.on_ray.warden import HOSTS
 
     return {role: environ[name].split(",") for role, name in HOSTS.items() if name in environ}
@@ -193,7 +195,8 @@ def _on_cluster(
 
 
 def _devices_on(host: str, plan: Placement) -> dict[str, float]:
-    """The devices to reserve on this host: none of those that other jobs have by turns."""
+    """Numbers of devices to reserve on this host, by ray's name for the kind. 0 in a cluster's job,
+    whose devices other jobs use by turns."""
     from rollpacker.cluster.service.local_runner import MARK
 
     count = 0
@@ -205,8 +208,8 @@ def _devices_on(host: str, plan: Placement) -> dict[str, float]:
 def _check(
     config: RunConfig, cluster: RayCluster, plan: Placement, facts: Mapping[str, HostFacts]
 ) -> None:
-    """Check that each host has what it must have. Raises `ValueError` with the first that lacks
-    something."""
+    """Check that each host has the model's files and enough of /dev/shm, and sees the run's folder
+    if the trainer is there. Raises `ValueError` for the first that lacks something."""
     model = Path(config.model.path)
     for host, one in facts.items():
         if model.exists() and not cluster.sees(host, str(model.resolve())):
@@ -227,8 +230,8 @@ def _check(
 
 
 def _check_shared(config: RunConfig, cluster: RayCluster, hosts: Sequence[str]) -> None:
-    """Check that these hosts see the run's folder, since the trainer's processes on them write one
-    checkpoint. Raises `ValueError`."""
+    """Check that these hosts see the run's folder, since the trainer's processes on them write
+    parts of one checkpoint. Raises `ValueError` if one does not."""
     runs = Path(config.runs_dir).expanduser().resolve()
     runs.mkdir(parents=True, exist_ok=True)
     probe = runs / f".seen-by-all-{os.getpid()}"

@@ -1,7 +1,7 @@
 """Whether the Hugging Face hub can be reached, asked once, before libraries try again and again.
 
 Where it cannot, the libraries take what is on this machine (`HF_HUB_OFFLINE`, for processes that
-are started later too), and a name of which nothing is here is one message.
+are started later too), and a name without a copy here is refused with one message.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 1.5
-"""Seconds that a connection may take, with looking its name up. If it takes longer there is no
-network."""
+"""Seconds that a connection may take, with looking its name up. After that the hub counts as out of
+reach."""
 ANSWER_S = 10.0
 """Seconds that an answer may take once the connection was accepted: a proxy may be slow."""
 HUB = "https://huggingface.co"
@@ -35,12 +35,12 @@ _set_by_us = False
 
 
 class HubError(ValueError):
-    """A name on the hub is asked for that can be had neither there nor here."""
+    """A model or data set on the hub can be had neither there nor on this machine."""
 
 
 def look_for_hub(config: RunConfig, *, model_path: str | None = None) -> None:
-    """Ask, if the config names something on the hub. Raises `HubError` for what is not on this
-    machine either; `model_path` stands for the config's."""
+    """Check that what the config names on the hub can be had. Raises `HubError` for a name that is
+    out of reach and not on this machine either; `model_path` stands for the config's."""
     models = {"model.path": model_path or config.model.path}
     if config.model.teacher is not None:
         models["model.teacher"] = config.model.teacher
@@ -55,8 +55,8 @@ def look_for_hub(config: RunConfig, *, model_path: str | None = None) -> None:
 
 
 def look_for_names(models: Mapping[str, str], sets: Mapping[str, str] | None = None) -> None:
-    """Ask for these names, as `look_for_hub` does. `models` and `sets`: names of models and of data
-    sets by their config keys."""
+    """Check that these names on the hub can be had, as `look_for_hub` does. `models` and `sets`:
+    names of models and of data sets by their config keys."""
     models = {key: name for key, name in models.items() if _is_hub_name(name)}
     sets = {key: name for key, name in (sets or {}).items() if _is_hub_name(name)}
     if not (models or sets):
@@ -84,8 +84,8 @@ def look_for_names(models: Mapping[str, str], sets: Mapping[str, str] | None = N
 
 
 def _refuse_what_is_not_here(models: Mapping[str, str], sets: Mapping[str, str]) -> None:
-    """The environment forbids asking the hub: a name without a copy here can only fail, and the
-    libraries would speak of the network, for a data set after half a minute of trying."""
+    """Raise `HubError` for a name without a copy here, where the environment forbids asking the
+    hub: the libraries would speak of the network, for a data set after half a minute of trying."""
     value = os.environ[_OFFLINE]
     if value.upper() not in ("1", "ON", "YES", "TRUE"):
         return
@@ -98,14 +98,14 @@ def _refuse_what_is_not_here(models: Mapping[str, str], sets: Mapping[str, str])
 
 
 def _not_here(models: Mapping[str, str], sets: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Key, name and kind of what this machine has no copy of."""
+    """Key, name and kind of each model and data set of which this machine has no copy."""
     missing = [(key, n, "model") for key, n in models.items() if not _model_is_here(n)]
     return missing + [(key, n, "data set") for key, n in sets.items() if not _set_is_here(n)]
 
 
 def unreachable() -> str | None:
-    """Why the hub gives no answer, after `CONNECT_S` without a connection, or after `ANSWER_S`
-    with one; None: it gives one."""
+    """Why the hub gives no answer, after `CONNECT_S` without a connection, or after `ANSWER_S` with
+    one. None if it answers."""
     outcome: list[str | None] = []
     connected = threading.Event()
 
@@ -137,7 +137,8 @@ def unreachable() -> str | None:
 
 
 def _first_hop(request: urllib.request.Request) -> tuple[str, int]:
-    """Host and port that the request is sent to: the hub's, or a proxy's. Raises `ValueError`."""
+    """Host and port that the request is sent to: the hub's, or a proxy's. Raises `ValueError` if
+    the address has no host."""
     scheme = request.type
     proxy = urllib.request.getproxies().get(scheme)
     if proxy and not urllib.request.proxy_bypass(request.host):
@@ -175,7 +176,7 @@ def _set_is_here(name: str) -> bool:
 
 
 def _go_offline(offline: bool) -> None:
-    """Tell the libraries, those that are loaded already too."""
+    """Tell the libraries whether to stay offline, also those that are loaded already."""
     global _set_by_us
     if offline:
         os.environ[_OFFLINE] = "1"

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def tokenizer_fingerprint(policy: LoadedPolicy) -> str:
-    """SHA-256 of the vocabulary as its library reads it, which says what the numbers of tokens
-    mean."""
+    """SHA-256 of the tokenizer's vocabulary, by which the numbers of tokens have their meaning."""
     tokenizer = policy.loaded.tokenizer
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.sha256(json.dumps([vocabulary, tokenizer.eos_token_id]).encode()).hexdigest()
 
 
 def identity_of(config: RunConfig, policy: LoadedPolicy) -> dict[str, Any]:
-    """Fingerprints of model, data, tokenizer and the user's files, and the number of threads."""
+    """Returns fingerprints of model, data and the user's files, and the number of threads, by
+    name."""
     from rollpacker.trainer.model import fingerprint
 
     return {
@@ -47,7 +47,8 @@ def identity_of(config: RunConfig, policy: LoadedPolicy) -> dict[str, Any]:
 
 
 def _of_environment(config: RunConfig) -> dict[str, str | None]:
-    """The files of environment and tools, or what a program gave instead."""
+    """SHA-256 of the files of environment and tools, or of the code that a program gave instead, by
+    what they are. None for code without a source."""
     environment = config.environment
     if environment is None:
         return {}

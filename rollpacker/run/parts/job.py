@@ -1,5 +1,5 @@
-"""Builds what a checkpoint restores besides the weights: the job, which decides, the cursor over
-the prompts, and the tokens that deferred prompts carry."""
+"""Builds what a checkpoint restores besides the weights: the job (the core's state), the cursor
+over the prompts, and the tokens of prompts that wait for a later round."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def build_job(
     *,
     shares_pools: bool,
 ) -> Job:
-    """A new job, or the checkpoint's. `shares_pools`: its devices are other jobs' by turns."""
+    """Returns a new job, or the checkpoint's. `shares_pools`: other jobs use its devices by
+    turns."""
     turns, sources = policy.inputs.turns, sources_of(config, policy.train_prompts)
     known = config.job(
         prompt_tokens=policy.mean_prompt_tokens,
@@ -44,7 +45,8 @@ def build_job(
 def build_cursor(
     config: RunConfig, policy: LoadedPolicy, checkpoint: Checkpoint | None = None
 ) -> PromptCursor:
-    """Draws prompts from `data.train`, from the beginning or from where the checkpoint stands."""
+    """Returns the cursor over the prompts of `data.train`, from the start or the checkpoint's
+    place."""
     rows = policy.train_prompts.rows
     cursor = PromptCursor(
         TRAIN,
@@ -62,8 +64,8 @@ def build_cursor(
 def build_carried(
     config: RunConfig, checkpoint: Checkpoint | None, job: Job, tokenizer: str
 ) -> CarriedTokens:
-    """The tokens that deferred prompts had generated when the checkpoint was written: empty without
-    a checkpoint, and where `tail_batching.carry` is off."""
+    """The tokens that prompts put off to later rounds had when the checkpoint was written: empty
+    without a checkpoint, and where `tail_batching.carry` is off."""
     tail = config.tail
     if checkpoint is None or not tail.carries:
         return CarriedTokens(tail)

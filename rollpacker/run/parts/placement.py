@@ -1,5 +1,5 @@
-"""Makes a plan of who is on which device, from the config's lines, this machine or the hosts of a
-cluster, and the memory that each role takes; and shows the plan as a table."""
+"""Plans which devices hold engines, trainer and judge, from the config, the hosts and the memory
+that each role takes; and shows the plan as a table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 def hosts_of(config: RunConfig) -> list[Host]:
-    """The hosts that the run has. Raises `ValueError`."""
+    """Returns the hosts that the run may use: this machine, or those of the ray cluster. Raises
+    `ValueError` if the cluster cannot be used."""
     if config.runtime == "ray":
         from rollpacker.run.parts.cluster_facts import rooms
 
@@ -36,15 +37,15 @@ def hosts_of(config: RunConfig) -> list[Host]:
 
 
 def device_kind(config: RunConfig) -> DeviceKind:
-    """The kind of the config's devices, without a look at torch where the config says it."""
+    """The kind of the run's devices. Torch is asked only where the config leaves that open."""
     from rollpacker.trainer.estimate import estimate
 
     return "cuda" if estimate(config).device == "cuda" else "cpu"
 
 
 def lines_of_keys(config: RunConfig) -> PlacementConfig:
-    """The `placement` that `rollout.engines`, `train.processes` and their like amount to. Raises
-    `ValueError` if the trainer has no processes of its own."""
+    """Returns the `placement` that is equal to `rollout.engines`, `train.processes` and such keys.
+    Raises `ValueError` if the trainer has no processes of its own."""
     from rollpacker.config.placement import PlacementConfig, RolloutPlacement, TrainPlacement
 
     processes, degree = config.train.processes, config.parallelism_planner.initial
@@ -61,7 +62,8 @@ def lines_of_keys(config: RunConfig) -> PlacementConfig:
 
 
 def request_of(config: RunConfig, kind: DeviceKind) -> PlacementRequest:
-    """The roles to be placed. Raises `ValueError`."""
+    """Returns the roles (engines, trainer, judge) that are to be placed, with what they need.
+    Raises `ValueError` if the config cannot be placed."""
     from rollpacker.config.placement import devices_of
     from rollpacker.core.placement.roles import PlacementRequest, Role
 
@@ -123,8 +125,8 @@ def _engine_need(
 def _rank_need(
     config: RunConfig, lines: PlacementConfig, devices: int, kind: DeviceKind
 ) -> Need | None:
-    """Memory of a process in a replica of so many devices. There are taken to be several replicas
-    unless the lines say that there is one."""
+    """Memory of a trainer process in a replica of so many devices; None if it is not known. Several
+    replicas are assumed unless the placement says that there is one."""
     from rollpacker.config.placement import num_devices
     from rollpacker.trainer.training_memory import rank_memory
 
@@ -142,8 +144,8 @@ def _need(memory: Memory | None) -> Need | None:
 
 
 def plan_of(config: RunConfig, hosts: Sequence[Host]) -> Placement:
-    """The plan on these hosts, of which the run's own process is on the first. Raises
-    `PlacementError`, a `ValueError`."""
+    """Returns the plan on these hosts, of which the run's own process is on the first. Raises
+    `PlacementError`, a `ValueError`, if something does not fit."""
     from rollpacker.core.placement.placement import plan_placement
     from rollpacker.trainer.training_memory import run_memory
 
@@ -157,9 +159,9 @@ def plan_of(config: RunConfig, hosts: Sequence[Host]) -> Placement:
 def on_nodes(
     config: RunConfig, hosts: Sequence[Host], nodes: Mapping[str, Sequence[str]]
 ) -> RunConfig:
-    """The config with lines that put engines and trainer on the hosts that a cluster gave them, by
-    role: on their first devices, as the others do that take turns there. Raises `ValueError` if
-    these have too few."""
+    """Returns the config with a placement that puts each role on the first devices of the hosts
+    that a cluster gave it. `nodes`: names of these hosts, by role. Raises `ValueError` if they have
+    too few devices."""
     from rollpacker.config.placement import num_devices
     from rollpacker.core.placement.roles import as_line
 
@@ -185,8 +187,8 @@ def on_nodes(
 
 
 def on_this_host(config: RunConfig) -> RunConfig:
-    """The config with the keys that follow from its `placement` on this machine. Raises
-    `ValueError` if devices are short."""
+    """Returns the config with the keys that its `placement` implies on this machine, such as
+    `rollout.engines`. Raises `ValueError` if devices are short."""
     if config.placement is None:
         return config
     plan = plan_of(config, hosts_of(config))
@@ -195,8 +197,8 @@ def on_this_host(config: RunConfig) -> RunConfig:
 
 
 def _check_in_turn(plan: Placement) -> None:
-    """Check that engines, and the trainer's processes, have devices from the first on in turn,
-    since on CUDA local processes take them so. Raises `ValueError` for another plan."""
+    """Check that engines, and the trainer's processes, have the devices 0, 1, 2 and so on, since on
+    CUDA local processes take them so. Raises `ValueError` for another plan."""
     for role in ("rollout", "train"):
         devices = [device for unit in plan.of(role) for device in unit.devices]
         if plan.kind == "cuda" and devices != list(range(len(devices))):
@@ -208,8 +210,8 @@ def _check_in_turn(plan: Placement) -> None:
 
 
 def placed(config: RunConfig, plan: Placement) -> RunConfig:
-    """The config with the keys that follow from its `placement` on these hosts. Raises `ValueError`
-    where they are set to something else."""
+    """Returns the config with the keys that this plan implies, such as `rollout.engines`. Raises
+    `ValueError` where such a key is set to something else."""
     from rollpacker.config.placement import derived
 
     lines = config.placement
@@ -240,7 +242,8 @@ def placed(config: RunConfig, plan: Placement) -> RunConfig:
 
 
 def _check_turns(lines: PlacementConfig, plan: Placement) -> None:
-    """Engines and trainer that take turns do so on the very same devices. Raises `ValueError`."""
+    """Check that engines and trainer, if they take turns, have the same devices; else
+    `ValueError`."""
     if not lines.turns:
         return
     of = {
@@ -256,7 +259,8 @@ def _check_turns(lines: PlacementConfig, plan: Placement) -> None:
 
 
 def table(plan: Placement) -> list[str]:
-    """The plan for people: neighbours that hold the same in one row, and what hosts hold."""
+    """Returns the plan as lines of a table: neighbouring devices that hold the same are one row,
+    and a line for each host says how much of its memory is used."""
     rows = []
     for run in _runs(plan.devices):
         first, last = run[0], run[-1]
@@ -279,8 +283,8 @@ def table(plan: Placement) -> list[str]:
 
 
 def table_without(config: RunConfig, host: Host, kind: DeviceKind) -> list[str]:
-    """The table of a run on this machine that places nothing: on a CPU any process may use any
-    core, and GPUs are taken from the first on."""
+    """Returns the table of a run on this machine without `placement`: on a CPU any process may use
+    any core, and GPUs are taken from the first on."""
     from rollpacker.trainer.estimate import estimate
     from rollpacker.trainer.training_memory import engine_memory
 
@@ -317,7 +321,7 @@ def table_without(config: RunConfig, host: Host, kind: DeviceKind) -> list[str]:
 
 
 def _rows(rows: Sequence[tuple[str, str, tuple[str, ...], str]]) -> list[str]:
-    """Columns under their heads."""
+    """Returns the lines of a table with column heads."""
     from rollpacker.report.table import lines
 
     cells = [("device", "host", "roles", "memory of each")]
@@ -330,7 +334,7 @@ def _numbers(first: int, last: int) -> str:
 
 
 def _runs(devices: Sequence[PlacedDevice]) -> list[list[PlacedDevice]]:
-    """Neighbours on one host with the same units and the same memory."""
+    """Devices in groups; a group has neighbours on one host with the same units and memory."""
     runs: list[list[PlacedDevice]] = []
     for device in devices:
         last = runs[-1][-1] if runs else None

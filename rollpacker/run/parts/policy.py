@@ -42,8 +42,7 @@ class LoadedPolicy:
 
     @cached_property
     def engine(self) -> Engine:
-        """The engine in this process, on the model's own tensors; made when it is first asked
-        for."""
+        """The engine in this process, on the model's own tensors. It is made at the first use."""
         return engine_in_process(self.loaded, self.engine_config)
 
     @cached_property
@@ -52,7 +51,8 @@ class LoadedPolicy:
 
     @property
     def player(self) -> Player | None:
-        """The player of samples that take turns with environments. None if there are no turns."""
+        """Plays the samples that take turns with environments. None if there are no
+        environments."""
         turns = self.inputs.turns
         return None if turns is None else turns.player(self.seed)
 
@@ -72,7 +72,7 @@ class LoadedPolicy:
         return self._text(tokens, skip_special_tokens=True)
 
     def render(self, tokens: Sequence[int]) -> str:
-        """The text with special tokens: what the model saw."""
+        """Text of these tokens with special tokens: what the model saw."""
         return self._text(tokens, skip_special_tokens=False)
 
     @property
@@ -85,8 +85,9 @@ class LoadedPolicy:
 def engine_in_process(
     loaded: LoadedModel, config: EngineConfig, *, sleeps: bool = False, **own: Any
 ) -> Engine:
-    """The engine of this name (`engines/table.py`) in this process, on the model's own tensors.
-    `sleeps`: it will have to let go of its device. `own`: further arguments for this engine."""
+    """Returns the engine of this name (`engines/table.py`) in this process, on the model's own
+    tensors. `sleeps`: whether it has to release its device at times. `own`: its further
+    arguments."""
     from rollpacker.engines.table import ENGINES, TOLD_TO_SLEEP
     from rollpacker.imports import load_function
 
@@ -123,8 +124,9 @@ def load_inputs(
     tell: Tell | None = None,
     progress: Progress | None = None,
 ) -> Inputs:
-    """Prompts and rewards, tried out: all that can fail before the model loads. `tell` is given
-    lines for people, `progress` shows how far checks are. Raises `ValueError` and `RewardError`."""
+    """Load prompts and rewards, and try them out: all that can fail before the model loads. `tell`
+    gets lines for people, `progress` shows how far checks are. Raises `ValueError` and
+    `RewardError`."""
     from rollpacker.data.prompts import load_prompts
     from rollpacker.run.parts.rewards import as_input, load_reward
 
@@ -169,7 +171,7 @@ def load_inputs(
 
 @contextlib.contextmanager
 def _closed_on_error(turns: TurnParts | None) -> Iterator[None]:
-    """Processes of environments do not outlive what else is wrong."""
+    """A context that closes the processes of environments if an error is raised in it."""
     try:
         yield
     except BaseException:
@@ -179,7 +181,7 @@ def _closed_on_error(turns: TurnParts | None) -> Iterator[None]:
 
 
 def of_tokenizer(config: RunConfig, path: str) -> dict[str, Any]:
-    """The settings by which prompts become tokens for this model."""
+    """Returns the settings by which prompts become tokens for this model, such as its tokenizer."""
     from rollpacker.trainer.model import context_tokens, end_tokens, load_tokenizer
 
     return {
@@ -198,10 +200,11 @@ def load_policy(
     tell: Tell | None = None,
     progress: Progress | None = None,
 ) -> LoadedPolicy:
-    """Prompts and rewards first, since they fail fast; then the model.
+    """Load prompts and rewards first, since these fail fast; then the model.
 
-    `model_path` loads other weights (and their tokenizer) than the config's; `threads` overrides;
-    `tell` is given lines for people, `progress` shows how far what takes long is.
+    `model_path` loads other weights (and their tokenizer) than the config's; `threads` is used in
+    place of `train.threads`; `tell` is given lines for people, `progress` shows how far long work
+    is.
     """
     from rollpacker.engines.embedded.attention import install_attention, other_layers
     from rollpacker.engines.table import BRING_THEIR_OWN_MODEL
@@ -258,7 +261,8 @@ def _measured_threads(config: RunConfig, loaded: LoadedModel) -> int:
 
 ROUNDS = 5
 MARGIN = 0.9
-"""More threads must be faster by so much: they suffer more when the machine is shared."""
+"""A larger number of threads is chosen only if it takes less than this part of the time, since more
+threads suffer more when the machine is shared."""
 
 
 def measure_threads(step: Callable[[], None], candidates: Sequence[int] | None = None) -> int:

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAME: Mapping[str, Any] = {"model": "", "dtype": "", "train_data": ""}
-"""An identity to compare with itself, where only configs are compared."""
+"""An identity for both sides of a comparison in which only configs count."""
 
 READ_S = 5.0
 """Seconds that reading the few lines of a log after its last checkpoint may take."""
 
 
 def config_before(folder: RunFolder) -> dict[str, Any]:
-    """The config that the run was last started with. Raises `RunError`."""
+    """The config that the run was last started with. Raises `RunError` if it cannot be read."""
     from rollpacker.config.document import ConfigError, parse_document, read_text
     from rollpacker.run.errors import RunError
 
@@ -35,8 +35,8 @@ def config_before(folder: RunFolder) -> dict[str, Any]:
 
 
 def check_config(config: RunConfig, folder: RunFolder, step: int) -> None:
-    """Raises `RunError` where a key makes another run of it, and warns of a resume after `step`
-    that trains no more than one step because it has fewer."""
+    """Raise `RunError` where a changed key makes another run, and warn if fewer `train.steps` leave
+    a resume after `step` one step at most."""
     from rollpacker.config.load import changes_since
     from rollpacker.run.folder.run_folder import check_resume
 
@@ -56,8 +56,8 @@ def check_config(config: RunConfig, folder: RunFolder, step: int) -> None:
 
 
 def reason_to_end(config: RunConfig, folder: RunFolder) -> str | None:
-    """Why a run that is to be resumed has ended, if nothing is left for it to do, neither step nor
-    evaluation; None: it goes on. Raises `RunError` where it is another run."""
+    """Why a run that is to be resumed has ended, if neither step nor evaluation is left to do. None
+    if the run can go on. Raises `RunError` where the config makes another run."""
     from rollpacker.config.load import changes_since
     from rollpacker.core.job.job import Job
     from rollpacker.run.folder.checkpoint import newest_state
@@ -76,7 +76,7 @@ def reason_to_end(config: RunConfig, folder: RunFolder) -> str | None:
 
 
 def _said_at_the_end(folder: RunFolder, log_bytes: int) -> str | None:
-    """The reason to finish that the log gives after its last checkpoint."""
+    """The reason to finish that the log gives after its last checkpoint. None if it gives none."""
     from rollpacker.core.commands import Finish
     from rollpacker.core.records import LogError, Record
     from rollpacker.report.log import LogTail

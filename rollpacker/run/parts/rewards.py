@@ -1,5 +1,5 @@
-"""Builds what judges: the rewards that the config names, in this process or in processes of their
-own, beside the engines of each host."""
+"""Builds the rewards that the config names, in this process or in processes of their own, beside
+the engines of each host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def load_reward(config: RunConfig) -> WeightedReward:
-    """The rewards of this process. Raises `RewardError` for one that cannot be used."""
+    """Returns the rewards of this process. Raises `RewardError` if one cannot be used."""
     from rollpacker.rewards.build import build_reward
 
     if config.rewards_hosts is not None:
@@ -31,7 +31,7 @@ def load_reward(config: RunConfig) -> WeightedReward:
 
 
 def _engine_completer(model_path: str, *, max_reply_tokens: int, concurrency: int) -> Any:
-    """A judge's model on an engine of its own, beside the policy's."""
+    """Returns a judge's model on an engine of its own, beside the policy's."""
     from rollpacker.engines.completer import EngineCompleter
     from rollpacker.engines.embedded.attention import install_attention
     from rollpacker.trainer.model import load_model
@@ -48,7 +48,7 @@ def _engine_completer(model_path: str, *, max_reply_tokens: int, concurrency: in
 
 
 def as_input(row: PromptRow, config: RunConfig, num_steps: int) -> RewardInput:
-    """The row with an empty completion, for rewards that are tried out before the run."""
+    """Returns the row with an empty completion, for rewards that are tried out before the run."""
     from rollpacker.environments.environment import Episode
     from rollpacker.rewards.reward import Progress, RewardInput
 
@@ -66,8 +66,8 @@ def as_input(row: PromptRow, config: RunConfig, num_steps: int) -> RewardInput:
 
 
 def reward_kinds(reward: WeightedReward) -> dict[str, RewardKindConfig]:
-    """Workers and deadlines of the checks, by source of prompts; without the sources whose rewards
-    have neither."""
+    """Workers and deadlines of the checks, by source of prompts; sources whose rewards have neither
+    are left out."""
     kinds = {}
     for task, (workers, deadline) in reward.kinds().items():
         if workers is not None or deadline is not None:
@@ -80,7 +80,7 @@ def start_reward_hosts(
     config: RunConfig, own: WeightedReward, hosts: Hosts, stack: ExitStack
 ) -> HostedReward | None:
     """Start the processes that judge (`rewards_hosts`), which begin to load. None if the rewards of
-    this process, `own`, judge. Raises `RewardError`."""
+    this process, `own`, judge. Raises `RewardError` if a process cannot be started."""
     if config.rewards_hosts is None:
         return None
     from rollpacker.rewards.hosts import HostedReward
@@ -97,8 +97,8 @@ def start_reward_hosts(
 
 
 def wait_for_reward_hosts(reward: HostedReward | None, own: WeightedReward) -> None:
-    """Wait until all of these processes can judge, and close this process's `own` rewards, which
-    have been tried out. Does nothing without such processes. Raises `RewardError` if one cannot
+    """Wait until the processes of `reward` can judge, and close this process's `own` rewards, which
+    have been tried out. Does nothing if `reward` is None. Raises `RewardError` if one cannot
     judge."""
     if reward is not None:
         Caller().run(own.close())

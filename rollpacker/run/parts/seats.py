@@ -1,5 +1,5 @@
-"""A run's seat in a cluster, where its environment names one: taken before anything starts, held
-while parts begin on devices that other jobs use as well, and told what iterations take."""
+"""A run's seat: its place in a cluster whose jobs take turns on devices, if environment variables
+name one. It is taken before anything starts, and told what iterations take."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunSeat:
-    """The seat of this process's share of a run."""
+    """The seat of one process of a run: its place in a cluster, or None if it shares no devices."""
 
     def __init__(self, seat: Seat | None = None) -> None:
         self.seat = seat
@@ -42,7 +42,7 @@ class RunSeat:
         return self.seat is not None
 
     def load_libraries(self) -> None:
-        """Load libraries before a pool is held, since they take seconds, and no device.
+        """Load libraries before a pool is held, since that takes seconds, and no device.
         `transformers` loads most of itself, PyTorch's compiler and peft among it, when these names
         are first used."""
         if self.seat is not None:
@@ -54,9 +54,9 @@ class RunSeat:
 
     @contextlib.contextmanager
     def holding(self, pool: PoolName) -> Iterator[None]:
-        """Parts may begin on the pool's devices inside, and have let go of them at the end. Where
-        one could not, they are closed before the seat is. Raises `LeaseLost`, `HostsLost`, and
-        `KeyboardInterrupt` where the cluster wants the run to end: it has done nothing yet."""
+        """Hold the pool: parts may begin on its devices in this context, and have to release them
+        in it. Raises `LeaseLost`, `HostsLost`, and `KeyboardInterrupt` where the cluster wants the
+        run to end, which has done nothing yet."""
         if self.seat is None:
             yield
             return
@@ -75,7 +75,7 @@ class RunSeat:
         self.seat.leave(pool)
 
     def watch_over(self, controller: Controller) -> None:
-        """Have this controller end from now on when the cluster wants it to."""
+        """Have this controller end its run when the cluster wants that, or has wanted it before."""
         self._controller = controller
         if self._lost is not None:
             self._on_lost(self._lost)
@@ -83,7 +83,7 @@ class RunSeat:
             self._on_stop(self._stop)
 
     def observers(self) -> list[Observer]:
-        """The observers of the run's log that a seat has: one, or none without a seat."""
+        """Observers that report the run's log to the cluster: one, or none without a seat."""
         return [] if self.seat is None else [_Telling(self.seat)]
 
     def _on_lost(self, why: str) -> None:
@@ -101,7 +101,7 @@ class RunSeat:
 
 
 class _Telling:
-    """Tells the cluster what each iteration took."""
+    """Observer of the log that tells the cluster what each iteration took."""
 
     def __init__(self, seat: Seat) -> None:
         from rollpacker.cluster.profile.phase_times import PhaseTimes
@@ -131,8 +131,8 @@ def _lease_lost(why: str) -> Exception:
 
 
 def take_seat(config: RunConfig, environ: Mapping[str, str], stack: ExitStack) -> RunSeat:
-    """The seat that the environment names, if any; `stack` closes it. Raises `ValueError` for a
-    config that cannot share pools, before anything starts."""
+    """Returns the seat that environment variables name, if any; `stack` closes it. Raises
+    `ValueError` for a config that cannot share pools, before anything starts."""
     from rollpacker.cluster.seats.mailbox_seat import open_seat
     from rollpacker.cluster.seats.seat import SEAT_VARIABLE
     from rollpacker.run.errors import reaching_the_cluster
@@ -147,7 +147,7 @@ def take_seat(config: RunConfig, environ: Mapping[str, str], stack: ExitStack) -
 
 
 def check_shares(config: RunConfig) -> None:
-    """Raises `ValueError`, one message, for a config whose parts cannot take turns on pools of
+    """Raise `ValueError`, with one message, for a config whose parts cannot take turns on pools of
     devices with other jobs."""
     lines = config.placement
     if config.train.processes is None and lines is None:

@@ -15,11 +15,12 @@ THIS_HOST = "this host"
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
-"""Kernels write about 2**63 where memory has no limit."""
+"""Limits of so many bytes or more are none: kernels write about 2**63 for no limit."""
 
 
 def this_host(kind: DeviceKind) -> Host:
-    """The machine as this process may use it: its cores, or the CUDA devices that torch sees."""
+    """Returns what this process may use of the machine: cores and memory, for `cuda` also the CUDA
+    devices that torch sees."""
     from rollpacker.core.placement.roles import Host
 
     total_bytes, _ = memory_bytes()
@@ -41,14 +42,14 @@ def this_host(kind: DeviceKind) -> Host:
 
 
 def shown_cpus() -> int:
-    """Processors that this process may run on, whatever its cgroup's quota is."""
+    """Number of processors that this process may run on, whatever its cgroup's quota is."""
     affine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     return affine or os.cpu_count() or 1
 
 
 def cgroup_cpus() -> float | None:
-    """The smallest quota of this process's cgroup and those above it, in processors. None if there
-    is no quota."""
+    """The smallest quota of this process's cgroup and its parents, in processors. None if there is
+    no quota."""
     quotas = []
     for text in _cgroup_files("cpu", "cpu.max"):
         quota, _, period = text.partition(" ")
@@ -65,7 +66,8 @@ def cgroup_cpus() -> float | None:
 
 
 def cgroup_memory_bytes() -> int | None:
-    """The smallest limit of this process's cgroup and those above it. None if there is no limit."""
+    """The smallest limit, in bytes, of this process's cgroup and its parents. None if there is
+    none."""
     names = ("memory.max", "memory.limit_in_bytes")
     texts = [text for name in names for text in _cgroup_files("memory", name)]
     limits = [int(text) for text in texts if text.isdigit()]
@@ -73,7 +75,8 @@ def cgroup_memory_bytes() -> int | None:
 
 
 def _cgroup_files(controller: str, name: str) -> Iterator[str]:
-    """Contents of this file in our own cgroup and in those above it, of version 1 or 2."""
+    """Yields the text of the file `name` in this process's cgroup and in those above it, of version
+    1 or 2."""
     for line in read_text(Path("/proc/self/cgroup")).splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -92,7 +95,7 @@ def _cgroup_files(controller: str, name: str) -> Iterator[str]:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Bytes of memory that the machine has, and that are free for programs."""
+    """Bytes of memory of the whole machine, and bytes that are free for programs."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     found = re.search(r"MemAvailable:\s*(\d+) kB", read_text(Path("/proc/meminfo")))
@@ -100,7 +103,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _shm_bytes() -> int | None:
-    """Size of /dev/shm. None if there is none."""
+    """Size of /dev/shm in bytes. None if there is none."""
     try:
         found = os.statvfs("/dev/shm")
     except OSError:

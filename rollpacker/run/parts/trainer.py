@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 def check_algorithm(config: RunConfig) -> None:
     """Try the advantage and the loss that the config names from outside of the package, and look
-    for the package that fewer bits need. Raises `ValueError`, one message, for what is wrong."""
+    for the package that 4 and 8 bits need. Raises `ValueError`, with one message."""
     if config.model.quantization is not None or config.train.optimizer == "adamw_8bit":
         from rollpacker.imports import require
 
@@ -61,9 +61,9 @@ def start_trainer_processes(config: RunConfig, hosts: Hosts | None = None) -> Ra
 def build_trainer(
     config: RunConfig, policy: LoadedPolicy, ranks: Ranks | None, folder: Path | None = None
 ) -> Trainer:
-    """The trainer that the config asks for: in place, on the engine's own weights; or apart from it
-    with an adapter, of which the engine has a copy, in processes of its own, and where engines are
-    in processes of theirs. `folder` is the run's."""
+    """Returns the trainer that the config asks for: in place, on the engine's own weights; or
+    apart, on weights of its own, in this process or in others. With an adapter (LoRA) the engine
+    has a copy of the adapter. `folder` is the run's."""
     from rollpacker.pipeline.stages.check import read_order, with_links_of
     from rollpacker.trainer.model import model_device
     from rollpacker.trainer.process_trainer import ProcessTrainer
@@ -110,8 +110,8 @@ def build_trainer(
 
 
 def give_adapter(config: RunConfig, model: PreTrainedModel) -> None:
-    """Let the model that an engine of this process decodes with have the adapter that the config
-    asks for, unless it has it: before the engine is made, which may want to know."""
+    """Give the model that an engine in this process decodes with the adapter (LoRA) that the config
+    asks for, unless it has one: before the engine is made, which may want to know."""
     from rollpacker.trainer.lora import add_adapter, has_adapter
 
     if config.model.lora is not None and not has_adapter(model):
@@ -129,7 +129,7 @@ def build_samples_function(config: RunConfig) -> Any:
 
 
 def load_state(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Have the trainer go on from the checkpoint. Raises `RunError` where it cannot."""
+    """Load the checkpoint's state into the trainer. Raises `RunError` if it does not fit."""
     from rollpacker.run.errors import RunError
     from rollpacker.trainer.trainer import TrainerStateError
 

@@ -27,8 +27,8 @@ def make_missing(config: RunConfig) -> None:
 
 
 def warm_up(config: WarmupConfig, *, overwrite: bool = False) -> None:
-    """Fine-tune, show how far it is, and write the folder `config.output`. Raises `ValueError` with
-    a message for the user."""
+    """Fine-tune a model, show the progress, and write the folder `config.output`. Raises
+    `ValueError` with a message for the user."""
     from rollpacker.run import output
     from rollpacker.run.parts.hub import look_for_names
     from rollpacker.trainer.warmup_output import check_output

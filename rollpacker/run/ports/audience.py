@@ -1,13 +1,13 @@
-"""Tells a program's callbacks, then trackers, of a run as it goes on.
+"""Calls a program's callbacks, then trackers, as a run goes on.
 
     on_start
     each step:  trained -> evaluated? -> on_evaluation -> on_step -> checkpoint? -> committed
                         -> its row is written -> trackers
     on_end
 
-Callbacks are told before the checkpoint. What they log is in the log that it vouches for, so that a
-resume knows it and tells no step twice; and what they ask to stop ends with this step. Trackers get
-the whole row; what they fail of is said once and costs nothing else.
+Callbacks are told before the checkpoint. So what they log is in the log up to the checkpoint, a
+resume tells them of no step twice, and a run that they stop ends with this step. Trackers get the
+whole row; an error of a tracker is logged once and costs nothing else.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from rollpacker.run.folder.samples import SampleWriter
 logger = logging.getLogger(__name__)
 
 NOTE = "callbacks"
-"""Name of the note in the log with the seconds that callbacks took, and with what they logged for a
-step."""
+"""Name of the log's note with the seconds that callbacks took, and the values that they logged for
+a step."""
 
 SLOW_TRACKER_S = 5.0
-"""A tracker that keeps the run waiting for longer is named, once."""
+"""Seconds for which a tracker may keep the run waiting; a slower tracker is named, once."""
 
 CallInThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """A row of metrics while callbacks or trackers are told of it."""
+    """The row of metrics that callbacks or trackers are being told of."""
 
     metrics: Metrics
     rows: Sequence[Mapping[str, Any]] = ()
-    """The samples that belong to the row."""
+    """The samples that belong to the row, as rows of their files."""
     logged: dict[str, float] | None = None
-    """Takes the values that callbacks log. None if nothing may be logged."""
+    """Receives the values that callbacks log, by name. None if nothing may be logged."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ToldRun:
-    """The run as callbacks and trackers see it; meets `RunningRun`."""
+    """The run as callbacks and trackers see it: an implementation of `RunningRun`."""
 
     name: str
     folder: Path
@@ -58,12 +58,14 @@ class ToldRun:
     total_steps: int | None
     resumed_step: int | None
     telling: Telling | None = None
-    """The row that is being told. None between rows."""
+    """The row that is being told at the moment. None between rows."""
     on_stop: Callable[[str], None] = lambda reason: None
-    """Is called with the reason when a callback asks the run to stop."""
+    """Called with the reason when a callback asks the run to stop."""
 
     def log(self, name: str, value: float) -> None:
-        """See `RunningRun`."""
+        """Add a value to the row that is being told. Raises `RuntimeError` if nothing may be
+        logged, `TypeError` if the name is no text, `ValueError` if the run has a metric of that
+        name."""
         told = self.telling
         if told is None or told.logged is None:
             raise RuntimeError("log is for on_step and on_evaluation of a program's own callbacks")
@@ -74,12 +76,13 @@ class ToldRun:
         told.logged[name] = float(value)
 
     def samples(self, *, untrained: bool = False) -> list[dict[str, Any]]:
-        """See `RunningRun`."""
+        """Copies of the samples of the row that is being told; with `untrained` also those that
+        were not trained on."""
         rows = () if self.telling is None else self.telling.rows
         return [dict(row) for row in rows if untrained or row.get("trained", True)]
 
     def stop(self, reason: str = "a callback asked for it") -> None:
-        """See `RunningRun`."""
+        """Ask the run to end after this step, for this reason."""
         self.on_stop(reason)
 
 
@@ -95,13 +98,13 @@ class Audience:
         call: CallInThread,
         row_so_far: Callable[[int], Metrics],
     ) -> None:
-        """`call` calls in the thread that asked for the run. `row_so_far` makes the row of the
-        step that is being committed, of what the observers have seen."""
+        """`call`: calls a function in the thread that asked for the run. `row_so_far`: makes the
+        metrics of the step that is being committed, from what the observers have seen."""
         self._run = run
         self._callbacks = list(callbacks)
         self._trackers = list(trackers)
         self._warned: set[int] = set()
-        """Trackers that have failed, or kept the run waiting, by place."""
+        """Ids of trackers that have failed, or kept the run waiting, and were named."""
         self._call = call
         self._row_so_far = row_so_far
         self._bus: Bus | None = None
@@ -118,13 +121,14 @@ class Audience:
         stop: Callable[[str], None],
         observe: Callable[[], None],
     ) -> None:
-        """Belong to this run from now on. `stop` ends the run with a reason; `observe` lets its
-        observers see what is in the log."""
+        """Connect this audience to its run. `stop` ends the run with a reason; `observe` shows the
+        observers new log entries."""
         self._bus, self._samples, self._observe = bus, samples, observe
         self._run.on_stop = stop
 
     async def begin(self, step: int) -> None:
-        """`on_start`. Raises `CallbackError`, as the other two do."""
+        """Call `on_start` of all callbacks and trackers; a tracker that fails is left out from then
+        on. Raises `CallbackError` if a callback fails."""
         self._has_begun = True
         if self._callbacks:
             seconds = await self._tell_all("on_start")
@@ -134,7 +138,8 @@ class Audience:
                 self._trackers.remove(tracker)
 
     async def evaluated(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """`on_evaluation`. Returns what was logged, and the seconds that it took."""
+        """Call `on_evaluation` of all callbacks. Returns the values that they logged, and the
+        seconds that they took. Raises `CallbackError` if one fails."""
         if not self._callbacks:
             return {}
         rows = () if self._samples is None else self._samples.evaluation_rows
@@ -144,7 +149,8 @@ class Audience:
         return {**logged, CALLBACK_SECONDS: seconds}
 
     async def trained(self, step: int) -> None:
-        """`on_step`, once: a wish to stop commits a step a second time."""
+        """Call `on_step` of all callbacks, once a step: a request to stop commits the step again.
+        Raises `CallbackError` if one fails."""
         if not self._callbacks or step <= self._told_step:
             return
         self._told_step = step
@@ -155,7 +161,7 @@ class Audience:
         self._noted().note(NOTE, seconds, step, logged)
 
     def row_written(self, step: int, row: Metrics, is_evaluation: bool) -> None:
-        """Tell the trackers."""
+        """Call all trackers with a finished row, of a step or of an evaluation."""
         if not self._trackers:
             return
         rows = self._rows_of(step)
@@ -167,7 +173,8 @@ class Audience:
         self._run.telling = None
 
     def end(self, reason: str | None) -> None:
-        """`on_end`, once, if the run has begun. Raises `CallbackError` when all have been told."""
+        """Call `on_end` of all callbacks and trackers, once, if the run has begun. Raises
+        `CallbackError` afterwards if a callback failed."""
         if not self._has_begun:
             return
         self._has_begun, failure = False, None
@@ -197,8 +204,8 @@ class Audience:
         metrics: Metrics | None = None,
         logged: Mapping[str, float] | None = None,
     ) -> float:
-        """Call the method of every callback; each sees what those before it logged. Returns the
-        seconds that this took."""
+        """Call the method of every callback; each callback sees what those before it logged.
+        Returns the seconds that all this took."""
         clock = self._noted().clock
         began = clock.now()
         for callback in self._callbacks:
@@ -216,7 +223,8 @@ class Audience:
             raise CallbackError(_failure(callback, method, arguments, error)) from error
 
     def _track(self, tracker: Callback, method: str, *arguments: Any) -> bool:
-        """Whether it went well."""
+        """Call a method of a tracker, and name the tracker, once, if it fails or is slow. Returns
+        whether the call went well."""
         began = self._noted().clock.now()
         what = f"tracker {getattr(tracker, 'name', type(tracker).__name__)}"
         try:
@@ -236,7 +244,7 @@ class Audience:
 
 
 def nobody() -> Audience:
-    """The audience of a run that nobody listens to."""
+    """The audience of a run that has no callbacks and no trackers."""
     run = ToldRun(name="", folder=Path(), config={}, total_steps=None, resumed_step=None)
 
     async def call(function: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Keeps what was generated of deferred prompts, for their next launch to take up.
+"""Keeps the tokens of deferred prompts, which wait for a later round, to go on from there.
 
 A deferred prompt keeps what each of its samples had, whole responses too, by *place*: the index of
 the sample whose noise it draws with; of trajectories all that came behind the prompt, of which
@@ -43,22 +43,23 @@ _INDEX, _TOKENS, _LOG_PROBS = "carried.json", "tokens.npy", "log_probs.npy"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens:
-    """The tokens that a sample had generated when its prompt was deferred."""
+    """The tokens, and their log-probs, that a sample had when its prompt was put off to a later
+    round."""
 
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float64]
     floor: int = 0
-    """Number of tokens at which the sample was cut off, at the furthest. 0 if it was never cut
+    """Largest number of tokens at which the sample was cut off so far. 0 if it was never cut
     off."""
     redraws: Redraws = ()
-    """`Response.redraws`."""
+    """Which tokens were drawn with which redraw of the noise, as in `Response.redraws`."""
     given: Spans = ()
-    """`Response.given`; the log-probs of these are zero."""
+    """Ranges of tokens that the model was given, as in `Response.given`; log-probs are 0 there."""
 
     def under(self, cut_off_at: int | None) -> KeptTokens:
-        """Returns the tokens for a run in which responses may go on from this length. A response
-        that was cut off there is at least so long, and so is one that happened to end by itself
-        there."""
+        """Returns the tokens for a run whose cap on responses was `cut_off_at` and has grown since
+        (None: has not). A response of that length counts as cut off, though it may have ended by
+        itself there."""
         if cut_off_at is None or len(self.tokens) < cut_off_at:
             return self
         return replace(self, floor=max(self.floor, cut_off_at - 1))
@@ -69,11 +70,12 @@ class KeptTokens:
 
 
 KeptByPrompt = Mapping[PromptId, Mapping[int, KeptTokens]]
-"""Kept tokens by prompt and place."""
+"""Kept tokens by prompt and by place, the index of the sample whose noise is used."""
 
 
 class CarriedTokens:
-    """Belongs to whoever holds the bus's lock. A port of `Defer`."""
+    """The kept tokens of prompts put off to later rounds; obeys `Defer`. Used under the bus's
+    lock."""
 
     def __init__(
         self,
@@ -82,31 +84,30 @@ class CarriedTokens:
         *,
         cut_off_at: int | None = None,
     ) -> None:
-        """`waiting` is a checkpoint's; `cut_off_at` the cap that it was made under, if that has
-        grown since."""
+        """`waiting`: the kept tokens of a checkpoint. `cut_off_at`: the cap on responses under
+        which they were made, if that has grown since."""
         self._config = config
         self._waiting = {
             prompt: {place: kept.under(cut_off_at) for place, kept in places.items()}
             for prompt, places in (waiting or {}).items()
         }
         self._launched: dict[PromptId, dict[int, KeptTokens]] = {}
-        """Tokens that this step's launches took up, until their samples have something newer."""
+        """Kept tokens that samples of this step go on from, until they have something newer."""
         self._ended: dict[PromptId, list[Response]] = {}
         """Responses of this step whose prompts are not deferred so far."""
         self._noise: dict[SampleId, SampleId] = {}
-        """Samples of this step that replace failed ones -> the sample whose noise they draw
-        with."""
+        """For samples of this step that replace failed ones: the sample whose noise is used."""
 
     def routes(self) -> Routes:
         return {Defer: self._defer}
 
     @property
     def carries(self) -> bool:
-        """Anything is kept at all."""
+        """Whether tokens of deferred prompts are kept at all."""
         return self._config.carries
 
     def metrics(self) -> dict[str, float]:
-        """The bytes of what waits, as a metric. Empty where nothing is carried."""
+        """The bytes of all kept tokens, as a metric. Empty where nothing is carried."""
         if not self.carries:
             return {}
         waiting = [kept for places in self._waiting.values() for kept in places.values()]
@@ -115,8 +116,8 @@ class CarriedTokens:
     def requests(
         self, command: Launch, rows: Sequence[PromptRow], sampling: SamplingParams
     ) -> list[GenerationRequest]:
-        """A request for each sample of the launch, with the tokens that it takes up. `rows` are the
-        data set's."""
+        """Returns a request for each sample of the launch, with the kept tokens that the sample
+        goes on from. `rows` are the data set's."""
         for prompt in {sample.prompt for sample in command.samples} & self._waiting.keys():
             self.begun(prompt)
         for sample, replaced in zip(command.samples, command.replaces, strict=False):
@@ -134,21 +135,21 @@ class CarriedTokens:
         ]
 
     def begun(self, prompt: PromptId) -> None:
-        """Samples of the prompt are at work again, in engines or environments."""
+        """Note that samples of the prompt are at work again, in engines or environments."""
         if prompt in self._waiting:
             self._launched[prompt] = self._waiting.pop(prompt)
 
     def is_deferred(self, prompt: PromptId) -> bool:
-        """Whether the prompt waits for another launch."""
+        """Whether the prompt is deferred, so that it waits for another launch."""
         return prompt in self._waiting
 
     def taken_up(self, sample: SampleId) -> KeptTokens:
-        """The tokens that this sample has taken up."""
+        """The kept tokens that this sample went on from."""
         return self._launched[sample.prompt][self._place_of(sample)]
 
     def ended(self, event: SampleGenerated | SampleAborted, response: Response | None) -> None:
-        """Note that the engine is done with a sample. One that it has not even looked at stays as
-        it was."""
+        """Note that the engine is done with a sample. If the engine has not even looked at the
+        sample's kept tokens, these stay as they were."""
         if not self.carries or response is None:
             return
         prompt = event.sample.prompt
@@ -160,7 +161,7 @@ class CarriedTokens:
         self.left(response)
 
     def left(self, response: Response) -> None:
-        """Note that the sample has come to this response, in place of what it took up."""
+        """Keep this response for its sample, in place of the tokens that were kept before."""
         prompt = response.sample.prompt
         if not self.carries:
             return
@@ -170,7 +171,8 @@ class CarriedTokens:
             self._ended.setdefault(prompt, []).append(response)
 
     def settle(self) -> KeptByPrompt:
-        """The step is over: what waits stays, all else is forgotten."""
+        """Forget all but the kept tokens of deferred prompts, which are returned: the step is
+        over."""
         self._launched.clear()
         self._ended.clear()
         self._noise.clear()
@@ -202,8 +204,8 @@ class CarriedTokens:
         )
 
     def _take(self, sample: SampleId, count: int) -> Carried | None:
-        """The tokens that the sample takes up, which must be as many as the core expects. None if
-        it takes up none."""
+        """Returns the kept tokens that the sample goes on from, which must be `count` in number.
+        None if `count` is 0."""
         places = self._launched.get(sample.prompt, {})
         place = self._place_of(sample)
         if not count:
@@ -232,7 +234,7 @@ class CarriedTokens:
 
 
 def _log_probs(response: Response) -> NDArray[np.float64]:
-    """Log-probs of the response, one per token; zero for tokens that were given."""
+    """Log-probs of the response, one per token; zero for tokens that the model was given."""
     is_drawn = np.ones(len(response.tokens), dtype=bool)
     for first, behind in response.given:
         is_drawn[first:behind] = False
@@ -242,13 +244,14 @@ def _log_probs(response: Response) -> NDArray[np.float64]:
 
 
 def _ceiling(siblings: Iterable[KeptTokens]) -> int | None:
-    """Most tokens that a response may have had which had ended by itself: it ended before its
-    siblings were cut off. None without siblings."""
+    """Most tokens that a response which ended by itself may have: it ended before its siblings, the
+    prompt's other samples, were cut off. None without siblings."""
     return max([kept.floor or len(kept.tokens) for kept in siblings], default=None)
 
 
 def write_carried(folder: Path, waiting: KeptByPrompt, tokenizer: str) -> None:
-    """Into the folder of a checkpoint, if there is anything. `tokenizer`: its fingerprint."""
+    """Write the kept tokens into the folder of a checkpoint, if there are any. `tokenizer`:
+    fingerprint of the tokenizer."""
     flat = [(p, place, kept) for p, places in waiting.items() for place, kept in places.items()]
     if not flat:
         return

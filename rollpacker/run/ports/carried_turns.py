@@ -1,9 +1,9 @@
-"""Drafts of turns: what deferred trajectories have left, for their next launch to draw anew.
+"""Drafts of turns: tokens of deferred trajectories, for an engine to draw anew in the next launch.
 
 The episode is played anew. As long as all that came behind the prompt is what came there before,
 each turn's request has the tokens that stood there as drafts, which the engine draws anew; from the
-first difference on nothing of them is used. So a trajectory is the one that it would be without
-them, whatever its environment answers.
+first difference on no draft is used. So a trajectory is the one that it would be without drafts,
+whatever its environment answers.
 
 Once stopped, a trajectory leaves what it has by then, unless that is only the beginning of what its
 launch began with: then that stays.
@@ -27,14 +27,15 @@ from rollpacker.run.ports.player import Play
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The tokens that a sample's launch began with, and how far they have come out the same."""
+    """Tokens that an earlier launch of the sample left, and how far this launch drew the same
+    tokens."""
 
     kept: KeptTokens
     retracing: Retracing
 
     def drafts(self, so_far: tuple[int, ...], limit: int) -> Carried | None:
-        """Drafts for the turn that begins behind these tokens, at most `limit` of them. None if
-        there are none."""
+        """Drafts for the turn that begins after the tokens `so_far`, at most `limit` of them. None
+        if there are none, as after the first difference."""
         tokens, start = self.kept.tokens, len(so_far)
         if not self.retracing.goes_on or not np.array_equal(tokens[:start], so_far):
             return None
@@ -47,16 +48,17 @@ class Path:
 
 
 class CarriedTurns:
-    """The drafts of a step's samples. Used under the bus's lock alone."""
+    """The drafts (tokens of an earlier launch) for a step's samples. Used under the bus's lock."""
 
     def __init__(self, carried: CarriedTokens) -> None:
         self._carried = carried
         self._paths: dict[SampleId, Path] = {}
         self._cancelled: dict[SampleId, Play] = {}
-        """Cancelled samples, of which an engine may still say what it has drawn."""
+        """Episodes of cancelled samples, of which an engine may still report tokens."""
 
     def launched(self, request: GenerationRequest) -> GenerationRequest:
-        """The first turn of a sample, which may have a whole trajectory of an earlier launch."""
+        """Returns the request of a sample's first turn, with drafts if an earlier launch left
+        tokens."""
         if request.carried is None:
             return request
         kept = self._carried.taken_up(request.sample)
@@ -64,7 +66,7 @@ class CarriedTurns:
         return replace(request, carried=path.drafts((), request.sampling.max_response_tokens))
 
     def further(self, request: GenerationRequest, play: Play) -> GenerationRequest:
-        """The next turn of this sample, with what there is of it."""
+        """Returns the request of the sample's next turn, with drafts if there are any."""
         path = self._paths.get(request.sample)
         if path is None:
             return request
@@ -72,11 +74,11 @@ class CarriedTurns:
         return replace(request, carried=path.drafts(play.trajectory.tokens, limit))
 
     def play_of(self, sample: SampleId) -> Play | None:
-        """The play of a cancelled sample. None if the sample was not cancelled."""
+        """The episode of a cancelled sample. None if the sample was not cancelled."""
         return self._cancelled.get(sample)
 
     def drawn(self, event: SampleGenerated, play: Play, response: Response) -> None:
-        """An engine has drawn a turn, which the play does not have yet."""
+        """Note that an engine has generated a turn, which is not added to the episode yet."""
         path = self._paths.get(event.sample)
         if path is not None:
             start = len(play.trajectory.tokens)
@@ -87,7 +89,8 @@ class CarriedTurns:
             self._leave(play, response)
 
     def aborted(self, event: SampleAborted, play: Play | None, response: Response | None) -> None:
-        """An engine has stopped a turn on its way."""
+        """Note that an engine has stopped a turn before its end; keep the tokens that go beyond
+        those of the earlier launch."""
         play = self._cancelled.get(event.sample) or play
         if play is None or response is None:
             return
@@ -98,8 +101,8 @@ class CarriedTurns:
             self._leave(play, response)
 
     def cancelled(self, plays: Iterable[Play]) -> None:
-        """Keep what these plays have, which are not needed any more. An engine may still say what
-        it has drawn of their turns."""
+        """Keep the tokens of these episodes, which are not needed any more. An engine may still
+        report tokens of their turns."""
         if not self._carried.carries:
             return
         for play in plays:
@@ -107,16 +110,16 @@ class CarriedTurns:
             self._leave(play)
 
     def concluded(self, response: Response) -> None:
-        """A trajectory is complete, with this response."""
+        """Keep the response of a trajectory that is complete."""
         self._carried.left(response)
 
     def settle(self) -> None:
-        """The step is over."""
+        """Forget all drafts at the end of a step."""
         self._paths.clear()
         self._cancelled.clear()
 
     def _leave(self, play: Play, turn: Response | None = None) -> None:
-        """Keep the play's tokens for the next launch, with these tokens of the turn at hand, unless
+        """Keep the episode's tokens for the next launch, with those of the turn at hand, unless
         they are only the beginning of what this launch began with."""
         path = self._paths.get(play.sample)
         if path is not None and path.retracing.goes_on:

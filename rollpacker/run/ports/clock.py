@@ -6,7 +6,7 @@ import time
 
 
 class RealClock:
-    """Goes on, at a resume, where the checkpoint left it."""
+    """Clock of a run, in seconds. After a resume it goes on where the checkpoint left it."""
 
     def __init__(self, time_s: float) -> None:
         """`time_s`: what the clock shows now."""

@@ -34,19 +34,20 @@ CLOSE_S = 10.0
 
 @dataclass(eq=False, slots=True)
 class Commits:
-    """Commits on the main task. The job's state is taken at once, and what is carried with it, in
-    whatever thread the command comes: later they may have gone on."""
+    """Commits steps on the main task. The job's state and the carried tokens are read at once, in
+    the thread of the command, since both may change before the checkpoint."""
 
     shared: Shared
     scoring: Scoring
     evaluator: Evaluator
     _: KW_ONLY
     recovery: Recovery
-    """Knows the folder of the checkpoints, of which the last `keep_last` stay."""
+    """Brings a lost trainer back; knows the checkpoints' folder, where the last `keep_last`
+    stay."""
     pools: Pools
     keep_last: int
     devices: SharedDevices
-    """The devices, with the trainer on them."""
+    """The devices that trainer and engines share, and the trainer on them."""
     cursor: Cursor
     carried: CarriedTokens
     salvage: Salvage
@@ -84,7 +85,8 @@ class Commits:
     async def _checkpoint(
         self, step: int, job_state: Mapping[str, Any], waiting: KeptByPrompt
     ) -> None:
-        """Done again where the trainer was lost meanwhile; evaluation and callbacks are not."""
+        """Write a checkpoint. It alone, not evaluation or callbacks, is done again if the trainer
+        is lost."""
         await self.pools.parked()
         write = in_daemon_thread(self._write, step, self._state(job_state), waiting)
         try:
@@ -106,8 +108,8 @@ class Commits:
         write_carried(folder, waiting, self.tokenizer)
 
     def _state(self, job_state: Mapping[str, Any]) -> dict[str, Any]:
-        """All that a resume needs besides tensors. Also makes log and samples durable up to
-        here."""
+        """Returns all that a resume needs besides tensors: job, data cursor, clock, and the log's
+        mark. Also makes log and samples durable up to here."""
         if self.samples is not None:
             self.samples.write()
         with self.shared.bus.lock:

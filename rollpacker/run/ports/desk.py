@@ -1,4 +1,4 @@
-"""The desk: all that is known of each sample, from its response to the commit of its step."""
+"""The desk keeps what is known of each sample, from its response to the commit of its step."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ from rollpacker.trainer.trainer import TokenScores, TrainSample
 
 @dataclass(slots=True)
 class KnownSample:
-    """All that is known of one sample that generated a response."""
+    """What the controller keeps of one sample: its response, verdict, episode and training
+    sample."""
 
     response: Response
     completion: str | None = None
-    """The text that the rewards were given. None: none was asked."""
+    """The text that the rewards were given. None before any reward was asked."""
     verdict: Scored | None = None
     """The rewards' verdict. None if there is none yet, or the rewards had none to give."""
     episode: Episode | None = None
     """Messages and rewards of a sample of several turns. None for a single response."""
     finish: Future[Episode | Lost] | None = None
-    """The episode as it will be once its environment has said what it was worth."""
+    """The episode with its final reward, once the environment gave that. None if none is asked
+    for."""
     check_s: float | None = None
-    """Seconds that the check took, with a verdict or without. None if it has not ended."""
+    """Seconds that the check took, with a verdict or without. None if no check has ended."""
     scores: TokenScores | None = None
-    """The log-probs and values that other models gave its tokens. None if none was asked."""
+    """Log-probs and values that other models gave the tokens. None if no model was asked."""
     streamed: TrainSample | None = None
-    """The sample as the step's gradient holds it already, with a provisional weight. None if the
-    gradient does not."""
+    """The sample, with a provisional weight, as the step's gradient holds it. None if the gradient
+    does not hold the sample yet."""
 
 
 class Desk:
-    """What is known of each sample. The engine's thread lays responses down, the event loop adds
-    what becomes known. Whoever goes through all samples does so while the engine is empty, or under
-    the bus's lock."""
+    """What is known of each sample. The engine's thread adds responses, the event loop the rest.
+    All samples are gone through only while the engine is empty, or under the bus's lock."""
 
     def __init__(self) -> None:
         self._known: dict[SampleId, KnownSample] = {}
         self.round_kind = ""
-        """The kind of the step's first round; empty before there is one."""
+        """Kind of the step's first round, such as short or long; empty before there is a round."""
 
     def lay_down(self, response: Response) -> None:
         self._known[response.sample] = KnownSample(response)
@@ -53,19 +54,19 @@ class Desk:
         return self._known[sample]
 
     def get(self, sample: SampleId) -> KnownSample | None:
-        """The record of the sample. None if it was forgotten, so that whoever asks is late."""
+        """The record of the sample. None if it was forgotten, its step being over."""
         return self._known.get(sample)
 
     def scored_groups(
         self, groups: Sequence[Sequence[SampleId]]
     ) -> list[list[tuple[Response, float]]]:
-        """Responses with their rewards. Every one of these samples has a verdict."""
+        """Responses with their rewards, by group. Every one of these samples has a verdict."""
         return [[self._scored(sample) for sample in group] for group in groups]
 
     def reward_parts(
         self, groups: Sequence[Sequence[SampleId]]
     ) -> dict[SampleId, Mapping[str, float | None]]:
-        """Each reward's own value of these samples, by its name."""
+        """The value that each reward gave, by its name, for these samples with a verdict."""
         known = {sample: self._known[sample].verdict for group in groups for sample in group}
         return {sample: verdict.parts for sample, verdict in known.items() if verdict is not None}
 
@@ -92,7 +93,7 @@ class Desk:
         return {s: k.streamed for s, k in self._known.items() if k.streamed is not None}
 
     def forget_gradients(self) -> None:
-        """Note that the step's gradient was lost with all that it held."""
+        """Note that the step's gradient was lost, with all samples that it held."""
         for known in self._known.values():
             known.streamed = None
 
@@ -102,8 +103,8 @@ class Desk:
         return sorted(seconds, key=lambda sample: (-seconds[sample], sample))[:count]
 
     def forget(self, waiting: Iterable[SampleId]) -> None:
-        """The step is settled. The responses of `waiting` are kept, since their checks are still
-        to be handed over."""
+        """Forget all samples at the end of a step, but the responses of `waiting`, whose checks are
+        still to be handed over."""
         kept = {sample: self._known[sample] for sample in waiting}
         self._known = {s: _waiting(one) for s, one in kept.items()}
         self.round_kind = ""

@@ -1,5 +1,5 @@
-"""A trajectory as the text that samples keep of it: what was said by whom, what each turn took and
-brought, and which tokens were drawn and given. Bounded: the middle of a long one is left out."""
+"""Makes the text that samples keep of a trajectory: who said what, what each turn took and brought,
+and which tokens were generated and given. The middle of a long trajectory is left out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollpacker.run.errors import Decode
 from rollpacker.run.folder.plain_json import plain_text, shortened
 
 MAX_TEXT_CHARS = 4096
-"""Longer texts, as of a message, are cut off."""
+"""Most characters of one text, such as a message's; the rest is cut off."""
 MAX_PART_CHARS = 65_536
 """Most characters of the messages, and of the tokens' text. The middle of what is longer is left
 out."""
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def dialogue_text(response: Response, episode: Episode, render: Decode) -> str:
-    """JSON, one object:
+    """Returns a JSON object, as text:
 
     `begin`: the messages that the environment said first; null: the data row's own are the prompt.
     `turns`: `message` (the model's), `answers` (messages), `reward` (null: none), `policy_s` and
@@ -38,13 +38,13 @@ def dialogue_text(response: Response, episode: Episode, render: Decode) -> str:
 
 
 def _list(items: Sequence[str]) -> str:
-    """A JSON list of items that are JSON already."""
+    """Returns a JSON list of items that are JSON already; if it is too long, without its middle."""
     kept = _both_ends(items, lambda item: len(item))
     return f"[{', '.join(map(str, kept))}]"
 
 
 def _turns(episode: Episode) -> list[dict[str, Any]]:
-    """A message of the model begins one."""
+    """The turns of an episode, each a dict; a turn begins with a message of the model."""
     starts = [n for n, one in enumerate(episode.messages) if one.get("role") == "assistant"]
     found = []
     for turn, (start, end) in enumerate(pairwise([*starts, len(episode.messages)])):
@@ -84,8 +84,8 @@ def _stretches(response: Response, render: Decode) -> list[tuple[bool, int, str]
 
 
 def _both_ends(items: Sequence[T], size_of: Callable[[T], int]) -> list[T | int]:
-    """All items, or as many of the first and of the last as fit, around the number of those left
-    out."""
+    """Returns all items, or as many of the first and of the last as fit, with the number of those
+    left out between them."""
     sizes = [*map(size_of, items)]
     if sum(sizes) <= MAX_PART_CHARS:
         return [*items]

@@ -1,13 +1,13 @@
-"""The engines of a run: which of them live, who has which sample, and what an output means.
+"""The engines of a run: which of them live, which has which sample, and what an output means.
 
     Generation --submit, place, abort, move--> engine 0 | engine 1 | ...     under the bus's lock
     Generation <-------- outputs, errors ----- each from a thread of its own
 
-An engine is a slot; who fills it is one *incarnation*, a `Handle`. One that is lost is closed; what
-it still says of samples that run elsewhere goes to the core, to be counted, without its tokens. All
-are closed where engines get another number of devices each, and others fill the slots. A run with
-one engine is this with one slot that nobody can fill anew: whatever that engine dies of is then
-what the run dies of.
+Engines have numbered slots. The object that fills a slot is one *incarnation* of that engine, a
+`Handle`. An engine that is lost is closed; what it still reports of samples that run elsewhere goes
+to the core, to be counted, without the tokens. When the number of devices per engine changes, all
+engines are closed and new ones fill the slots. A run with a single engine that cannot be replaced
+ends with whatever error ends that engine.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from rollpacker.run.ports.held import (
 from rollpacker.trainer.trainer import HandOver
 
 MakeEngine = Callable[[int, int, int], Engine]
-"""Engine, incarnation and devices -> a new one, without the run's weights, which may load for a
-while yet."""
+"""Function that makes a new engine from its number, its incarnation and its number of devices. The
+engine does not have the run's weights yet, and may still be loading."""
 
 EngineEvent = SampleGenerated | SampleAborted | SampleFailed | SampleMoved
 
@@ -59,31 +59,32 @@ FleetEvent = EngineLost | EngineReady | SampleMoved
 
 
 class Keepers:
-    """Knows which engine keeps what it computed of a sample whose environment has the turn. Used
-    under the bus's lock alone."""
+    """Knows which engine keeps what it computed of a sample (its cache) while the sample's
+    environment has the turn. Used under the bus's lock alone."""
 
     def __init__(self) -> None:
         self._handles: dict[SampleId, Handle] = {}
 
     def keeps(self, handle: Handle, request: GenerationRequest) -> None:
-        """Note that a turn of this request's sample has ended in that engine."""
+        """Note that this engine keeps its cache of the request's sample, if it was asked to."""
         if request.keep:
             self._handles[request.sample] = handle
 
     def forget(self) -> None:
-        """Note that no engine keeps anything, since engines have other weights."""
+        """Forget which engines keep caches, as new weights make these useless."""
         self._handles.clear()
 
     def of(self, sample: SampleId) -> int | None:
-        """Number of the engine that keeps something of this sample. None if no living one does."""
+        """Number of the engine that keeps the cache of this sample. None if no living engine
+        does."""
         handle = self._handles.get(sample)
         return handle.number if handle is not None and handle.lives else None
 
     def leave(
         self, samples: Iterable[SampleId], to: Handle | None = None
     ) -> dict[Handle, list[SampleId]]:
-        """Note that no engine but `to`, where they go on, keeps anything of these samples. Returns
-        the living engines that have to be told so, each with its samples."""
+        """Note that no engine but `to`, where the samples go on, keeps a cache of these samples.
+        Returns the living engines that have to discard caches, with the samples concerned."""
         told: dict[Handle, list[SampleId]] = {}
         for sample in samples:
             handle = self._handles.pop(sample, None)
@@ -94,7 +95,7 @@ class Keepers:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights that engines sample from, or are about to."""
+    """The weights that engines sample from, or will sample from next."""
 
     version: int
     hand_over: HandOver | None
@@ -102,26 +103,27 @@ class Weights:
 
 
 class Engines:
-    """Belongs to whoever holds the bus's lock, but for `close`."""
+    """The engines of a run by slot, and the samples that were given to them. All methods but
+    `close` are called under the bus's lock."""
 
     def __init__(
         self, engines: Sequence[Engine], make: MakeEngine | None = None, tensor_parallel: int = 1
     ) -> None:
-        """`make` makes an engine in place of one that is lost. None: the place stays empty, and the
-        run ends. `tensor_parallel`: devices of each of these engines."""
+        """`make`: makes an engine in place of one that is lost; None if lost engines are not
+        replaced, and the run ends. `tensor_parallel`: number of devices of each engine."""
         self.make = make
         self.handles = {number: Handle(number, 0, engine) for number, engine in enumerate(engines)}
-        """The engine that filled each slot last."""
+        """The latest engine of each slot, alive or lost, by the slot's number."""
         self.layout = EngineLayout(0, tensor_parallel)
         self.ending = Ending()
         self._coming: dict[int, Engine] = {}
-        """The engine that is being made for each slot, or was made last."""
+        """The engine that is loading for each slot, or failed to, by the slot's number."""
         self.weights = Weights(0, None)
         self.is_closed = False
         self._held: dict[SampleId, AssignedSample] = {}
         self._keepers = Keepers()
         self._not_numbers: set[Handle] = set()
-        """Engines whose logits held a NaN with the weights at hand."""
+        """Engines that reported a NaN in their logits with the current weights."""
         self._listen: Callable[[Handle], None] = lambda handle: None
         self._tell: Callable[[FleetEvent], None] = lambda event: None
 
@@ -131,8 +133,8 @@ class Engines:
         on_error: Callable[[Handle, BaseException], None],
         tell: Callable[[FleetEvent], None],
     ) -> None:
-        """Listen to engines from now on, also to those that come later. `tell` hears of engines
-        that come and go."""
+        """Listen to all engines from now on, also later ones. `on_outputs` and `on_error` get the
+        engine, too; `tell` gets the events of engines that come and go, and of moves."""
 
         def listen(handle: Handle) -> None:
             handle.engine.start(partial(on_outputs, handle), partial(on_error, handle))
@@ -147,15 +149,15 @@ class Engines:
         return [handle for handle in self.handles.values() if handle.lives]
 
     def _living_at(self, number: int) -> Handle | None:
-        """The living engine of this slot. None if nobody fills it."""
+        """The living engine of this slot. None if the slot's engine is lost."""
         handle = self.handles.get(number)
         return handle if handle is not None and handle.lives else None
 
     # -- what the core wants -----------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest], where: Sequence[int] = ()) -> None:
-        """Give each request to an engine. `where`: aligned with them; empty: to engine 0. One that
-        is lost meanwhile says so, and the core places its samples again."""
+        """Give each request to the engine whose number `where` has at the same place (empty: engine
+        0). If an engine is lost meanwhile, the core hears of that and places its samples again."""
         parts: dict[int, list[GenerationRequest]] = {}
         for request, number in zip(requests, where or (0,) * len(requests), strict=True):
             parts.setdefault(number, []).append(request)
@@ -168,8 +170,8 @@ class Engines:
                 self._give(handle, part)
 
     def place(self, samples: Sequence[SampleId], where: Sequence[int]) -> None:
-        """Start these again, from what their launch gave them. One that was to move and whose
-        engine lives is still there, told to stop: it starts when it has been let go of."""
+        """Start these samples again, from their launch's requests, in the engines numbered `where`.
+        A sample that a living engine still has starts once it has been stopped there."""
         gone, targets = [], []
         self._stop(samples)
         for sample, number in zip(samples, where, strict=True):
@@ -182,7 +184,8 @@ class Engines:
         self.submit(gone, targets)
 
     def abort(self, samples: Sequence[SampleId]) -> None:
-        """Stop these. The core answers itself for those that no engine has."""
+        """Stop these samples. No output follows for samples that no engine has; the core expects
+        none."""
         for sample in samples:
             held = self._held.get(sample)
             if held is not None:
@@ -195,8 +198,8 @@ class Engines:
         self._stop(samples)
 
     def move(self, samples: Sequence[SampleId], number: int) -> None:
-        """Stop these, to go on in that engine (see `heard`), wherever they were to go before. One
-        that was given to an engine which was lost that moment starts there again."""
+        """Stop these samples, to go on in engine `number` (see `heard`), whatever was chosen
+        before. A sample whose engine was lost at that moment starts there from its launch."""
         gone = []
         for sample in samples:
             held = self._held.get(sample)
@@ -213,15 +216,14 @@ class Engines:
                 self._give(handle, [held.request])
 
     def let_go(self, samples: Sequence[SampleId], to: Handle | None = None) -> None:
-        """Tell engines that they need not keep what they computed of these samples, whose
-        environments have the turn; but not the engine `to`, where they go on. A dead engine keeps
-        nothing."""
+        """Tell engines to discard their caches of these samples, whose environments have the turn.
+        The engine `to`, where the samples go on, is not told, nor is a lost one."""
         for handle, part in self._keepers.leave(samples, to).items():
             with contextlib.suppress(EngineError), self._losing(handle):
                 handle.let_go(part)
 
     def _stop(self, samples: Sequence[SampleId]) -> None:
-        """Abort those that an engine has; one that has just ended is ignored there."""
+        """Abort the samples that an engine has; engines ignore samples that have just ended."""
         parts: dict[Handle, list[SampleId]] = {}
         for sample in samples:
             held = self._held.get(sample)
@@ -232,15 +234,16 @@ class Engines:
                 handle.abort(part)
 
     def forget(self) -> None:
-        """Forget all samples: nothing is under way. What is still here was aborted, and its engine
-        lost before it could answer."""
+        """Forget all samples, when nothing is under way: those still listed were aborted, and their
+        engine was lost before it could answer."""
         self._held.clear()
 
     # -- for what the core does not route ----------------------------------------------------------
 
     def submit_anywhere(self, requests: Sequence[GenerationRequest]) -> None:
-        """The samples of one prompt to the same engine, prompts in turn, but for those that an
-        engine keeps. With no engine alive they wait for `place_anywhere`."""
+        """Submit requests that the core does not route. Samples of one prompt go to one engine,
+        prompts take the engines in turn, and a sample of which an engine keeps something goes to
+        that engine. With no engine alive they wait for `place_anywhere`."""
         living = [handle.number for handle in self.living] or [NOWHERE]
         turns: dict[tuple[int, ...], int] = {}
         for request in requests:
@@ -251,7 +254,7 @@ class Engines:
         self.submit(requests, [number if at is None else at for number, at in pairs])
 
     def place_anywhere(self) -> None:
-        """Start all again that no engine has, if one lives."""
+        """Submit again all requests that no engine has, if an engine lives."""
         if self.living:
             nowhere = [held.request for held in self._held.values() if held.at is None]
             self.submit_anywhere(nowhere)
@@ -259,17 +262,17 @@ class Engines:
     # -- what engines say --------------------------------------------------------------------------
 
     def has(self, handle: Handle, sample: SampleId) -> bool:
-        """Whether the sample is that engine's now."""
+        """Whether that engine has the sample now."""
         held = self._held.get(sample)
         return held is not None and held.at is handle
 
     def heard(
         self, handle: Handle, output: EngineOutput
     ) -> tuple[EngineEvent | None, Response | None]:
-        """Turn an engine's output into what the core is told, and the response that comes with it.
-        (None, None) for an output that changes nothing.
+        """Turn an engine's output into the event for the core and the response that comes with it.
 
-        A sample that was stopped to be moved goes on elsewhere. None: nothing that matters.
+        The event is None if the core need not hear of the output, and the response if no tokens are
+        to be kept. A sample that was stopped in order to move is given to its next engine here.
         """
         event, response = stamped(output.event, handle), output.response
         held = self._held.get(event.sample)
@@ -299,7 +302,7 @@ class Engines:
         event: EngineEvent,
         response: Response | None,
     ) -> str | None:
-        """Why an engine that works could not have said this. None if it could."""
+        """Why an engine that works could not have reported this output. None if it could."""
         if held is None or held.at is not handle:
             return f"it spoke of {event.sample}, which it does not have"
         if isinstance(event, SampleGenerated):
@@ -319,8 +322,8 @@ class Engines:
     def _go_on(
         self, held: AssignedSample, event: SampleAborted, response: Response | None
     ) -> SampleMoved | None:
-        """Have the sample go on in the engine that it was to move to. None if that engine is lost
-        by now: the core hears of the loss, and says where else."""
+        """Give a stopped sample to the engine that it was to move to. Returns the event of the
+        move; None if that engine is lost by now, so that the core will place the sample again."""
         assert held.moves_to is not None
         request = taken_along(held, event, response)
         held.at, held.moves_to = self._living_at(held.moves_to), None
@@ -334,8 +337,8 @@ class Engines:
         return moved(event.sample, to, 0 if kept is None or kept.verify else len(kept.tokens))
 
     def _start_anew(self, held: AssignedSample) -> EngineEnd | None:
-        """Start a sample anew, or end it if it is unwanted: the engine that had it has let go of
-        it."""
+        """Start a sample again in its next engine, since the engine that had it has let go of it;
+        an unwanted sample is ended instead. Returns the event of that end, or None."""
         assert held.moves_to is not None
         sample, to = held.request.sample, self._living_at(held.moves_to)
         if held.is_unwanted:
@@ -352,20 +355,20 @@ class Engines:
         return None
 
     def num_at(self, numbers: Collection[int]) -> int:
-        """Samples that these engines have, also those that are to leave and have not yet."""
+        """Number of samples that these engines have, also of samples that are still to leave."""
         where = (held.at for held in self._held.values())
         return sum(handle is not None and handle.number in numbers for handle in where)
 
     def blame(self, handle: Handle) -> bool:
-        """Note that this engine's logits held a NaN. Returns whether that is the policy's fault: it
-        is if another engine says so too, or there is no other."""
+        """Note that this engine's logits held a NaN. Returns whether the policy is to blame: it is
+        if another engine reported that too, or if there is no other engine."""
         self._not_numbers.add(handle)
         return self.make is None or len(self._not_numbers) > 1
 
     # -- who lives ---------------------------------------------------------------------------------
 
     def lose(self, handle: Handle, reason: str) -> None:
-        """End it, and say so, once."""
+        """Mark the engine as lost, close it in the background and tell the core, once."""
         if not handle.lives or self.is_closed:
             return
         handle.lives = False
@@ -382,8 +385,8 @@ class Engines:
         )
 
     def lay_out(self, tensor_parallel: int) -> list[Engine]:
-        """From now on give each engine so many devices. Returns the engines that lived or were
-        being made, which are to be closed; nothing that they say counts any more."""
+        """Give each engine this many devices from now on. Returns the engines that lived or were
+        loading, which the caller has to close; whatever they still report is ignored."""
         gone = [*(handle.engine for handle in self.living), *self._coming.values()]
         for handle in self.living:
             handle.lives = False
@@ -393,15 +396,15 @@ class Engines:
         return gone
 
     def awaits(self, number: int, engine: Engine, layout: EngineLayout) -> None:
-        """Note that this engine loads, to fill the slot. Raises `EngineError` if the layout is
-        another one by now."""
+        """Note that this engine is loading, to fill slot `number`. Raises `EngineError` if devices
+        were shared out anew since `layout` was made."""
         if layout is not self.layout:
             raise EngineError("the devices were shared out anew")
         self._coming[number] = engine
 
     def join(self, handle: Handle) -> None:
-        """Let an engine that has the weights at hand take its slot. Raises `EngineError` if it has
-        died, or if its layout is gone."""
+        """Put an engine that has the current weights into its slot. Raises `EngineError` if it has
+        died, or if devices were shared out anew meanwhile."""
         if self._coming.get(handle.number) is not handle.engine:
             raise EngineError("the devices were shared out anew")
         assert self._living_at(handle.number) is None, f"engine {handle.number} is there"
@@ -421,7 +424,7 @@ class Engines:
     def failed_to_join(
         self, number: int, incarnation: int, layout: EngineLayout, error: BaseException
     ) -> None:
-        """The place stays empty, and the core is told, unless nobody asks for it any more."""
+        """Tell the core why no engine took this slot, if the run goes on with this layout."""
         reason = f"it could not take its place: {error}"
         if not self.is_closed and layout is self.layout:
             self._tell(
@@ -429,8 +432,8 @@ class Engines:
             )
 
     def expect(self, weights: Weights) -> list[Handle]:
-        """Make these the weights at hand. Returns the living engines, which have to be brought to
-        them."""
+        """Make these the current weights, and forget all samples if the version is new. Returns the
+        living engines, which the caller has to bring to these weights."""
         if weights.version != self.weights.version:
             self._not_numbers.clear()
             self._keepers.forget()
@@ -439,7 +442,8 @@ class Engines:
         return self.living
 
     def check_progress(self, now_s: float, limit_s: float) -> None:
-        """Lose those that have samples and make no progress for so long while others do."""
+        """Lose the engines that have samples and have made no progress for `limit_s` seconds while
+        other engines made some. Does nothing where engines are not replaced."""
         living = self.living if self.make is not None else []
         for handle in living:
             with self._losing(handle):
@@ -453,7 +457,7 @@ class Engines:
                 self.lose(handle, f"no progress for {limit_s:g} s while others made some")
 
     def status(self) -> EngineStatus:
-        """The status of all living engines together. Raises `EngineError` if the only engine is
+        """The statuses of all living engines, added up. Raises `EngineError` if the only engine is
         dead."""
         found = []
         for handle in self.living:
@@ -470,7 +474,7 @@ class Engines:
         )
 
     async def close(self) -> None:
-        """End all of them, and those that come later. Idempotent."""
+        """Close all engines, also those that are still loading. Further calls do nothing."""
         if not self.is_closed:
             self.is_closed = True
             living = [handle.engine for handle in self.living]
@@ -482,7 +486,8 @@ class Engines:
 
     @contextlib.contextmanager
     def _losing(self, handle: Handle) -> Iterator[None]:
-        """An engine that cannot be spoken to is lost, if another can take its place."""
+        """A context in which an `EngineError` loses the engine, or is raised if none can replace
+        it."""
         try:
             yield
         except EngineError as error:

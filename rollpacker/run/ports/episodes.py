@@ -1,8 +1,8 @@
 """The environments' port: `Act`, `CancelAct` and `Conclude` in, `Acted` out; and the tokens before
 each turn, for the engines' port.
 
-Belongs to the event loop, but for what comes in the engines' threads, always under the bus's lock:
-commands, and what engines have drawn.
+All is used on the event loop, but for commands and for what engines have generated, which come in
+the engines' threads, always under the bus's lock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CANCELLED = Lost(reason="not needed any more", cause="cancelled")
 
 @dataclass(eq=False, slots=True)
 class Episodes:
-    """The episodes of a step."""
+    """The episodes of the current step: samples that take turns with an environment."""
 
     shared: Shared
     scoring: Scoring
@@ -39,14 +39,14 @@ class Episodes:
     rows: Sequence[PromptRow]
     carried: CarriedTokens
     let_go_of: Callable[[Sequence[SampleId]], None] = lambda samples: None
-    """Engines need not keep what they have of these. Under the bus's lock."""
+    """Tells engines to discard their caches of these samples. Called under the bus's lock."""
     _turns: CarriedTurns = field(init=False)
     _plays: dict[SampleId, Play] = field(default_factory=dict, init=False)
     _noise: dict[SampleId, SampleId | None] = field(default_factory=dict, init=False)
     """The sample whose noise each sample draws with. None for its own."""
     _tasks: dict[SampleId, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _concluded: list[Play] = field(default_factory=list, init=False)
-    """Episodes that ended in this step."""
+    """Episodes that have ended in this step."""
     _lost: dict[str, int] = field(default_factory=dict, init=False)
     """Number of episodes that were lost in this step, by cause."""
 
@@ -63,7 +63,7 @@ class Episodes:
     # -- for the engines' port, under the bus's lock -----------------------------------------------
 
     def launched(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-        """The requests of a launch, with the prompts that the environments say."""
+        """Returns the requests of a launch, with the prompts that the environments gave."""
         found = []
         for request in requests:
             play = self._play_of(request.sample)
@@ -82,7 +82,7 @@ class Episodes:
         ]
 
     def heard(self, event: SampleGenerated, response: Response) -> None:
-        """An engine has drawn a turn."""
+        """Add the turn that an engine has generated to its episode."""
         play = self._plays.get(response.sample) or self._turns.play_of(response.sample)
         if play is not None:
             self._turns.drawn(event, play, response)
@@ -90,8 +90,8 @@ class Episodes:
             play.heard(response)
 
     def let_go(self, event: SampleAborted | SampleFailed, response: Response | None) -> None:
-        """An engine has stopped, or failed on, a sample. Where an environment knows of it,
-        `CancelAct` has come, or comes."""
+        """Note that an engine has stopped a sample, or failed on it. Where an environment knows of
+        the sample, `CancelAct` has come, or comes."""
         play = self._plays.get(event.sample)
         if isinstance(event, SampleAborted):
             self._turns.aborted(event, play, response)
@@ -107,7 +107,7 @@ class Episodes:
     # -- commands ----------------------------------------------------------------------------------
 
     def _conclude(self, command: Conclude) -> None:
-        """End a trajectory, at once: the rewards may be asked for the sample next."""
+        """End a trajectory at once, since the rewards may be asked for the sample next."""
         self.let_go_of([command.sample])
         play = self._plays.pop(command.sample)
         response = play.response(command.reason)

@@ -1,4 +1,4 @@
-"""Held-out evaluation: pass@1 and pass@k with the unbiased estimator."""
+"""Held-out evaluation of a run: pass@1 and pass@k with the unbiased estimator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rollpacker.warn_once import WarnOnce
 logger = logging.getLogger(__name__)
 
 JUDGED_AT_ONCE = 32
-"""Samples of an evaluation that are judged in one call; each batch is a sign of life."""
+"""Samples of an evaluation that are judged in one call; each finished batch is a sign of life."""
 
 Judge = Callable[[Sequence[RewardInput]], Awaitable[Sequence[Scored | Failed]]]
 
@@ -42,7 +42,7 @@ class EvalResult:
     """`eval/pass@1`, `eval/pass@k`, `eval/stderr/pass@1`, `eval/reward`, `eval/rewards/NAME/mean`,
     `eval/response_length`, `eval/samples`, `eval/no_verdict`."""
     passed: Mapping[int, tuple[int, int]]
-    """Row -> (passed, verdicts)."""
+    """By number of the prompt's row: how many responses passed, and how many got a verdict."""
     judged: Sequence[tuple[Response, str, Scored | Failed]]
     """Responses in order, each with its text and its verdict."""
     episodes: Mapping[SampleId, Episode] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class EvalResult:
 
     def few_judged(self) -> str | None:
         """A sentence for an evaluation in which most responses got no verdict, so that its metrics
-        are over the others alone. None for any other."""
+        are over the others alone. None if most got one."""
         failed = [verdict for _, _, verdict in self.judged if isinstance(verdict, Failed)]
         total = len(self.judged)
         if 2 * len(failed) <= total:
@@ -64,7 +64,7 @@ class EvalResult:
 
     def out_of_reach(self, threshold: float) -> str | None:
         """A sentence for an evaluation in which some rewards were above 0 and none was as high as
-        the threshold. None for any other."""
+        the threshold. None in all other cases."""
         values = [v.value for _, _, v in self.judged if isinstance(v, Scored)]
         largest = max(values, default=0.0)
         if largest <= 0 or largest >= threshold:
@@ -84,7 +84,7 @@ class Evaluator:
     _: KW_ONLY
     config: RunConfig
     num_steps: int
-    """Steps of the whole run."""
+    """Number of steps of the whole run."""
     prompts: PromptSet | None
     """The held-out prompts. None if the run has nothing to evaluate on."""
     generate: Generate
@@ -95,11 +95,12 @@ class Evaluator:
     pools: Pools
     player: Player | None = None
     rows: EvaluationRows | None = None
-    """Keeps the samples' texts."""
+    """Writes the samples' texts to a file. None if texts are not kept."""
     warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger))
 
     async def evaluate(self, step: int) -> None:
-        """The result is a note in the log, and its texts are a file."""
+        """Evaluate the policy after this step. The metrics are a note in the log, the texts are a
+        file. Nothing is done if there are no held-out prompts."""
         if self.prompts is None:
             return
         clock, generated_s = self.bus.clock, 0.0
@@ -138,7 +139,8 @@ class Evaluator:
         self.bus.note("evaluation", seconds, step, metrics)
 
     async def _judge(self, inputs: Sequence[RewardInput]) -> list[Scored | Failed]:
-        """Verdicts with the deadlines that the run has learnt."""
+        """Returns the verdicts, under deadlines that the run has learnt; lost checks are tried
+        again."""
         limit_of = self.bus.job.rewards.timeout_s
         limits = [limit_of(one.task or "") or limit_of(TRAIN) for one in inputs]
         verdicts: dict[int, Scored | Failed] = {}
@@ -182,9 +184,10 @@ async def evaluate(
     player: Player | None = None,
     drawing: AbstractAsyncContextManager[None] | None = None,
 ) -> EvalResult:
-    """Draw responses to the prompts and judge them, as `config.eval` says. `progress` is what
-    rewards are told of the run. `player`: they are trajectories; engines `let_go` of those over.
-    All is drawn inside `drawing`, and judged after it.
+    """Generate responses to the prompts and judge them, as `config.eval` says. `progress`: what
+    rewards are told of the run's progress. `player`: plays samples of several turns; None for
+    single responses. `let_go`: is told which samples engines need not keep any more. `drawing`:
+    context in which all is generated, before it is judged.
 
     The noise depends on seed, row and sample alone, so two evaluations in one run differ by their
     weights only. Samples without a verdict are left out and counted.
@@ -242,7 +245,7 @@ def _requests(
 
 
 def _was_lost(verdict: Scored | Failed) -> bool:
-    """The machinery failed, not the response: another try may do."""
+    """Whether the machinery failed, and not the response, so that another try may succeed."""
     return isinstance(verdict, Failed) and verdict.cause is Cause.INFRASTRUCTURE
 
 
@@ -264,7 +267,7 @@ def reward_input(
     progress: Progress,
     episode: Episode | None = None,
 ) -> RewardInput:
-    """A response, or a trajectory, as the rewards see it."""
+    """Returns a response, or a trajectory, in the form that rewards take."""
     last = response.last_turn
     said = None if episode is None or episode.prompt is None else [*map(dict, episode.prompt)]
     return RewardInput(
@@ -296,8 +299,8 @@ def pass_at_k(passed: Mapping[int, tuple[int, int]], most: int) -> dict[str, flo
 
 
 def standard_error(passed: Mapping[int, tuple[int, int]]) -> dict[str, float]:
-    """`eval/stderr/pass@1`, over the prompts with a verdict, of which there must be two: the
-    responses to one prompt are no independent draws."""
+    """Metric: the standard error of pass@1 over the prompts with a verdict. Empty for fewer than
+    two of them. Prompts are counted, as responses to one prompt are no independent draws."""
     shares = [c / n for c, n in passed.values() if n]
     if len(shares) < 2:
         return {}

@@ -1,5 +1,5 @@
-"""The engines' port: `Launch`, `Continue`, `Place`, `Move` and `Abort` in, what became of samples
-out, and who of the engines is lost.
+"""The engines' port: `Launch`, `Continue`, `Place`, `Move` and `Abort` in; out come the ends of
+samples, and the losses of engines.
 
 An engine in the run's own process reports between two decode steps and waits for the answer: what
 the core says to a sample that has finished is obeyed inside that call, so that an abort takes
@@ -44,12 +44,13 @@ from rollpacker.run.ports.waiting import Collecting
 from rollpacker.trainer.trainer import NonFiniteError
 
 SALVAGED = ("perf/salvaged_samples", "perf/salvaged_tokens")
-"""Metrics of a step that a resume found partly generated."""
+"""Names of the metrics that count, after a resume, the samples and tokens not generated again."""
 
 
 @dataclass(eq=False, slots=True)
 class Generation:
-    """Obeys in whatever thread the command comes; hears each engine in the engine's own."""
+    """The engines' port: obeys commands in whatever thread they come, and hears each engine in the
+    engine's own thread."""
 
     shared: Shared
     scoring: Scoring
@@ -62,13 +63,12 @@ class Generation:
     sampling: SamplingParams
     checkpoints: Path
     episodes: Episodes | None = None
-    """The tokens before each turn, where samples take turns with environments. None where they do
-    not."""
+    """Plays samples that take turns with environments. None if samples are single responses."""
     _collecting: Collecting | None = field(default=None, init=False)
     """Gathers the outputs of an evaluation, of which the core does not know. None between
     evaluations."""
     _policy_is_broken: bool = field(default=False, init=False)
-    """The run ends for it; what the engine still reports is not looked at."""
+    """Whether the weights are spoilt: the run ends, and outputs are not looked at."""
 
     def routes(self) -> Routes:
         further: Routes = {}
@@ -93,8 +93,8 @@ class Generation:
         self.engines.start(self._on_outputs, self._on_error, self._tell)
 
     async def collect(self, requests: Sequence[GenerationRequest]) -> Sequence[Response]:
-        """The engines' responses to requests of which the core does not know. Samples that fail
-        are left out.
+        """Returns the engines' responses to requests of which the core does not know, as an
+        evaluation's. Samples that fail are left out.
 
         Raises what the one engine died of, or `DeadlineExceeded`.
         """
@@ -116,7 +116,8 @@ class Generation:
             self._collecting = self.shared.main.awaited = None
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Engines need not keep anything of these. For what the core does not know of."""
+        """Tell engines to discard their caches of these samples, of which the core does not
+        know."""
         with self.shared.bus.lock:
             self.engines.let_go(samples)
 
@@ -141,13 +142,14 @@ class Generation:
         self._fetch_engines()
 
     def _fetch_engines(self) -> None:
-        """Get the devices back for engines that were asked for something while replicas had
+        """Get the devices back for engines that were asked for something while the trainer had
         them."""
         if self.devices.are_awaited:
             self.shared.main.later(self.devices.to_engines)
 
     def _on_outputs(self, handle: Handle, outputs: Sequence[EngineOutput]) -> None:
-        """Called in a thread of the engine's; by one in this process between two decode steps."""
+        """Take outputs, in the engine's thread; an engine in this process calls between decode
+        steps."""
         with self.shared.bus.lock:
             for output in outputs:
                 is_its_own = self.engines.has(handle, output.event.sample)
@@ -169,7 +171,7 @@ class Generation:
             self.shared.main.post(self.scoring.start)
 
     def _take(self, event: EngineEvent | None, response: Response | None) -> None:
-        """Tell the core of an output; the tokens stay here."""
+        """Tell the core of an output. The response's tokens stay here, and None is ignored."""
         if event is None:
             return
         if self.episodes is not None:
@@ -188,8 +190,8 @@ class Generation:
             handle.salvage = self.salvage
 
     def _tell_salvaged(self) -> None:
-        """Tell the core how samples ended that were launched again and had ended before the run was
-        killed. Used on the event loop."""
+        """Tell the core how samples that are launched again had ended before the run was killed;
+        samples that were stopped then, and are not now, go to engines. Used on the event loop."""
         told: list[int] = []
         with self.shared.bus.lock:
             for handle, output in self.salvage.outputs():
@@ -203,7 +205,8 @@ class Generation:
                 self.shared.bus.note("salvaged", 0.0, self.shared.bus.job.step, counts)
 
     def _blame(self, handle: Handle, event: SampleFailed) -> None:
-        """Logits that are no numbers: the engine is lost, or the policy is broken."""
+        """Handle logits that are no numbers: the engine is lost, or the run ends for a broken
+        policy."""
         if self.engines.blame(handle):
             self._policy_is_broken = True
             self.shared.main.post(self.shared.main.fail, self._broken_policy(event))
@@ -211,8 +214,8 @@ class Generation:
             self.engines.lose(handle, event.reason)
 
     def _tell(self, event: FleetEvent) -> None:
-        """Engines come and go. What the core does not route finds its place without it, and ends
-        with a run that the core gives up."""
+        """Tell the core of engines that come and go. Requests of an evaluation, which the core does
+        not route, are placed again here; the run ends if the core has given up its engines."""
         self._let_salvage_answer()
         self.shared.bus.take(event)
         fleet = self.shared.bus.job.fleet
@@ -224,7 +227,7 @@ class Generation:
             self.engines.place_anywhere()
 
     def _broken_policy(self, event: SampleFailed) -> NonFiniteError:
-        """An update that was finite may still have spoilt the weights."""
+        """Returns the error for spoilt weights, which may come even from a finite update."""
         step = self.shared.bus.job.step
         newest = self.checkpoints / f"step_{step:06d}"
         spoilt = f"; remove {newest} first, its weights are spoilt" if newest.exists() else ""
@@ -234,7 +237,8 @@ class Generation:
         )
 
     def _on_error(self, handle: Handle, error: BaseException) -> None:
-        """Called in any thread. What is not the engine's own fault is a bug of ours."""
+        """Take an engine's error, in any thread: the engine is lost if the error is its own fault
+        and another can take its place; else the run ends."""
         if self.engines.make is None or not isinstance(error, EngineError):
             self.shared.main.post(self.shared.main.fail, error)
             return

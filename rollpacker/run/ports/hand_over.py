@@ -1,5 +1,5 @@
-"""The way of new weights to the engines: `SyncWeights` in, `WeightsSynced` out; and of new engines
-to the weights: `Replace` or `Resize` in, `EngineReady` out.
+"""Brings new weights to the engines: `SyncWeights` in, `WeightsSynced` out; and adds new engines,
+with the current weights: `Replace` or `Resize` in, `EngineReady` out.
 
     SyncWeights -> the trainer writes them -> each engine takes them, in a thread of its own; where
                    pools are shared, when it wakes up (`pools.py`)
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Publish = Callable[["WeightSource"], Mapping[str, Exception]]
-"""Brings weights to all hosts with engines. Returns the hosts that could not be reached, and
-why."""
+"""Function that brings weights to all hosts with engines. Returns the error for each host that
+could not be reached, by the host's name."""
 
 WRITTEN_S = 0.02
-"""Seconds between two looks of an engine that waits for weights whether the trainer has written
+"""Seconds after which an engine that waits for weights looks again whether the trainer has written
 them."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandingOver:
-    """Brings the engines to the trainer's weights, on the main task, and engines that come between
-    in threads of their own."""
+    """Brings the engines to the trainer's weights, on the main task; engines that are added in
+    between are brought there in threads of their own."""
 
     bus: Bus
     main: MainTask
@@ -57,8 +57,8 @@ class HandingOver:
     engines: Engines
     devices: SharedDevices
     publish: Publish | None
-    """Engines take the weights when they wake up, on devices that are other jobs' until then; this
-    brings them to the engines' hosts before. None: engines are awake, and take them at once."""
+    """Brings weights to the engines' hosts while other jobs have the engines' devices; engines take
+    the weights when they wake up. None: engines are always there, and take weights at once."""
 
     def routes(self) -> Routes:
         return {
@@ -113,8 +113,8 @@ class HandingOver:
         ).start()
 
     def _fill(self, number: int, incarnation: int, layout: EngineLayout) -> None:
-        """Make a new engine for this slot and let it take its place. Whatever keeps it from that is
-        the loss of that engine too."""
+        """Make a new engine for this slot and let it join. If anything goes wrong, the core is told
+        that this engine is lost."""
         engines, engine = self.engines, None
         assert engines.make is not None, f"engine {number}: nobody can make it"
         try:
@@ -132,7 +132,8 @@ class HandingOver:
                 engines.failed_to_join(number, incarnation, layout, error)
 
     def _joins(self, handle: Handle) -> bool:
-        """Bring it to the weights at hand. False: they are to change, or did so meanwhile."""
+        """Bring a new engine to the current weights and let it join. Returns False if the weights
+        are about to change, or have changed meanwhile."""
         engines = self.engines
         weights = engines.weights
         if weights.hand_over is None and not engines.is_closed:
@@ -159,7 +160,7 @@ async def _close_all(engines: Sequence[Engine]) -> None:
 
 
 async def hand_over_weights(trainer: Trainer, engines: Engines, version: int) -> None:
-    """Bring all engines to the trainer's weights before a run begins. See `bring_up_to_date`."""
+    """Bring all engines to the trainer's weights before a run begins. Raises an engine's error."""
     weights = Weights(version, await trainer.hand_over())
     await take_all_back(trainer, engines)
     for error in (await _bring_all(engines.expect(weights), weights)).values():
@@ -169,8 +170,8 @@ async def hand_over_weights(trainer: Trainer, engines: Engines, version: int) ->
 async def publish_weights(
     trainer: Trainer, engines: Engines, version: int, publish: Publish
 ) -> None:
-    """Leave them where engines take them when they wake up, before a run begins that shares its
-    pools; the trainer lets go of its devices."""
+    """Leave the trainer's weights on the engines' hosts, before a run begins that shares its pools,
+    for engines to take when they wake up; the trainer then releases its devices."""
     weights = Weights(version, await trainer.hand_over())
     await _bring_to_hosts(publish, weights)
     engines.expect(weights)
@@ -195,8 +196,8 @@ async def _bring_to_hosts(publish: Publish, weights: Weights) -> None:
 async def _bring_all(
     handles: Sequence[Handle], weights: Weights, within_s: float | None = None
 ) -> dict[Handle, BaseException]:
-    """Bring all of them up to date at once. Returns those that failed, or were not done within
-    these seconds."""
+    """Bring all these engines to the weights at once. Returns the errors of those that failed, or
+    were not done within `within_s` seconds (None: no limit)."""
     arguments = {handle: (handle.engine, weights) for handle in handles}
     return await failures(bring_up_to_date, arguments, "take new weights", within_s)
 

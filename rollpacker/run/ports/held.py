@@ -1,4 +1,4 @@
-"""Engines, who has a sample that was launched, and what it takes along from engine to engine."""
+"""Engines, the samples that each engine has, and what a sample takes along to another engine."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class EngineLayout:
     """The way in which devices are shared out among engines."""
 
     number: int
-    """Number of times that devices were shared out anew."""
+    """How often devices were shared out anew."""
     tensor_parallel: int
-    """Devices of each engine."""
+    """Number of devices of each engine."""
 
 
 class KnownEnds(Protocol):
-    """Knows how some samples end before an engine is asked, as `Salvage` does."""
+    """Protocol of what knows how some samples end before an engine is asked, as `Salvage` does."""
 
     def keep_back(
         self, handle: Handle, requests: Sequence[GenerationRequest]
@@ -46,17 +46,17 @@ class KnownEnds(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Handle:
-    """One incarnation of an engine, and what the run knows of it."""
+    """One incarnation of an engine, from its start to its loss, and what the run knows of it."""
 
     number: int
     incarnation: int
     engine: Engine
     lives: bool = True
     num_steps: int = -1
-    """The engine's decode steps when they were last looked at."""
+    """Number of the engine's decode steps at the last look; -1 before the first look."""
     progress_s: float = 0.0
-    """When the decode steps had last grown, or the engine had nothing to do, in seconds of the
-    run's clock."""
+    """The last time at which the decode steps had grown or the engine had nothing to do, in seconds
+    of the run's clock."""
     is_away: bool = False
     """Whether the engine has let go of its device's memory, or is about to."""
     told: list[Callable[[], None]] = field(default_factory=list)
@@ -65,28 +65,29 @@ class Handle:
     """Version of the weights that the engine was brought to. None if it was not brought to any
     yet."""
     salvage: KnownEnds | None = None
-    """Knows how some of the engine's samples end. None if nothing is known."""
+    """Knows how some of the engine's samples end, from an earlier session. None: knows none."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `Engine`."""
+        """Give the engine the requests whose end is not known, at once or when the engine is
+        back."""
         if self.salvage is not None:
             requests = self.salvage.keep_back(self, requests)
         if requests:
             self._tell(partial(self.engine.submit, requests))
 
     def abort(self, samples: Sequence[SampleId]) -> None:
-        """See `Engine`."""
+        """Stop the samples whose end is not known, at once or when the engine is back."""
         if self.salvage is not None:
             samples = self.salvage.stop(samples)
         if samples:
             self._tell(partial(self.engine.abort, samples))
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """See `Engine`."""
+        """Have the engine discard its caches of these samples; later, if the engine is away."""
         self._tell(partial(self.engine.let_go, samples))
 
     def come_back(self) -> None:
-        """Tell it what waits."""
+        """Make the calls that came while the engine was away."""
         told, self.told, self.is_away = self.told, [], False
         for call in told:
             call()
@@ -99,18 +100,18 @@ class Handle:
 
 
 class Ending:
-    """Engines that are closed while nobody waits for that."""
+    """Closes engines in threads that nobody waits for."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
 
     @property
     def is_over(self) -> bool:
-        """None of them has a device any more."""
+        """Whether all engines that were closed here have released their devices."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def close(self, engine: Engine) -> None:
-        """Close an engine that is lost, or that nobody needs."""
+        """Close an engine that is lost or not needed, in the background. Its errors are ignored."""
 
         def close() -> None:
             with contextlib.suppress(Exception):  # whatever it says
@@ -119,7 +120,7 @@ class Ending:
         self.do(close, "rollpacker-lost-engine")
 
     def do(self, work: Callable[[], None], name: str) -> None:
-        """Do work that closes engines in a thread of its own, of this name."""
+        """Do work that closes engines, in a thread of this name."""
         thread = threading.Thread(target=work, name=name, daemon=True)
         thread.start()
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
@@ -130,7 +131,7 @@ class AssignedSample:
     """A sample that was given to an engine and has not ended."""
 
     request: GenerationRequest
-    """The request that its launch gave it."""
+    """The request that the core's launch (its submission of the sample) made."""
     at: Handle | None
     """The engine that has the sample. None if that engine is lost."""
     moves_to: int | None = None
@@ -140,25 +141,25 @@ class AssignedSample:
     """Whether the sample starts in the other engine from what its launch gave it, instead of from
     the tokens that it has by now."""
     is_unwanted: bool = False
-    """Whether the sample was aborted since it was told to move, so that it does not start in the
-    other engine."""
+    """Whether the core has aborted the sample since it told the sample to move, so that it does not
+    start in the other engine."""
     num_kept: int | None = None
-    """Number of carried tokens that an engine which has looked at them kept, and which the sample
-    has left since. None if no engine has looked at them."""
+    """Number of carried tokens, from an earlier launch, that an engine which the sample has left
+    found valid. None if no such engine has looked at them."""
     preemptions: int = 0
-    """Number of times that engines which the sample has left had put it back."""
+    """Number of times that engines which the sample has left had preempted it."""
 
 
 def stamped(event: EngineEnd, handle: Handle) -> EngineEnd:
-    """The event with the engine that says it. The first engine of a run is meant where no engine is
-    named."""
+    """Returns the event with the number and incarnation of the engine that reported it. Both are 0,
+    the default, for the first engine of a run."""
     if not (handle.number or handle.incarnation):
         return event
     return structs.replace(event, engine=handle.number, incarnation=handle.incarnation)
 
 
 def with_earlier(event: EngineEnd, held: AssignedSample) -> EngineEnd:
-    """The event with what happened to the sample in the engines that it has left."""
+    """Returns the event with the preemptions and kept tokens of engines that the sample left."""
     if isinstance(event, SampleFailed):
         return event
     if held.num_kept is None and not held.preemptions:
@@ -172,12 +173,12 @@ def with_earlier(event: EngineEnd, held: AssignedSample) -> EngineEnd:
 def taken_along(
     held: AssignedSample, event: SampleAborted, response: Response | None
 ) -> GenerationRequest:
-    """The request from which another engine goes on: with the tokens so far, which stay as they
-    are, as their weights do.
+    """Returns the request from which another engine goes on, with the tokens so far, which stay
+    valid together with their log-probs.
 
-    What was carried into the launch and not looked at is still to be looked at; and where an end of
-    the response may be refused, how often it was is known to the engine alone, so that it starts
-    again.
+    It is the launch's own request, so that the sample starts again, if no engine has looked at its
+    carried tokens yet, or if an end of the response may have been refused: how often it was refused
+    is known to the old engine alone.
     """
     carried = held.request.carried
     unseen = carried is not None and carried.verify and event.num_kept is None
@@ -194,7 +195,7 @@ def taken_along(
 
 
 def moved(sample: SampleId, to: Handle, num_tokens: int) -> SampleMoved:
-    """The event that the sample goes on in this engine, with so many tokens."""
+    """The event that the sample goes on in engine `to` with so many tokens."""
     return SampleMoved(
         time_s=0.0,
         sample=sample,

@@ -1,4 +1,4 @@
-"""The main task: what takes long, one thing at a time, in the order in which it was asked for.
+"""The main task does what takes long, one piece (a *deed*) at a time, in the order of asking.
 
 any thread --later(deed)--> inbox --next()--> the controller's loop runs it to its end
 any thread --fail(error)--> inbox, or what the main task waits for from the engine
@@ -22,23 +22,23 @@ Deed = Callable[[], Awaitable[None]]
 
 
 class MainTask:
-    """The way from other threads, and from the ports of slow commands, to the event loop."""
+    """Passes work from other threads, and from the ports of slow commands, to the event loop."""
 
     def __init__(self) -> None:
         self.awaited: asyncio.Future[Any] | None = None
-        """A result that the main task waits for and that no command brings; a failure goes there.
-        None if there is none."""
+        """A result that the main task waits for and that no command brings, such as an
+        evaluation's; it gets the error if the run fails. None if no such result is awaited."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._why_at_once: BaseException | None = None
         self._lock = threading.Lock()
         self._together: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-        """Functions, each with its arguments, that the loop is to call when it next wakes up; it
-        was woken for the first."""
+        """Functions, each with its arguments, that the loop is to call when it next wakes up. The
+        loop was woken when the first was added."""
         self._inbox: asyncio.Queue[Deed | Finish | BaseException] = asyncio.Queue()
 
     def open(self) -> None:
-        """Belong to the running loop and task from now on."""
+        """Use the running loop and task from now on."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._together = []  # what the one before did not come to is lost with it
@@ -51,13 +51,14 @@ class MainTask:
         return {Finish: self._put}
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call it on the event loop, soon. Thread-safe."""
+        """Call the function on the event loop, soon. Thread-safe."""
         assert self._loop is not None, "the run has not begun"
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def post_together(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call it on the event loop, behind what was posted so before. The loop is woken once for
-        all that comes until it looks, since waking it is a system call. Thread-safe."""
+        """Call the function on the event loop, after all that were posted by this method before.
+        The loop is woken once for all that come until it looks, as waking is a system call.
+        Thread-safe."""
         with self._lock:
             self._together.append((function, arguments))
             is_first = len(self._together) == 1
@@ -74,19 +75,19 @@ class MainTask:
                 self.fail(error)
 
     def later(self, deed: Deed) -> None:
-        """Do it after all that was asked for before. Thread-safe."""
+        """Do this piece of work after all that was asked for before. Thread-safe."""
         self._put(deed)
 
     def fail(self, error: BaseException) -> None:
-        """End the run with what a part died of, whatever the main task waits for. On the event
-        loop only; other threads `post` it."""
+        """End the run with the error that a part died of, whatever the main task waits for. Used on
+        the event loop only; other threads `post` it."""
         if self.awaited is not None and not self.awaited.done():
             self.awaited.set_exception(error)
         else:
             self._inbox.put_nowait(error)
 
     def end_at_once(self, error: BaseException) -> None:
-        """End the run with this error, and the deed at hand unfinished. Thread-safe."""
+        """End the run with this error, leaving the work at hand unfinished. Thread-safe."""
         self._why_at_once = error
         if self._task is not None:
             with contextlib.suppress(RuntimeError):  # the loop has closed: the run is over
@@ -98,7 +99,8 @@ class MainTask:
             raise self._why_at_once from None
 
     async def next(self, within_s: float) -> Deed | Finish | None:
-        """The next thing to do. None if nothing was asked for within these seconds.
+        """Wait for the next piece of work (deed), or for the command `Finish`. None if nothing was
+        asked for within these seconds.
 
         Raises what a part died of.
         """
@@ -114,7 +116,7 @@ class MainTask:
         self.post(self._inbox.put_nowait, item)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback of ours that raised ends the run; what others left behind is only logged."""
+        """End the run if a callback of ours raised; other complaints are only logged."""
         error = context.get("exception")
         if "handle" in context and error is not None:
             self.fail(error)

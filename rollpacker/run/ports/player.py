@@ -1,5 +1,5 @@
-"""Episodes under way: a sample's tokens and messages, and its turns with an environment. Knows
-neither the core nor the bus: training and evaluation play alike."""
+"""Episodes under way: the tokens and messages of each sample, and its turns with an environment.
+Nothing here knows the core or the bus, so that training and evaluation play alike."""
 
 from __future__ import annotations
 
@@ -32,62 +32,62 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Spent:
-    """The seconds and tokens that an episode has cost so far."""
+    """Seconds and tokens that an episode has cost so far."""
 
     answer_s: list[float] = field(default_factory=list)
-    """Seconds of the environment, by turn."""
+    """Seconds that the environment took to answer, by turn."""
     policy_s: list[float] = field(default_factory=list)
     """Seconds from asking for a turn to its last token, by turn."""
     asked_s: float | None = None
-    """When the turn that is being drawn was asked for (`time.monotonic`)."""
+    """When the turn under way was asked for (`time.monotonic`). None if no turn is under way."""
     kept_tokens: int = 0
-    """Tokens before its turns that the engine had kept since an earlier turn."""
+    """Number of context tokens, over all turns, that the engine had kept since an earlier turn."""
     recomputed_tokens: int = 0
-    """Tokens before its turns that the engine had to compute again."""
+    """Number of context tokens, over all turns, that the engine had to compute again."""
 
     def ask(self) -> None:
-        """Note that an engine is about to be asked for the next turn."""
+        """Note the time: an engine is about to be asked for the next turn."""
         self.asked_s = time.monotonic()
 
     def hear(self) -> None:
-        """Note that an engine has drawn the turn."""
+        """Note that an engine has finished the turn, and how long that took."""
         self.policy_s.append(0.0 if self.asked_s is None else time.monotonic() - self.asked_s)
         self.asked_s = None
 
 
 @dataclass(slots=True)
 class Play:
-    """The episode of one sample so far."""
+    """The episode of one sample, as far as it has been played."""
 
     sample: SampleId
     row: PromptRow
     trajectory: Trajectory
     prompt: tuple[Message, ...] | None = None
-    """The prompt that the environment said. None if the prompt is the row's own."""
+    """The prompt that the environment gave. None if the prompt is the data row's own."""
     dialogue: Dialogue | None = None
-    """The dialogue with the tools of this episode. None if its tools are those of every episode."""
+    """Message format with this episode's tools. None if it has the tools of every episode."""
     is_begun: bool = False
-    """Whether the environments know of it."""
+    """Whether the environments have begun this episode."""
     said: list[Message] = field(default_factory=list)
-    """The model's messages, by turn, as far as they were given to the environment."""
+    """The model's messages that were given to the environment so far, by turn."""
     drawn: tuple[int, ...] = ()
-    """The tokens of the latest turn."""
+    """Tokens that the model generated in the latest turn."""
     num_drawn: list[int] = field(default_factory=list)
-    """Tokens that the model drew, by turn."""
+    """Number of tokens that the model generated, by turn."""
     num_tokens: int = 0
-    """Number of tokens of the trajectory, as limits count them: all that were drawn and given, or
-    if that is more, by how much the next turn's prompt is longer than the first one's."""
+    """Length of the trajectory in tokens, as limits count it: all that were generated and given, or
+    how much the next turn's prompt is longer than the first one's, if that is more."""
     num_given: int = 0
-    """Number of those tokens that stand behind the latest turn."""
+    """Number of the trajectory's tokens that the model was given after its latest turn."""
     messages: list[Message] = field(default_factory=list)
-    """All messages behind the prompt."""
+    """All messages after the prompt, the model's and the environment's."""
     rewards: list[float | None] = field(default_factory=list)
-    """Rewards of the environment, by turn. None where it gave none."""
+    """Rewards that the environment gave, by turn. None for a turn without a reward."""
     spent: Spent = field(default_factory=Spent)
     metrics: Counter[str] = field(default_factory=Counter)
-    """Numbers that the environment counts."""
+    """Sums of the numbers that the environment counts, by name."""
     version: int = 0
-    """Version of the weights that drew it."""
+    """Version of the weights that generated the latest turn."""
 
     @property
     def seconds(self) -> float:
@@ -95,7 +95,7 @@ class Play:
         return sum(self.spent.answer_s)
 
     def heard(self, response: Response) -> None:
-        """Add the turn that the engine has drawn."""
+        """Append the turn that the engine has generated."""
         self.spent.hear()
         self.trajectory = self.trajectory.and_then(Segment(response.tokens, response.log_probs))
         self.drawn, self.version = response.tokens, response.version
@@ -108,16 +108,16 @@ class Play:
         return len(self.num_drawn)
 
     def grown(self, given: tuple[int, ...]) -> None:
-        """This is given to the model behind its latest turn."""
+        """Append tokens that are given to the model after its latest turn."""
         self._goes_on(self.trajectory.and_then(Segment(given)), len(given))
 
     def prompted(self, prompt: tuple[int, ...], given: tuple[int, ...] = ()) -> None:
-        """The next turn has this whole prompt, whatever came before; see `Trajectory.prompted`."""
+        """Give the next turn this whole prompt, whatever came before; see `Trajectory.prompted`."""
         self._goes_on(self.trajectory.prompted(prompt, given), len(given))
 
     def overflowed(self, most: int) -> None:
-        """More is given than the trajectory may have, which is these `most`: it is over, and counts
-        as full. How much it was nobody has counted."""
+        """Mark the trajectory as full, with `most` tokens: what is given is more than it may have.
+        How many tokens that would be is not counted."""
         self.num_given = max(most - self.num_tokens, 0)
         self.num_tokens += self.num_given
 
@@ -128,8 +128,9 @@ class Play:
         self.trajectory = trajectory
 
     def count_kept(self, num_reused: int) -> None:
-        """The next turn was drawn, with so many tokens before it that the engine had kept. The
-        first one's are nobody's to keep."""
+        """Count the tokens before the turn that was just generated: the engine had kept
+        `num_reused` of them and computed the rest again. A first turn is not counted, since nothing
+        could be kept for it."""
         if self.num_turns:
             before = max(self.trajectory.num_context - self.num_given, 1)
             kept = min(num_reused, before - 1)  # the latest drawn one was never fed
@@ -139,8 +140,8 @@ class Play:
     def request(
         self, sampling: SamplingParams, noise: SampleId | None, *, keep: bool = False
     ) -> GenerationRequest:
-        """The request for the next turn. `keep`: the engine keeps what it computes, for the turn
-        behind it."""
+        """Returns the request for the next turn. `keep`: whether the engine is to keep what it
+        computes, for the turn after that."""
         self.spent.ask()
         return GenerationRequest(
             sample=self.sample,
@@ -152,8 +153,8 @@ class Play:
         )
 
     def response(self, reason: str) -> Response:
-        """The whole trajectory, ended for that reason. What was given behind its last turn is no
-        part of it."""
+        """Returns the whole trajectory as a response that ended for this reason. Tokens given after
+        the last turn are left out."""
         whole = self.trajectory.ended()
         return Response(
             sample=self.sample,
@@ -168,8 +169,8 @@ class Play:
 
 
 class Player:
-    """Plays turns with the environments of a run. One event loop; a sample's calls one after
-    another."""
+    """Plays the turns of samples with the environments of a run, on one event loop. Calls for the
+    same sample come one after another."""
 
     def __init__(
         self,
@@ -182,11 +183,11 @@ class Player:
         max_prompt_tokens: int,
         takes_rewrites: bool = False,
     ) -> None:
-        """`limits`: limits of trajectories, which are the core's, too. `timeout_s`: seconds that an
-        answer may take where the core does not play. `max_prompt_tokens`: most tokens of a prompt
-        that an environment says. `takes_rewrites`: where the template rewrites earlier turns, each
-        turn has for its prompt what the template makes of all messages, as where the model is
-        served."""
+        """`limits`: limits of a trajectory, the same as the core's. `timeout_s`: seconds that an
+        answer may take in an evaluation, or the final reward of an episode. `max_prompt_tokens`:
+        most tokens of a prompt that an environment gives. `takes_rewrites`: whether each turn's
+        prompt is what the chat template makes of all messages, as where the model is served, if the
+        template changes earlier turns."""
         self.environments = environments
         self.limits = limits
         self.timeout_s = timeout_s
@@ -195,15 +196,15 @@ class Player:
         self._takes_rewrites = takes_rewrites
         self._seed = seed
         self._prompts: dict[PromptId, tuple[int, ...]] = {}
-        """Prompt that the environments said to the first sample of each prompt in this step."""
+        """Prompt that the environments gave the first sample of each prompt in this step."""
         self._warn_once = WarnOnce(logger)
 
     def new(self, sample: SampleId, row: PromptRow) -> Play:
-        """An episode whose prompt, unless the environments say another one, is the row's."""
+        """Returns a new episode. Its prompt is the row's, unless the environments give another."""
         return Play(sample, row, Trajectory(row.tokens))
 
     def launched(self, play: Play, request: GenerationRequest) -> GenerationRequest:
-        """This request of the core's, for a play that begins."""
+        """Returns the core's request for a first turn, with the play's own prompt and limits."""
         play.spent.ask()
         return replace(
             request,
@@ -215,24 +216,26 @@ class Player:
     def request(
         self, play: Play, sampling: SamplingParams, noise: SampleId | None
     ) -> GenerationRequest:
-        """The request for the next turn, bounded by what is left of the trajectory's tokens."""
+        """Returns the request for the next turn, bounded by the tokens left to the trajectory."""
         return play.request(self._bounded(play, sampling), noise, keep=self._is_kept(play))
 
     def _is_kept(self, play: Play) -> bool:
-        """Engines are to keep what they compute, unless it is the last turn that there can be."""
+        """Whether engines are to keep what they compute in the next turn: not if it must be the
+        last."""
         max_turns = self.limits.max_turns
         return max_turns is None or play.num_turns + 1 < max_turns
 
     def _bounded(self, play: Play, sampling: SamplingParams) -> SamplingParams:
-        """The settings with at most as many response tokens as are left of the trajectory's, and at
-        least one."""
+        """Returns the settings with at most as many response tokens as the trajectory may still
+        get, and at least one."""
         most = self.limits.max_trajectory_tokens
         if most is None or play.num_tokens + sampling.max_response_tokens <= most:
             return sampling
         return replace(sampling, max_response_tokens=max(most - play.num_tokens, 1))
 
     async def begin(self, play: Play, *, timeout_s: float | None = None) -> Begun | Lost:
-        """Have the environments begin the episode, and take the prompt that they say."""
+        """Have the environments begin the episode, and use the prompt and the tools that they give.
+        Returns `Lost` if they fail, or give what cannot be used."""
         sample = play.sample
         row = {**play.row.columns, "prompt": play.row.prompt}
         begun = await self.environments.begin(
@@ -268,9 +271,9 @@ class Player:
     async def act(
         self, play: Play, turn: int, *, anew: bool = False, timeout_s: float | None = None
     ) -> Answered | Lost:
-        """Give the message of this turn, the latest, to the environment; what it answers stands
-        behind the trajectory, unless the episode is over. `anew`: the episode was lost, and is
-        played again up to here first."""
+        """Give the model's message of this turn, the latest, to the environment, and append the
+        answer unless the episode is over. Returns `Lost` if the environment fails. `anew`: whether
+        the episode was lost, so that the turns before are played again first."""
         assert turn == play.num_turns, f"{play.sample}: turn {turn} of {play.num_turns}"
         if anew or not play.is_begun:
             begun = await self.begin(play, timeout_s=timeout_s)
@@ -301,7 +304,8 @@ class Player:
     async def _again(
         self, play: Play, said: Sequence[Message], timeout_s: float | None
     ) -> Lost | None:
-        """Give these messages to an episode that begins anew."""
+        """Give these messages to an episode that was begun again. Returns `Lost` if the environment
+        fails."""
         for turn, message in enumerate(said, start=1):
             answer = await self.environments.act(play.sample, turn, message, timeout_s=timeout_s)
             if isinstance(answer, Lost):
@@ -309,13 +313,14 @@ class Player:
         return None
 
     def must_finish(self, play: Play, reason: str) -> bool:
-        """Whether an episode that ended for this reason has not said yet what it was worth."""
+        """Whether the environment still has to give a final reward, given why the episode ended."""
         asked = self.environments.scores_at_end and play.is_begun
         return asked and reason not in ("done", "truncated")
 
     async def finish(self, play: Play) -> Lost | None:
-        """Ask the environment what the episode, which a limit has ended, was worth: a reward of
-        its last turn. One that was lost is played again first where that brings the same."""
+        """Ask the environment for the final reward of an episode that a limit has ended, and add it
+        to the last turn's reward. If the episode was lost and environments are deterministic, it is
+        played again first. Returns `Lost` if the environment fails."""
         environments, timeout_s = self.environments, self.timeout_s
         worth = await environments.finish(play.sample, timeout_s=timeout_s)
         if isinstance(worth, Lost) and worth.cause == "infrastructure":
@@ -334,9 +339,9 @@ class Player:
         return None
 
     def _answered(self, play: Play, said: Message, told: Sequence[Message]) -> None:
-        """Append what the environment said, so that the next turn stands behind it. Raises
-        `ValueError` if the template refuses it, and `TooLong` if it surely is more than a
-        trajectory may have."""
+        """Append the environment's messages, so that the next turn comes after them. Raises
+        `ValueError` if the chat template refuses them, and `TooLong` if they surely exceed a
+        trajectory's limit."""
         dialogue, most = self._dialogue_of(play), self.limits.max_trajectory_tokens
         room = None if most is None else most - play.num_tokens
         if not self._takes_rewrites or dialogue.rewritten() is None:
@@ -356,8 +361,8 @@ class Player:
         play.prompted(prompt, given)
 
     def episode(self, play: Play) -> Episode:
-        """The record of the episode. A turn that was cut off is a message of it all the same,
-        though no environment was given it."""
+        """Returns the record of the episode. A last turn that was cut off is one of its messages,
+        though no environment was given that message."""
         messages = list(play.messages)
         if len(play.said) < play.num_turns:
             messages.append(self._dialogue_of(play).message(play.drawn, play.num_turns))
@@ -373,7 +378,7 @@ class Player:
         )
 
     def _with_tools(self, tools: Sequence[ToolSchema]) -> Dialogue:
-        """Raises `ValueError` for tools that no dialogue that is trained on can have."""
+        """Returns the dialogue with these tools. Raises `ValueError` if it cannot be trained on."""
         dialogue = self._dialogue.with_tools(tools)
         if not self._takes_rewrites and (why := dialogue.rewritten()) is not None:
             raise ValueError(
@@ -386,24 +391,25 @@ class Player:
         return self._dialogue if play.dialogue is None else play.dialogue
 
     def end(self, play: Play) -> None:
-        """End an episode that nobody needs any more, also one that did not begin, or was lost."""
+        """End an episode that is not needed any more, even if it never began or was lost."""
         play.is_begun = False
         self.environments.end(play.sample)
 
     def forget_prompts(self) -> None:
-        """Forget the prompts that the environments said: a step is over."""
+        """Forget the prompts that the environments gave, at the end of a step."""
         self._prompts.clear()
 
 
 def seed_of(seed: int, prompt: PromptId) -> int:
-    """The number by which the environments of a prompt draw, the same for all its samples and
-    attempts: 31 bits, which every generator takes."""
+    """Returns the seed of a prompt's environments, the same for all its samples and attempts: 31
+    bits, which every random generator accepts."""
     digest = hashlib.blake2b(f"{seed}|{prompt}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def ends_of(plays: Sequence[Play]) -> dict[str, float]:
-    """Means over these episodes: turns, seconds of the environment, and what environments count."""
+    """Metrics of finished episodes: means of turns, seconds, tokens kept and computed again, and
+    what environments count; also the most turns and seconds. Empty without episodes."""
     if not plays:
         return {}
     count = len(plays)
@@ -424,6 +430,6 @@ def ends_of(plays: Sequence[Play]) -> dict[str, float]:
 
 
 def _rows_of(plays: Sequence[Play]) -> dict[str, float]:
-    """The mean number of rows that a trajectory is trained on as. Empty if all are one row."""
+    """Metric: mean number of training rows of a trajectory. Empty if each trajectory is one row."""
     numbers = [len(play.trajectory.rows) for play in plays]
     return {"episodes/rows/mean": sum(numbers) / len(numbers)} if max(numbers) > 1 else {}

@@ -1,14 +1,14 @@
-"""Pools of devices, which may be other jobs' meanwhile: `Enter`, `Leave` and `Remind` in, `Entered`
-and `Reminded` out.
+"""The port of device pools, which other jobs may use in between: `Enter`, `Leave` and `Remind` in,
+`Entered` and `Reminded` out.
 
     Leave(rollout)    engines let go of their devices  |
     Leave(train)      the trainer does                 | -> the seat leaves the pool
     Enter(pool)       the seat waits for the pool, its part wakes up, and engines load the weights
                       that were published meanwhile -> Entered
 
-Each begins when the one before is done, in a task of its own: the main task itself may wait for a
-pool (`borrowed`). What it asks of a part whose pool is left, as a checkpoint does, it asks once
-that is parked (`parked`).
+Each of these begins when the one before is done, in a task of its own, since the main task itself
+may wait for a pool (`borrowed`). Before the main task asks something of a part whose pool was left,
+as for a checkpoint, it waits until that part has released its devices (`parked`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from rollpacker.trainer.trainer import RanksLost
 
 
 class Pools:
-    """Pools that no other job uses: they are there at once, and nobody parks."""
+    """The pools of a run that shares them with no other job: always there, and never left."""
 
     publish: Publish | None = None
-    """Brings weights to the engines' hosts while engines sleep. None if engines are always awake,
-    and take them at once."""
+    """Brings weights to the engines' hosts while engines are off their devices. None if engines are
+    always there, and take weights at once."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
@@ -57,19 +57,20 @@ class Pools:
         return 0.0
 
     def has(self, pool: PoolName) -> bool:
-        """Whether its devices may be used now."""
+        """Whether the pool's devices may be used now."""
         return True
 
     @contextlib.asynccontextmanager
     async def borrowed(self, pool: PoolName, purpose: str) -> AsyncIterator[None]:
-        """The pool, for what no command of the core asks for. On the main task."""
+        """Hold the pool for what no command of the core asks for, such as an evaluation. Used on
+        the main task."""
         yield
 
     async def parked(self) -> None:
-        """Wait until those whose pool was left have let go of it."""
+        """Wait until engines or trainer have released the devices of a pool that was left."""
 
     def close(self) -> None:
-        """Stop waiting for anything. Used on the event loop. Idempotent."""
+        """Stop waiting for anything. Used on the event loop. Further calls do nothing."""
 
 
 class _Wait:
@@ -81,7 +82,7 @@ class _Wait:
 
 
 class SharedPools(Pools):
-    """Pools of a run that has a seat in a cluster."""
+    """The pools of a run that shares them with other jobs, and waits for them at its seat."""
 
     def __init__(
         self,
@@ -95,20 +96,20 @@ class SharedPools(Pools):
         publish: Publish,
         tell: Callable[[], None],
     ) -> None:
-        """`tell`: shows the observers, of whom one tells the cluster of commits, what happened."""
+        """`tell`: shows observers new log entries; one of them tells the cluster of commits."""
         super().__init__(bus)
         self.publish, self._tell = publish, tell
         self._main, self._watch, self._seat = main, watch, seat
         self._devices, self._engines = devices, engines
         self._wait: _Wait | None = None
-        """The wait that `Entered` is still to answer. None if there is none. Used under the bus's
-        lock."""
+        """The wait that `Entered` is still to answer. None if no pool is awaited. Used under the
+        bus's lock."""
         self._reminder: asyncio.TimerHandle | None = None
         self._last: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._arrived: asyncio.Future[None] | None = None
-        """Ends when the pool that the main task has asked for is there. None if it has asked for
-        none."""
+        """Ends when the pool that the main task has asked for is there. None if the main task has
+        asked for no pool."""
 
     def routes(self) -> Routes:
         return {
@@ -119,17 +120,17 @@ class SharedPools(Pools):
 
     @property
     def waited_s(self) -> float:
-        """See `Pools.waited_s`."""
+        """Seconds that the run has waited for pools so far, as the core counts them."""
         return getattr(self.bus.job, "waited_s", 0.0)
 
     def has(self, pool: PoolName) -> bool:
-        """See `Pools.has`."""
+        """Whether the run has entered this pool, as the core knows it."""
         return getattr(self.bus.job, "pool", None) == pool
 
     @contextlib.asynccontextmanager
     async def borrowed(self, pool: PoolName, purpose: str) -> AsyncIterator[None]:
-        """See `Pools.borrowed`. Raises what the wait or waking up died of, and `EnginesLost` where
-        the run ends meanwhile."""
+        """Wait for the pool, and hold it in this context. Raises the error that ended the wait or
+        the waking up, and `EnginesLost` where the run ends meanwhile."""
         if self.has(pool):
             yield
             return
@@ -146,7 +147,8 @@ class SharedPools(Pools):
         self.bus.take(PoolUnneeded(time_s=0.0))
 
     async def parked(self) -> None:
-        """See `Pools.parked`. The core asks for no pool meanwhile. Raises what that died of."""
+        """Wait until the pool that was left is released; the core asks for no pool meanwhile.
+        Raises the error of the release."""
         await asyncio.sleep(0)  # what was just said is begun
         if self._last is not None:
             await asyncio.wait({self._last})
@@ -154,7 +156,7 @@ class SharedPools(Pools):
             raise self._error
 
     def close(self) -> None:
-        """See `Pools.close`."""
+        """Give up the wait for a pool and what was begun. Further calls do nothing."""
         with self.bus.lock:
             if self._wait is not None:
                 self._wait.given_up.set()
@@ -185,14 +187,15 @@ class SharedPools(Pools):
             self._main.post(self._begin, partial(self._park, command.pool))
 
     def _tell_that_none_comes(self) -> None:
-        """The core has ended the run while the main task waits, for it lost too many engines."""
+        """End the main task's wait for a pool with `EnginesLost`: the core has ended the run, for
+        it lost too many engines."""
         if self._arrived is not None and not self._arrived.done():
             fleet = self.bus.job.fleet
             why = None if fleet is None else fleet.given_up
             self._arrived.set_exception(EnginesLost(why or "the run ended"))
 
     def _begin(self, what: Callable[[], Awaitable[None]]) -> None:
-        """Do this in a task of its own, after what was begun before."""
+        """Do this in a task of its own, after what was begun before. Its error fails the run."""
         before = self._last
 
         async def work() -> None:
@@ -230,8 +233,8 @@ class SharedPools(Pools):
             self._arrived.set_result(None)
 
     async def _granted(self, wait: _Wait) -> bool:
-        """Wait for the pool, as long as others want it: no deadline of the run's counts. False if
-        the wait was given up."""
+        """Wait for the pool for as long as other jobs want it; no deadline of the run applies.
+        Returns False if the wait was given up."""
 
         def enter() -> bool:
             return self._seat.enter(wait.pool, wait.purpose, given_up=wait.given_up)
@@ -279,11 +282,12 @@ class SharedPools(Pools):
 
     @property
     def _within_s(self) -> float | None:
-        """Another takes the place of an engine that does not wake up; the one has no other."""
+        """Seconds that an engine may take to move its memory. None (no limit) if none can replace
+        it."""
         return None if self._engines.make is None else self._watch.deadlines.sync_s / 2
 
     def _lose(self, failed: dict[Handle, BaseException]) -> None:
-        """Raises what the one engine died of."""
+        """Lose the engines that failed, or raise the error if no engine can replace them."""
         for handle, error in failed.items():
             if self._engines.make is None:
                 raise error
@@ -302,7 +306,8 @@ def open_pools(
     devices: SharedDevices,
     engines: Engines,
 ) -> Pools:
-    """The pools of a run that has this seat. None: it has none."""
+    """Returns the pools of a run with this seat; with the seat None, those of a run that shares
+    none."""
     if seat is None:
         return Pools(bus)
     return SharedPools(
@@ -318,8 +323,8 @@ def open_pools(
 
 
 def _wake_up(handle: Handle, weights: Weights) -> None:
-    """Wake the engine up and bring it to the weights at hand: it may have slept through several
-    versions. Used in a thread of its own."""
+    """Wake the engine up and bring it to the current weights, since it may have slept through
+    several versions. Used in a thread of its own."""
     asyncio.run(handle.engine.reload())
     if handle.version != weights.version:
         bring_up_to_date(handle.engine, weights)

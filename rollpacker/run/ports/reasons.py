@@ -1,4 +1,4 @@
-"""Why samples were of no use: said when it is new, counted for a run that cannot go on."""
+"""Why samples were of no use: a new reason is logged; the commonest end up in the error."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ logger = logging.getLogger(__name__)
 
 _NUMBER = re.compile(r"(?<=\bpid )\d+")
 MAX_REASONS = 100
-"""Different reasons that are counted; free texts could go on for ever."""
+"""Most different reasons that are counted, since free texts could go on for ever."""
 
 MAX_TOLD_REASONS = 3
-"""Different reasons that are told at once; the summary has all."""
+"""Most different reasons that are logged at once; later ones are only counted."""
 
 
 class Reasons:
-    """Counts under the bus's lock alone: the engine's thread and the event loop both bring them."""
+    """Counts why samples were of no use, under the bus's lock alone, in the engine's thread and on
+    the event loop."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._counts: Counter[str] = Counter()
-        """How often samples were of no use, by the first reason of each kind."""
+        """Number of samples that were of no use, by the first reason of each kind."""
         self._first: dict[str, str] = {}
-        """First reason of each kind. Reasons that differ by the number of a process alone are of
-        one kind."""
+        """First reason of each kind. Reasons are of one kind if they differ only by a process's
+        number."""
         bus.add_sink(self._saw)
 
     def reason_of(self, finish: Finish) -> str:

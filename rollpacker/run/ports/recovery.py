@@ -1,11 +1,11 @@
-"""The trainer's way back: `TrainerLost` out, `RestoreTrainer` in, `TrainerReady` out.
+"""Brings a lost trainer back: `TrainerLost` out, `RestoreTrainer` in, `TrainerReady` out.
 
     a deed of the main task -> RanksLost -> TrainerLost -> the core -> RestoreTrainer
         new processes, last checkpoint, the updates since -> TrainerReady -> the deed, from its
         beginning
 
 The main task does nothing else meanwhile, so whatever is to be asked of the trainer waits; engines
-and checks go on. What the step was generated from lies on the desk until its commit.
+and checks go on. The desk keeps the step's samples until its commit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Recovery:
-    """Belongs to the main task."""
+    """Brings the trainer back when its processes are lost. Used on the main task."""
 
     bus: Bus
     desk: Desk
@@ -40,9 +40,9 @@ class Recovery:
     checkpoints: Path
     _incarnation: int = field(default=0, init=False)
     _order: RestoreTrainer | None = field(default=None, init=False)
-    """The core's answer to the last loss. None if it has not answered."""
+    """The core's command after the last loss. None if there is none so far."""
     _num_signs: int = field(default=0, init=False)
-    """Signs of life of a trainer on its way back, counted."""
+    """Number of signs of life of a trainer on its way back."""
 
     def routes(self) -> Routes:
         return {RestoreTrainer: self._on_restore}
@@ -51,8 +51,8 @@ class Recovery:
         self._order = command
 
     async def through(self, deed: Deed) -> bool:
-        """Do it; once more, from its beginning, whenever the trainer was lost meanwhile. False: it
-        is not done, and the core has ended the run."""
+        """Do the work (`deed`), and again from its beginning whenever the trainer was lost
+        meanwhile. Returns False if the core has ended the run instead."""
         while True:
             try:
                 await deed()
@@ -62,14 +62,14 @@ class Recovery:
                     return False
 
     async def look(self) -> None:
-        """Bring it back if it was lost between two deeds: engines work on, and nobody waits yet.
-        Where other jobs may have its devices, once it has them again."""
+        """Bring the trainer back if it was lost while the main task did nothing, and engines go on.
+        Nothing is done while other jobs may have its devices."""
         reason = self.trainer.how_lost() if self.pools.has("train") else None
         if reason is not None:
             await self._bring_back(reason)
 
     async def _bring_back(self, reason: str) -> bool:
-        """False: the run is over."""
+        """Bring the trainer back, again and again. Returns False if the core has ended the run."""
         order = self._order_after(reason)
         if order is None:
             return False
@@ -89,7 +89,7 @@ class Recovery:
         return True
 
     def _order_after(self, reason: str) -> RestoreTrainer | None:
-        """The core's answer to a loss. None if the run is over."""
+        """Report a loss to the core. Returns the core's answer, or None if the run is over."""
         logger.warning("%s; the trainer is started anew", reason)
         self.bus.take(TrainerLost(time_s=0.0, incarnation=self._incarnation, reason=reason))
         order, self._order = self._order, None

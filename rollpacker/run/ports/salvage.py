@@ -1,7 +1,7 @@
-"""Keeps responses that finish, so that the resume of a killed run takes them up instead of drawing
-them again.
+"""Writes responses to a file as they finish, so that the resume of a killed run need not generate
+them again. The record of how one sample ended is called its *end*.
 
-runs/NAME/salvage.bin     begun anew with each checkpoint; what its very weights generated, in order
+runs/NAME/salvage.bin     begun anew with each checkpoint; what its weights generated, in order
     head | end | end | ...          each: bytes and CRC-32 of what follows, a line of JSON, and of
                                     an end the tokens (int32) and log-probs (float64)
 
@@ -56,13 +56,14 @@ CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RecordedEnd:
-    """The end of a sample, as the file has it."""
+    """How one sample ended, as the file records it."""
 
     event: SampleGenerated | SampleAborted
     key: str
-    """The key of the request that the sample had (`_key`); another request's end is another."""
+    """Digest of the sample's request (see `_key`): the end is used only for an equal request."""
     response: Mapping[str, Any] | None
-    """Finish reason, version and redraws of the response. None if there was no response."""
+    """Finish reason, weights' version and redraws of the response. None if there was no
+    response."""
     arrays: bytes
 
     def output(self, request: GenerationRequest) -> EngineOutput:
@@ -82,36 +83,38 @@ class RecordedEnd:
 
 
 class Salvage:
-    """Belongs to whoever holds the bus's lock; the file, once it is open, to a thread."""
+    """The finished responses under the current weights. Methods are called under the bus's lock;
+    the file, once it is open, is written by a thread of its own."""
 
     def __init__(
         self, folder: Path, checkpoint: Path | None = None, version: int = 0, *, in_order: bool
     ) -> None:
         """`folder`: the run's folder. `checkpoint`: the checkpoint that a resume goes on from,
-        whose weights have this `version`. None for a new run, which has nothing to lose before its
-        first checkpoint."""
+        whose weights have this `version`; None for a new run, which keeps nothing before its first
+        checkpoint. `in_order`: whether the run has to be equal bit for bit."""
         self.wake: Callable[[], None] = lambda: None
-        """Called when something waits in `outputs`."""
+        """Called when `outputs` has something to yield."""
         self._path = folder / FILE
         self._in_order = in_order
         self._version: int | None = None
-        """Version of the weights whose samples are kept. None: none are."""
+        """Version of the weights whose samples are kept. None if no samples are kept."""
         self._head: dict[str, Any] = {}
         self._found: dict[SampleId, tuple[int, RecordedEnd]] = {}
-        """Ends that a resume has found, each with its place in the file."""
+        """Ends that a resume has found, each with its place in the file, by sample."""
         self._under_way: dict[SampleId, GenerationRequest] = {}
-        """Requests that were launched under these weights and have not ended."""
+        """Requests that were submitted under these weights and have not ended."""
         self._waiting: dict[SampleId, tuple[Handle, GenerationRequest]] = {}
-        """Launched requests of which the end is known, each with its engine."""
+        """Submitted requests whose end the file has, each with the engine that was to generate
+        it."""
         self._order: list[tuple[int, SampleId]] = []
-        """A heap of the samples that wait, by their place in the file."""
+        """A heap of the samples in `_waiting`, by their place in the file."""
         self._not_stopped: list[SampleId] = []
-        """Samples that wait, were stopped before the run was killed, and have not been stopped
-        again so far."""
+        """Samples in `_waiting` that were stopped before the run was killed, and have not been
+        stopped again so far."""
         self._unwanted: set[SampleId] = set()
-        """Samples that wait and are to be stopped."""
+        """Samples in `_waiting` that are to be stopped."""
         self._told: set[SampleId] = set()
-        """Samples whose end the file has already."""
+        """Samples whose end was taken from the file, which is not written again."""
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._file: BinaryIO | None = None
         self._thread: threading.Thread | None = None
@@ -121,7 +124,7 @@ class Salvage:
 
     @property
     def num_found(self) -> tuple[int, int]:
-        """Finished responses that a resume has found, and their tokens."""
+        """Numbers of the finished responses that a resume has found, and of their tokens."""
         ends = [end.event for _, end in self._found.values()]
         sizes = [event.num_tokens for event in ends if isinstance(event, SampleGenerated)]
         return len(sizes), sum(sizes)
@@ -129,15 +132,15 @@ class Salvage:
     # -- what is launched ----------------------------------------------------------------
 
     def launched(self, version: int, requests: Sequence[GenerationRequest]) -> None:
-        """The engines are about to be given these, to be sampled from weights of this version."""
+        """Note requests that engines with this version of the weights are about to be given."""
         if version == self._version:
             self._under_way.update({request.sample: request for request in requests})
 
     def keep_back(
         self, handle: Handle, requests: Sequence[GenerationRequest]
     ) -> Sequence[GenerationRequest]:
-        """The requests that this engine is to generate. The end of the others is known, and comes
-        from `outputs`."""
+        """Returns the requests that this engine has to generate. The ends of all other requests are
+        known, and come from `outputs`."""
         if not self._found:
             return requests
         rest = []
@@ -154,13 +157,15 @@ class Salvage:
         return rest
 
     def stop(self, samples: Sequence[SampleId]) -> Sequence[SampleId]:
-        """The samples among these that the engine itself must stop."""
+        """Returns the samples that the engine itself must stop, and notes the stop of the
+        others."""
         self._unwanted.update(self._waiting.keys() & set(samples))
         return [sample for sample in samples if sample not in self._waiting]
 
     def outputs(self) -> Iterator[tuple[Handle, EngineOutput]]:
-        """The ends of the requests that were kept back, in the order of the file. Requests that are
-        kept back while this goes on have their turn; see also `not_stopped`."""
+        """Yield the ends of the requests that were kept back, in the order of the file, also of
+        requests that are kept back meanwhile. Samples that are not stopped again are left to
+        `not_stopped`."""
         while self._order:
             _, sample = heapq.heappop(self._order)
             if sample not in self._waiting:
@@ -175,8 +180,8 @@ class Salvage:
                 yield output
 
     def not_stopped(self) -> list[tuple[Handle, GenerationRequest]]:
-        """The requests, after `outputs`, that were stopped once and are not now: their engine is to
-        generate them."""
+        """Returns, after `outputs`, the requests that were stopped before the run was killed and
+        are not stopped now, so that their engine has to generate them."""
         left = [self._waiting.pop(one) for one in self._not_stopped if one in self._waiting]
         for _, request in left:
             del self._found[request.sample]
@@ -184,8 +189,8 @@ class Salvage:
         return [(handle, request) for handle, request in left if handle.lives]
 
     def _take(self, sample: SampleId) -> tuple[Handle, EngineOutput] | None:
-        """The end of a sample that waits, and its engine. None if that engine is lost: another one
-        will be given the sample."""
+        """Returns a waiting sample's engine and how the sample ended, and forgets both. None if
+        that engine is lost: another engine will be given the sample."""
         handle, request = self._waiting.pop(sample)
         self._unwanted.discard(sample)
         if not handle.lives:
@@ -197,8 +202,8 @@ class Salvage:
     # -- what ends -----------------------------------------------------------------------
 
     def ended(self, event: Event, response: Response | None) -> None:
-        """The core knows that this sample has ended. One that failed stays under way: what comes
-        after that has no place where nothing is."""
+        """Write down how a sample ended, unless the file has that. A failed sample counts as still
+        under way, so that no later end passes for one after which nothing was under way."""
         if not isinstance(event, SampleGenerated | SampleAborted):
             return
         request = self._under_way.pop(event.sample, None)
@@ -210,8 +215,8 @@ class Salvage:
         self._later(partial(self._write_end, request, event, response, is_quiet))
 
     def begin(self, checkpoint: Path, version: int) -> None:
-        """Begin the file anew: a resume goes on from this checkpoint from now on, and what was kept
-        is of no use any more."""
+        """Begin the file anew, since a resume goes on from this checkpoint from now on. Ends
+        recorded before are of no use any more."""
         self._stand_at(checkpoint, version)
         self._found.clear()
         self._under_way.clear()
@@ -219,7 +224,7 @@ class Salvage:
         self._later(self._begin_file)
 
     def close(self) -> None:
-        """Write what has ended, and nothing after that. Idempotent."""
+        """Write the ends that are known, and none after that. Further calls do nothing."""
         self._version = None
         self._under_way.clear()
         if self._thread is not None:
@@ -235,7 +240,8 @@ class Salvage:
         self._head = {"format": FORMAT, "checkpoint": digest, "version": version}
 
     def _read(self) -> None:
-        """Take up what is there, and let go of what is not to be used."""
+        """Read the ends that may be used, and cut the file off behind them. A file that belongs to
+        another checkpoint or version is removed."""
         frames = _frames(self._path)
         try:
             head, size = next(frames, (b"{}", 0))
@@ -313,7 +319,7 @@ class Salvage:
 
 
 def _end_of(body: bytes) -> tuple[RecordedEnd, bool]:
-    """A sample's end from its frame, and whether no sample was under way then."""
+    """Returns the end in this frame, and whether no sample was under way after it."""
     line, _, arrays = body.partition(b"\n")
     facts = json.loads(line)
     event: Any = from_plain(EVENTS[facts["event"]], {"time_s": 0.0, **facts["facts"]})
@@ -325,7 +331,7 @@ def _framed(body: bytes) -> bytes:
 
 
 def _frames(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Each whole frame, and where it ends; up to the first that is not whole."""
+    """Yield each whole frame's content and end in the file, up to the first damaged frame."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Devices that engines and replicas share (`train.colocate`): never have both their memory there.
+"""Devices that engines and the trainer's replicas share, one at a time (`train.colocate`).
 
     StartGradients, TrainOn, a checkpoint    engines offload, then the replicas reload
     SyncWeights, Launch, an evaluation       the replicas offload, then engines reload
@@ -7,8 +7,8 @@
 
 Nothing is decided here: who is to have a device is what `core/fleet/devices.py` reads from the
 commands. Engine k has the devices from k times its degree on, process k of the trainer device k.
-What an engine is told while it is away waits (`Handle.told`), and is why it comes back. On a CPU
-there is nothing to move, and the same calls are made.
+Calls to an engine that is away wait (`Handle.told`), and make the engine come back. On a CPU there
+is nothing to move, and the same calls are made.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import Trainer
 
 LOOK_S = 0.005
-"""Seconds between two looks whether an engine has let go of its samples, or a device is free."""
+"""Seconds between two looks whether engines have let go of their samples, or a device is free."""
 
 
 MemoryMove = Callable[[Engine], Coroutine[Any, Any, None]]
-"""Makes an engine take or give up its device's memory."""
+"""Makes an engine take, or release, its device's memory."""
 
 
 class SharedDevices:
-    """The calls of `async` methods come from the main task, one after the other."""
+    """Moves engines and the trainer's replicas on and off the devices that they share. Methods that
+    are `async` are called by the main task, one after the other."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class SharedDevices:
         trainer: Trainer,
         engines: Engines,
     ) -> None:
-        """`shares_pools`: the engines' devices are other jobs' at first."""
+        """`shares_pools`: whether other jobs have the engines' devices at first."""
         self._bus = bus
         self._watch = watch
         self.trainer = trainer
@@ -58,10 +59,11 @@ class SharedDevices:
         of_engines = config.rollout.engines * config.parallelism_planner.initial
         self._is_colocated = train.colocate
         self._all = range(of_engines if shares_pools or train.colocate else 0)
-        """The devices that are not the engines' alone."""
+        """Numbers of the devices that engines share with the trainer's replicas or other jobs."""
         self._group = (train.processes or 1) // train.replicas
         self._lent: set[int] = {*self._all} if shares_pools else set()
-        """Devices whose memory is the replicas' or other jobs', or will be in a moment."""
+        """Devices whose memory the trainer's replicas or other jobs have, or will have in a
+        moment."""
         for handle in engines.living if shares_pools else ():
             handle.is_away = True
         self._loading: set[int] = set()
@@ -69,23 +71,24 @@ class SharedDevices:
         self._seconds = {"to_trainer": 0.0, "to_engines": 0.0}
 
     def replicas_of(self, devices: Sequence[int]) -> list[int] | None:
-        """The replicas on these devices. None, which means all replicas, for no devices."""
+        """Numbers of the trainer's replicas on these devices. None, meaning all, for no devices."""
         return sorted({device // self._group for device in devices}) or None
 
     @property
     def are_awaited(self) -> bool:
-        """Whether an engine that is away was told something. Used under the bus's lock."""
+        """Whether calls to an engine that is away are waiting. Used under the bus's lock."""
         return any(handle.told for handle in self._engines.living)
 
     def take_seconds(self) -> dict[str, float]:
-        """Metrics: what the hand-overs since the last call took."""
+        """Metrics: seconds that hand-overs since the last call took. Empty if no devices are
+        shared."""
         found = {f"perf/devices/{name}_s": seconds for name, seconds in self._seconds.items()}
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         return found if self._is_colocated else {}
 
     async def to_replicas(self, devices: Sequence[int] = ()) -> None:
-        """The replicas on these devices may begin when this returns. Empty: all. Engines on them
-        finish what they have first; one that does not let go of its memory is lost."""
+        """Have the trainer's replicas take these devices (empty: all); returns when they may begin.
+        Engines there finish what they have first; an engine that keeps its memory is lost."""
         if not self._is_colocated:
             return
         wanted = {d for d in self._all if not devices or d // self._group in self._groups(devices)}
@@ -100,8 +103,8 @@ class SharedDevices:
             await self._watch.by("train_s", reload, "the trainer to take its devices")
 
     async def to_engines(self) -> None:
-        """Have the replicas let go of all devices, and the engines take them back, with the weights
-        that they had. An engine that cannot is lost."""
+        """Have the trainer's replicas release all devices, and the engines take them back, with the
+        weights that they had. An engine that cannot is lost."""
         if not self._lent or not self._is_colocated:
             return
         with self._timing("to_engines"):
@@ -115,15 +118,15 @@ class SharedDevices:
 
     async def lend_all(self) -> list[Handle]:
         """Lend all devices to other jobs, once nothing runs, loads or ends there. Returns the
-        engines that have to let go, of which nothing may be asked any more."""
+        engines that have to release their devices, which may be asked for nothing any more."""
         leaving = await self._claim({*self._all})
         while not self._engines.ending.is_over:
             await asyncio.sleep(LOOK_S)
         return leaving or []
 
     def take_back(self) -> None:
-        """Give the devices back to the engines. Those that were away have their memory there
-        again."""
+        """Note that engines have all devices, and their memory there, and make the calls that
+        waited."""
         with self._bus.lock:
             self._lent.clear()
             for handle in [one for one in self._engines.living if one.is_away]:
@@ -134,8 +137,8 @@ class SharedDevices:
 
     @contextlib.contextmanager
     def loading(self, number: int) -> Iterator[None]:
-        """Wait until that engine's devices are the engines', and keep them so. In a thread of its
-        own. Raises `EngineError` once the run is over."""
+        """Wait until the devices of engine `number` are free for engines, and keep them so in this
+        context. Used in a thread of its own. Raises `EngineError` once the run is over."""
         size = self._engines.layout.tensor_parallel
         devices = {*range(number * size, (number + 1) * size)} & {*self._all}
         while not self._keep(devices):
@@ -159,8 +162,8 @@ class SharedDevices:
         return {device // self._group for device in devices}
 
     async def _claim(self, wanted: set[int]) -> list[Handle] | None:
-        """Once nothing runs or loads there, no engine may begin there any more. Returns those that
-        have to go; None: the replicas are there."""
+        """Wait until no engine runs or loads on these devices, and let none begin there any more.
+        Returns the engines that have to leave. None if the devices were taken before."""
         while True:
             with self._bus.lock:
                 numbers = {device // self._engines.layout.tensor_parallel for device in wanted}
@@ -178,7 +181,7 @@ class SharedDevices:
             await asyncio.sleep(LOOK_S)
 
     async def _each(self, handles: Sequence[Handle], do: MemoryMove) -> list[Handle]:
-        """Have all of them do that at once. Returns those that did not, which are lost."""
+        """Do this to all these engines at once. Returns those that failed, which are lost."""
         within_s = self._watch.deadlines.sync_s / 2
         failed = await on_engines(handles, do, within_s)
         with self._bus.lock:
@@ -196,7 +199,8 @@ class SharedDevices:
 async def on_engines(
     handles: Sequence[Handle], do: MemoryMove, within_s: float | None = None
 ) -> dict[Handle, BaseException]:
-    """`await do(engine)` of each, in threads of their own. Those that failed."""
+    """Await `do(engine)` for all engines, in threads of their own. Returns the errors of engines
+    that failed, or were not done within `within_s` seconds (None: no limit)."""
     arguments = {handle: (do, handle.engine) for handle in handles}
     return await failures(_hand_over, arguments, "hand its device over", within_s)
 
@@ -206,7 +210,7 @@ def _hand_over(do: MemoryMove, engine: Engine) -> None:
 
 
 async def let_go_of_all(engines: Engines) -> None:
-    """Have all engines let go of their devices before a run begins: the trainer is to load there.
+    """Have all engines release their devices before a run begins, for the trainer to load there.
     Raises what an engine raises."""
     for handle in engines.living:
         handle.is_away = True
@@ -215,7 +219,8 @@ async def let_go_of_all(engines: Engines) -> None:
 
 
 async def take_all_back(trainer: Trainer, engines: Engines) -> None:
-    """Undo that; the trainer lets go of what it has loaded. Raises what an engine says."""
+    """Undo `let_go_of_all`: the trainer releases what it has loaded, and engines take the devices
+    back. Raises what an engine raises."""
     away = [handle for handle in engines.living if handle.is_away]
     if away:
         await trainer.offload()

@@ -36,29 +36,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Training:
-    """Trains on the main task. Groups whose gradients may begin early are remembered at once, in
-    whatever thread the command comes, and under the bus's lock."""
+    """The trainer's port: trains on the main task. Groups whose gradients may begin early are noted
+    at once, in the thread of the command and under the bus's lock."""
 
     shared: Shared
     _: KW_ONLY
     config: RunConfig
     devices: SharedDevices
     engines: Engines
-    """The engines, which are only asked for their status, as `reward` is."""
+    """The engines. Only their status is asked for, and only metrics of `reward`."""
     reward: Reward
     asked: Sequence[Callable[[], Mapping[str, float]]]
     """Functions that give further metrics of the step, called under the bus's lock."""
     build_samples: BuildSamples
     rows: SampleRows | None
-    """Keeps the samples' texts."""
+    """Writes the samples' texts to files. None if texts are not kept."""
     _to_stream: list[tuple[SampleId, ...]] = field(default_factory=list, init=False)
-    """Groups whose gradients were asked for and are not begun ..."""
+    """Groups of samples whose gradients were asked for and have not begun."""
     _devices: tuple[int, ...] = field(default=(), init=False)
-    """... and the devices for them, which engines have released. Empty: all."""
+    """Devices for these early gradients, which engines have released. Empty for all devices."""
     _rows_of: int = field(default=0, init=False)
-    """The step whose rows were made: it may be begun again."""
+    """The step whose rows were written; the step may be trained again if the trainer is lost."""
     _warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger), init=False)
-    """Warnings that a run gives once."""
+    """Logs each kind of warning only once in a run."""
 
     @property
     def trainer(self) -> Trainer:
@@ -77,8 +77,8 @@ class Training:
         self.shared.main.later(partial(self._train, command))
 
     async def _start_gradients(self, step: int) -> None:
-        """Gradients of groups that the step will certainly train on, while verdicts on others are
-        awaited. The denominators of the step are not known yet: the weights are provisional."""
+        """Begin the gradients of groups that the step will certainly train on, while other verdicts
+        are awaited. The weights are provisional, as the step's denominators are not known yet."""
         while self._to_stream:  # else an earlier call took them along, or the whole step is due
             devices = self._devices
             if self.config.train.colocate:
@@ -91,8 +91,9 @@ class Training:
                 await self._begin_gradients(step, groups, self.devices.replicas_of(devices))
 
     def _next_groups(self, devices: Sequence[int]) -> list[tuple[SampleId, ...]]:
-        """Take some of those to stream: all, as large batches are quicker; but on some devices only
-        what fills about a micro-batch of each, so that these are soon there for the joint rest."""
+        """Take groups from those whose gradients may begin early: all, as large batches are
+        quicker; if only some devices are free, about a micro-batch for each, so that these are soon
+        there for the rest."""
         chosen, self._to_stream = self._to_stream, []
         if devices:
             budget, size = self.config.train.most_micro_batch_tokens() * len(devices), 0
@@ -176,8 +177,8 @@ class Training:
         )
 
     async def _update(self, parts: Sequence[Sequence[TrainSample]]) -> list[Mapping[str, float]]:
-        """Do all updates of the step, of which the first one's gradient is there already. Returns
-        the metrics of each."""
+        """Do all updates of the step, of which the first one's gradient is accumulated already.
+        Returns the metrics of each update."""
         metrics = []
         try:
             for part in parts[1:]:
@@ -192,7 +193,7 @@ class Training:
         return metrics
 
     async def _accumulate(self, samples: Sequence[TrainSample]) -> None:
-        """The gradient of the whole step; that of streamed samples is there but for a factor."""
+        """Accumulate the gradient of these samples; what was begun early is only rescaled."""
         streamed = self.shared.desk.streamed()
         if not streamed:
             await self.trainer.accumulate(samples)
@@ -206,8 +207,8 @@ class Training:
     async def _ask_scores(
         self, groups: Sequence[Sequence[SampleId]], replicas: Sequence[int] | None = None
     ) -> dict[SampleId, TokenScores]:
-        """Ask other models about these samples, each sample once, where the algorithm's advantages
-        need it."""
+        """Returns what other models, such as a reference model, say of these samples' tokens, each
+        sample asked once. Empty if the algorithm's advantages need none of that."""
         if not self.config.algorithm.needs_scores:
             return {}
         return await self._ask(groups, replicas)
@@ -215,8 +216,8 @@ class Training:
     async def _ask_old(
         self, groups: Sequence[Sequence[SampleId]], updates: Sequence[int]
     ) -> dict[SampleId, TokenScores]:
-        """The policy's log-probs of what it is trained on after the first update, as long as it is
-        the policy that sampled."""
+        """Returns log-probs, under the policy that sampled, of the samples trained on after the
+        first update. Empty if the algorithm takes those of the engines."""
         if self.config.algorithm.old_logprobs == "rollout":
             return {}
         return await self._ask([g for g, u in zip(groups, updates, strict=True) if u > 0])
@@ -257,7 +258,7 @@ class Training:
 
 @contextlib.contextmanager
 def _diverging(step: int) -> Iterator[None]:
-    """Say what to do about numbers that are not finite."""
+    """Add the step, and advice, to the error about numbers that are not finite."""
     try:
         yield
     except NonFiniteError as error:
@@ -271,7 +272,8 @@ def _diverging(step: int) -> Iterator[None]:
 def _parts_of(
     samples: Sequence[TrainSample], groups: Sequence[Sequence[SampleId]], updates: Sequence[int]
 ) -> list[list[TrainSample]]:
-    """The samples of each update. `samples` are in the order of `groups`."""
+    """The samples of each update, in order. `updates`: number of the update of each group.
+    `samples` are in the order of `groups`."""
     of_sample = [u for u, group in zip(updates, groups, strict=True) for _ in group]
     parts: list[list[TrainSample]] = [[] for _ in range(max(updates, default=0) + 1)]
     for sample, update in zip(samples, of_sample, strict=True):
@@ -280,7 +282,8 @@ def _parts_of(
 
 
 def _check_same_advantage(early: TrainSample, whole: TrainSample) -> None:
-    """Ours are the same to the last digit; those of a function from outside need be nearly so."""
+    """Check that a sample's advantage is the same in its group alone and in the whole step, but for
+    rounding by a function from outside. Raises `ValueError` if not."""
     pair = [
         sample.advantage if isinstance(sample.advantage, tuple) else (sample.advantage,)
         for sample in (early, whole)
@@ -298,8 +301,8 @@ def _check_same_advantage(early: TrainSample, whole: TrainSample) -> None:
 def common_factor(
     samples: Sequence[TrainSample], streamed: Mapping[SampleId, TrainSample]
 ) -> float:
-    """The factor that makes the provisional weights of the streamed samples those of the whole
-    step."""
+    """Returns the factor that turns the provisional weights of samples whose gradients were begun
+    early into those of the whole step. 1.0 if none of these samples has a weight."""
     factors = []
     for sample in samples:
         early = streamed.get(sample.sample)
@@ -318,18 +321,18 @@ _SUMS = (
     *("train/response_tokens", "train/tokens", "train/padded_tokens", "train/micro_batches"),
     "train/recomputed_micro_batches",
 )
-"""Metrics that are counts: a step's is the sum over its updates."""
+"""Metrics that are counts: a step's value is the sum over its updates."""
 _OF_EACH = ("actor/ppo_kl", "actor/ratio/mean", "actor/clip_ratio_low", "actor/clip_ratio_high")
-"""Metrics that grow from update to update: each update's is shown besides, as NAME/update_1 and so
-on."""
+"""Metrics that grow from update to update: besides their mean, each update's value is shown as
+NAME/update_1 and so on."""
 _LAST = ("train/lora_merge_loss", "perf/pipeline/host_links")
 _LAST_ENDINGS = ("/layers", "/slow")
-"""Metrics, and endings of metrics of pipeline stages and links, that say how things are at the end
-of the step: the last update's counts."""
+"""Names, and endings of names, of metrics that describe the state at the end of the step: the last
+update's value counts."""
 
 _FIRST = ("sampling/sampling_logp_difference/", "sampling/importance_sampling_ratio/")
-"""Beginnings of the names of metrics that compare engine and trainer: the first update's counts,
-since only then have both the same weights."""
+"""Beginnings of the names of metrics that compare engine and trainer: the first update's value
+counts, since only then have both the same weights."""
 
 
 def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -19,7 +19,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Collecting:
-    """Gathers the outputs of requests made outside of the core."""
+    """Gathers outputs for requests made outside of the core; `done` gets the responses."""
 
     def __init__(self, count: int, loop: asyncio.AbstractEventLoop) -> None:
         self.done: asyncio.Future[list[Response]] = loop.create_future()
@@ -28,7 +28,7 @@ class Collecting:
         self._responses: list[Response] = []
 
     def add(self, event: Event, response: Response | None) -> None:
-        """Called in an engine's thread. A sample that failed is left out, and said."""
+        """Add an output, in an engine's thread. A sample that failed is left out, and logged."""
         self._missing -= 1
         if isinstance(event, SampleFailed):
             logger.warning("evaluation: %s: %s", event.sample, event.reason)
@@ -64,7 +64,8 @@ async def failures(
 
 
 def in_daemon_thread(function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-    """The function's result; a call that hangs does not keep the process from ending."""
+    """Run the function in a thread. Returns a future of its result; a call that hangs does not keep
+    the process from ending."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""Deadlines: whatever the run waits for must show signs of life, or the run ends and says so."""
+"""Deadlines: whatever the run waits for must show signs of life, or the run ends with an error."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ T = TypeVar("T")
 
 CHECK_S = 0.5
 STANDSTILL_HEARTBEATS = 12
-"""An engine may take this many times `deadlines.heartbeat_s` over one turn, such as the prompts of
-a whole round, while others go on."""
+"""An engine is lost if it makes no progress for this many times `deadlines.heartbeat_s`, as over
+the prompts of a whole round, while others go on."""
 
 
 @dataclass(eq=False, slots=True)
 class Watch:
-    """Belongs to the event loop, but for the signs that events are."""
+    """Checks deadlines, on the event loop; events in any thread are signs of life."""
 
     bus: Bus
     deadlines: DeadlineConfig
     engines: Engines
     reward: Reward
     num_worth: int = field(default=0, init=False)
-    """Environments that are asked what their episodes were worth: verdicts wait for them, who have
-    as long as for any answer."""
+    """Number of environments that are asked for a final reward: checks wait for them, and
+    `deadlines.generation_s` applies."""
     _last_sign: float = field(init=False)
     _last_decode_steps: int = field(default=-1, init=False)
 
@@ -42,12 +42,12 @@ class Watch:
         self.bus.add_sink(self._saw)
 
     def sign(self) -> None:
-        """Note a sign of life."""
+        """Note a sign of life now."""
         self._last_sign = self.bus.clock.now()
 
     def check_rollout(self) -> None:
-        """A rollout is alive while events come or the engine decodes; an outage of something that
-        the rewards need is waited for by them, as long as they are told to.
+        """Check that a rollout is alive: events come, engines decode, rewards wait for something
+        that is down, or other jobs have the pool.
 
         Raises `DeadlineExceeded`, and `RewardsFailed` once the rewards have given up.
         """
@@ -64,13 +64,13 @@ class Watch:
             raise DeadlineExceeded(what, limit, f"deadlines.{key}")
 
     async def check_engines_always(self) -> None:
-        """Now and then, until it is cancelled, where nobody else does."""
+        """Check the engines every half second until cancelled, where nobody else does."""
         while True:
             await asyncio.sleep(CHECK_S)
             self.check_engines()
 
     def check_engines(self) -> None:
-        """Lose engines that stand still while others work, long before all are waited for."""
+        """Lose engines that stand still while others work, long before the rollout's deadline."""
         with self.bus.lock:
             limit_s = STANDSTILL_HEARTBEATS * self.deadlines.heartbeat_s
             self.engines.check_progress(self.bus.clock.now(), limit_s)
@@ -91,14 +91,14 @@ class Watch:
         return True
 
     def pool_is_awaited(self) -> bool:
-        """Whether other jobs have the devices: they have as long as they want."""
+        """Whether the run waits for devices that other jobs have, which has no deadline."""
         if not waits_for_pool(self.bus.job):
             return False
         self.sign()
         return True
 
     def engine_works(self) -> bool:
-        """Whether the engines made progress since the last look."""
+        """Whether the engines made progress since the last call, which is a sign of life."""
         steps = self.engines.status().decode_steps
         if steps == self._last_decode_steps:
             return False
@@ -113,8 +113,9 @@ class Watch:
         what: str | None = None,
         lives: Callable[[], bool] = lambda: False,
     ) -> T:
-        """Await, but no longer than `deadlines.KEY` without a sign of life, of which `lives` is
-        asked each time that the deadline is over. `what` is awaited; None: what the job waits for.
+        """Await, but for no longer than `deadlines.KEY` without a sign of life; `lives` looks for
+        one whenever that time is over. `what`: what is awaited, for the error; None: what the job
+        waits for.
 
         Raises `DeadlineExceeded`.
         """
