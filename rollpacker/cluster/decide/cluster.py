@@ -384,8 +384,8 @@ class Cluster:
         return commands + self._start(self._moved(running), choice) + self._start_waiting(at_s)
 
     def _make_room(self, running: Running, rest: Rest, late: Late, at_s: float) -> list[Command]:
-        """Return commands that move or stop this job for a waiting one, or none if that is no
-        use."""
+        """Return the commands to move or stop this job for a waiting one, if that pays; else
+        none."""
         state, job, number = self.state, running.job, running.group
         if pays(state, number, job, late.job, restarts=1):
             found = by_moving(self._policy, state, number, job, rest, late)

@@ -112,8 +112,7 @@ class ClusterTurns:
         return self._grants(self._groups[running.group].remove(running.job.name, at_s))
 
     def asked(self, event: Asked, came_s: float | None) -> list[Command]:
-        """Take in an ask. `came_s`: when the job came, if it waited for nodes and asks first
-        now."""
+        """Take in an ask. `came_s`: when the job came, if it was waiting for nodes until now."""
         running = self._running[event.job]
         turns = self._groups[running.group]
         if not running.joined:

@@ -179,8 +179,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
         return list(itertools.accumulate(one.share for one in self.rounds))
 
     def draw(self, which: float, quantile: float) -> Times:
-        """Return the times of an iteration by two numbers from 0 to below 1: its kind, its
-        length."""
+        """Return the times of an iteration by two numbers from 0 to below 1: kind and length."""
         return self.round_at(which).at(quantile)
 
     def round_at(self, which: float) -> RoundTimes:

@@ -128,8 +128,7 @@ class Waiting:
         return [job for job, _ in entries]
 
     def _share(self, owner: str, used: Mapping[str, Devices]) -> float:
-        """Return the share of its quota that the owner uses: at most 1, although nodes are
-        shared."""
+        """Return the share of the quota that the owner uses: at most 1, even on shared nodes."""
         if owner not in used:
             return 0.0
         most = {**self._all, **self._quotas.get(owner, {})}
