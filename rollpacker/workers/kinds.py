@@ -14,7 +14,7 @@
            BEAT            the program lives; it may say how it is
            LOGGED          a line of the program's log
 
-What a message holds, each program and its owner agree on. Not every program has every kind.
+A program and its owner agree on the contents of messages. Not every program has every kind.
 """
 
 from __future__ import annotations
