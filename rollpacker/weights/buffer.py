@@ -40,7 +40,7 @@ class StaleWeightsError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The place of one tensor in a buffer."""
+    """The place of one tensor in a buffer, with its shape and dtype."""
 
     start: int
     """Number of bytes before the tensor in the buffer."""
@@ -78,7 +78,7 @@ class BufferLayout:
         return Memory(self.size_bytes)
 
     def at(self, memory: Memory) -> BufferLayout:
-        """Return the layout of the same buffer in this memory."""
+        """Return this layout for the same buffer in other memory."""
         return replace(self, path=memory.path, inode=memory.inode)
 
     def source(self, version: int) -> WeightSource:

@@ -53,10 +53,11 @@ class Child:
     ) -> Child:
         """Start `command` in a session of its own, so that a Ctrl-C is for this process alone.
 
-        A guarded child gets a guardian, which ends it and all that it started when told to and when
-        this process is gone; any other child must see to that itself. It prints to the descriptor
-        `output`, errors too unless `error_output` is another. Its environment is `env`, or this
-        process's, without ray's variables, a token's among them. Raises `OSError`.
+        A guarded child gets a guardian process, which ends the child and all that it started when
+        told to and when this process is gone; any other child must then end by itself. A child
+        prints to the descriptor `output`, errors too unless `error_output` is given. Its
+        environment is `env`, or this process's, without ray's variables such as a token. Raises
+        `OSError`.
         """
         variables = os.environ if env is None else env
         theirs, ours = os.pipe() if guarded else (-1, -1)
@@ -111,7 +112,7 @@ class Child:
         return False
 
     def kill(self) -> None:
-        """Kill the process; with a guardian, its children too. `how_ended` returns its end."""
+        """Kill the process; with a guardian, its children too. Does not wait for their end."""
         if self._close.alive:
             _kill(self.process, self._lifeline)
 

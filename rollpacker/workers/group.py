@@ -41,7 +41,7 @@ class MemberLost(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """One process of a group."""
+    """One process of a group whose members are called together."""
 
     name: str
     number: int
@@ -81,8 +81,8 @@ def say(members: Sequence[Member], calls: Sequence[bytes], during: str) -> None:
 
 
 def replies(members: Sequence[Member], during: str) -> dict[int, tuple[int, bytes]]:
-    """Return kind and content of the members' replies, by the member's number. Some are missing if
-    a member failed and others took longer than `GRACE_S`. Raises `MemberLost`."""
+    """Return kind and content of each member's reply, by the member's number. Some are missing if a
+    member failed and others took longer than `GRACE_S`. Raises `MemberLost`."""
     found: dict[int, tuple[int, bytes]] = {}
     waiting = {member.line: member for member in members}
     stopped: dict[int, float] = {}

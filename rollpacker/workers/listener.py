@@ -1,7 +1,7 @@
 """Lines to processes that are not this one's children: they connect to a port and show a token.
 
 A connection is closed unless it shows the token within `KNOCK_S`, in a message of at most
-`MAX_HELLO_BYTES`. Other processes do not wait meanwhile, and its bytes are never unpickled.
+`MAX_HELLO_BYTES`. No other connection waits meanwhile, and until then its bytes are only compared.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ REDONE_S = 1800.0
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submit a job and print what comes of it. Raises `ValueError`, also without an answer."""
+    """Submit a job and print what comes of it. Raises `ValueError` if it is not accepted."""
     from rollpacker.cluster.commands.desk import open_desk
     from rollpacker.cluster.decide.nodes import check_job
     from rollpacker.cluster.sim.spec import ClusterSpec
@@ -309,7 +309,7 @@ def job_of_program(args: argparse.Namespace, owner: str) -> ClusterJob:
 
 
 def check_no_program(args: argparse.Namespace) -> None:
-    """Raises `ValueError` for options that only a program needs, and a run's config has."""
+    """Raises `ValueError` if an option is given that is for programs only, not for runs."""
     for name in ("arguments", "name", "steps", "devices", "memory_gib"):
         if getattr(args, name):
             option = f"--{name.replace('_', '-')}"
@@ -319,7 +319,7 @@ def check_no_program(args: argparse.Namespace) -> None:
 
 
 def facts_of_program(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the facts for starting the program, which after a loss resumes by itself."""
+    """Return command and folder to start the program with; it has to resume by itself."""
     path = Path(args.config).resolve()
     return {
         "command": [sys.executable, str(path), *_arguments(args.arguments)],

@@ -1,5 +1,5 @@
 """The shipped policy: jobs go where the price of work rises least (`layout.py`), and every SLO is
-kept for iterations as they are distributed (`forecast.py`)."""
+likely to be kept, as iterations vary (`forecast.py`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DANGER = 0.8
 """A job's SLO is in danger once the probability that it is kept is below this. (Jobs are placed
 with a higher one, `confidence`: if both were equal, luck alone would have jobs move.)"""
 RETRY = 0.9
-"""A job tries again to save an SLO once its remaining iterations are this share of those before."""
+"""A job tries again to save an SLO once this share of its iterations at the last try is left."""
 MIN_BETTER = 0.002
 """Share by which another order of turns must be cheaper to be preferred."""
 
@@ -38,8 +38,8 @@ MIN_BETTER = 0.002
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheapestWork:
     """The shipped policy: the smallest rise of the price of work among layouts that keep every SLO
-    with the stated confidence, for the distribution of their iterations. Each group has the
-    cheapest of the orders of turns that keep its SLOs."""
+    with the stated confidence, as iterations vary. Each group has the cheapest of the orders of
+    turns that keep its SLOs."""
 
     confidence: float = 0.99
     orders: tuple[Order, ...] = ORDERS
@@ -132,8 +132,9 @@ class CheapestWork:
         rest: Rest | None = None,
         below: float = math.inf,
     ) -> tuple[float, Choice] | None:
-        """Return the smallest rise of the price of work if less than `below`, and its choice.
-        `besides`: a group to leave out. `rest`: the rest of the job's life, if it moves."""
+        """Return the smallest rise of the price of work if less than `below`, and its choice; or
+        None. `besides`: a group to leave out. `rest`: what is left of the job's life, if it
+        moves."""
         own = {} if rest is None else {job.name: rest}
         quick = sorted(
             (standing.summary.rise(job), number)

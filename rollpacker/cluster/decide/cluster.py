@@ -76,7 +76,7 @@ class Cluster:
         quotas: Mapping[str, Devices] | None = None,
         ageing_s: float = AGEING_H * 3600,
     ) -> None:
-        """`quotas`: most devices by owner and phase. `ageing_s`: seconds that a priority counts."""
+        """`quotas`: most devices by owner and phase. `ageing_s`: seconds per unit of priority."""
         self.state = State(nodes=Nodes(pools), link_gb_s=link_gb_s, max_group=max_group)
         self._policy = policy
         self._running: dict[str, Running] = {}

@@ -101,14 +101,14 @@ class Outlook:
         return is_hopeless
 
     def forecasts(self) -> list[Forecast]:
-        """Return each job's forecast from the short run."""
+        """Return each job's forecast from a short simulation, which sorts out what is no use."""
         if self._forecasts is None:
             self._forecasts = self._run(STRETCH, NUM_STRETCHES)
             self._stop()
         return self._forecasts
 
     def confirmed(self) -> list[Forecast]:
-        """Return each job's forecast from a longer run."""
+        """Return each job's forecast from a longer simulation, which decides."""
         if self._confirmed is None:
             self._confirmed = self._run(LONG_STRETCH, NUM_LONG_STRETCHES)
             self._stop()
@@ -144,7 +144,7 @@ class Outlook:
 
 
 def foresee(layout: Layout, order: Order) -> list[Forecast]:
-    """Return each job's forecast in this layout and order, from the longer run."""
+    """Return each job's forecast in this order of turns, from the longer simulation."""
     return Outlook(layout, order).confirmed()
 
 
@@ -185,7 +185,7 @@ class GroupTimeline:
         slos: Sequence[float] = (),
     ) -> None:
         self.begins_s: list[list[float]] = [[] for _ in pins]
-        """For each job, the times in seconds at which its rollouts were granted."""
+        """For each job, the times in seconds at which its rollouts were granted nodes."""
         self.ends_s: list[list[float]] = [[] for _ in pins]
         """For each job, the times in seconds at which its iterations were over."""
         self._holds = holds

@@ -38,8 +38,8 @@ SPREAD_GB_S = 6.0
 to the same figure of RollMux."""
 
 TAIL_MOVE_S = 3.0
-"""Seconds to bring a rollout's tail to the few devices that keep it. It is the largest value that
-the RollPacker paper names."""
+"""Seconds to move the last samples (tail) of a rollout to the few devices that go on with them. It
+is the largest value that the RollPacker paper names."""
 
 
 class Holds(NamedTuple):
@@ -57,7 +57,8 @@ class Holds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """Factors and seconds that turn the times of a job alone into holds in its group."""
+    """Factors and seconds that turn the times of a job alone into those of holding pools in a
+    group."""
 
     rollout_scale: float = 1.0
     """Rollout seconds on this pool over those of the profile, which other GPUs change."""

@@ -33,7 +33,7 @@ class Pool:
 
 
 class Node(NamedTuple):
-    """One node of a pool, numbered from 0."""
+    """A node: the pool that it belongs to, and its number there, from 0."""
 
     pool: str
     number: int

@@ -32,7 +32,7 @@ class _Try:
     layout: Layout
     order: Order
     rest: Mapping[str, Rest]
-    """By name, the rest of the life of the group's jobs, where it is known."""
+    """What is left of the lives of the group's jobs, by name, where that is known."""
     breaks: Mapping[str, tuple[float, float]]
     """Jobs whose SLO would break, with their slowdown and the highest one allowed."""
 
@@ -44,8 +44,8 @@ class _Try:
 def obstacle(
     state: State, job: ClusterJob, rest: Rest | None, *, confidence: float, orders: Sequence[Order]
 ) -> str:
-    """Return words on what keeps a job from all nodes. Empty if nothing was found. `rest`: the rest
-    of its life, if it has waited or run; else None."""
+    """Return words on what keeps a job from all nodes. Empty if nothing was found. `rest`: what is
+    left of its life, if it has waited or run; else None."""
     if next(state.alone(job), None) is not None:
         return ""
     tries = list(_tries(state, job, rest, confidence, orders))
@@ -83,7 +83,7 @@ def _tries(
 def _breaks(
     layout: Layout, order: Order, rest: Mapping[str, Rest], confidence: float
 ) -> dict[str, tuple[float, float]]:
-    """Return the SLOs that break in the short run or in the longer one, with the worse slowdown."""
+    """Return the SLOs that break in the short or the longer simulation, with the worse slowdown."""
     outlook = Outlook(layout, order)
     found = broken(layout, outlook.forecasts(), rest, confidence)
     for name, (slowdown, limit) in broken(layout, outlook.confirmed(), rest, confidence).items():

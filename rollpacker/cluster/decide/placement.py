@@ -23,7 +23,7 @@ from rollpacker.cluster.decide.turns import Order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The place that was chosen for a job."""
+    """The group and the rollout nodes that a policy has chosen for a job."""
 
     group: int | None
     """Number of the group that the job joins. None for a new group."""
@@ -123,7 +123,7 @@ class Standing:
     order: Order
     train_nodes: tuple[Node, ...]
     rest: dict[str, Rest] = field(default_factory=dict)
-    """By name, the rest of the life of the jobs for which it differs from the whole."""
+    """What is left of the lives of jobs that have run or waited, by name."""
     tried: dict[str, int] = field(default_factory=dict)
     """By name, the iterations that a job had left when it last tried to save an endangered SLO."""
     _forecasts: list[Forecast] | None = None
@@ -141,7 +141,7 @@ class Standing:
 
     @property
     def forecasts(self) -> list[Forecast]:
-        """Each job's forecast in the group as it is."""
+        """Forecast of each job's slowdown in the group as it is."""
         if self._forecasts is None:
             self._forecasts = foresee(self.layout, self.order)
         return self._forecasts
@@ -181,7 +181,7 @@ class Standing:
 
 
 class Settled(NamedTuple):
-    """The place that a job was given."""
+    """The group and the nodes that a job was given."""
 
     group: int
     rollout_nodes: tuple[Node, ...]
@@ -214,7 +214,7 @@ class State:
     def settle(
         self, job: ClusterJob, choice: Choice, *, tail_release: bool, rest: Rest | None = None
     ) -> Settled:
-        """Put the job where it was chosen to go. `rest`: that of its life, if it waited or ran."""
+        """Put the job where it was chosen to go. `rest`: what is left of its life; None: all."""
         layout, nodes = choice.layout, self.nodes
         taken = opened = nodes.take(layout.rollout_pool.name, choice.new_nodes)
         named = dict(zip(sorted((n for n in choice.pin if is_new(n)), key=str), taken, strict=True))

@@ -31,7 +31,7 @@ class Late(NamedTuple):
 
     job: ClusterJob
     rest: Rest | None
-    """The rest of the job's life. None if it has not waited."""
+    """What is left of the job's life. None if the job has not waited."""
 
 
 def bearable(job: ClusterJob, rest: Rest) -> Rest:
@@ -96,7 +96,7 @@ def _in_turn(
 
 
 def _survives(found: Iterable[tuple[Late, Choice]], moved: Late, before: Rest) -> bool:
-    """Whether the restart breaks no promise: the SLO can be kept with it, or not even without."""
+    """Whether the job's SLO can be kept in spite of the restart, or could not even without it."""
     assert moved.rest is not None
     choice = next(choice for one, choice in found if one is moved)
     layout, name = choice.layout, moved.job.name

@@ -43,7 +43,7 @@ class _Member:
     joined."""
     waits_for: Phase | None = None
     is_extra: bool = False
-    """Whether the phase that the job waits for is no part of its turn (see the module)."""
+    """Whether the phase that the job waits for is no part of its turn, such as a refill."""
     holds: Phase | None = None
     asked: int = 0
     """Number of the job's last ask among all asks of the group. 0 if it has not asked."""

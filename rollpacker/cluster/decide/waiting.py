@@ -24,7 +24,7 @@ from rollpacker.cluster.decide.job import ClusterJob, Phase
 from rollpacker.cluster.decide.nodes import FEWER, Pool
 
 AGEING_H = 4.0
-"""Hours of waiting that one more priority is worth."""
+"""Hours of waiting that one unit of priority is worth."""
 PHASES: tuple[Phase, ...] = ("rollout", "train")
 Devices = Mapping[Phase, int]
 """Numbers of devices, by phase."""

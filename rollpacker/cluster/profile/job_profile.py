@@ -214,7 +214,7 @@ def read_profile(folder: str | Path) -> RunProfile:
 
 
 def check_profile(profile: RunProfile, config: RunConfig) -> None:
-    """Raises `ValueError` if a run with this config would have other phases than the profile's."""
+    """Raises `ValueError` if the config has other settings (`SHAPING`) than that of the profile."""
     for key, theirs, ours in differences(to_plain(profile.config), to_plain(config)):
         if any(key == one or key.startswith(f"{one}.") for one in SHAPING):
             raise ValueError(

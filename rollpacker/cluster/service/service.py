@@ -200,8 +200,8 @@ class Service:
             self._want()
 
     def _dealt_with(self) -> Position:
-        """Return the position of the last letter that was dealt with. A question is once it was
-        answered: until then a new service reads it, and the letters after it, again."""
+        """Return the position of the last letter that was dealt with. A question counts once it is
+        answered: until then a new service reads that letter, and all after it, again."""
         if not self._answers:
             return self._position
         return Position(self._position.epoch, self._answers[0][0].number - 1)

@@ -50,7 +50,7 @@ class PolicyResult:
         return math.fsum(job.slowdown for job in self.jobs) / len(self.jobs)
 
     def to_plain(self) -> dict[str, object]:
-        """Return the result as `rollpacker cluster simulate --json` prints it."""
+        """Return the values that `rollpacker cluster simulate --json` prints, by name."""
         return {
             "price_per_h": self.price_per_h,
             "slo_kept": self.slo_kept,
