@@ -198,8 +198,8 @@ class Memory:
 
 
 def _reserved(size: int) -> tuple[int, str]:
-    """Return the descriptor of so many bytes of new memory, and the path by which others open
-    it."""
+    """Return the descriptor of this many bytes of new memory, and the path by which other processes
+    open it. Raises `OSError`, or `ValueError` if there is not enough memory."""
     available = _available_bytes()
     no_room = ValueError(
         f"{available / 2**30:.2f} GiB of memory are left, and weights on their way from the trainer"

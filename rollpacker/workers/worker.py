@@ -103,8 +103,8 @@ class WorkerProcess:
         (self._said_before.append if self._said is None else self._said)(line)
 
     def greet(self) -> dict[str, Any]:
-        """Return what the worker reports of its function. Raises `WorkerEnded` and
-        `TimeoutError`."""
+        """Return what the worker reports of its function. Raises `WorkerEnded`, and `TimeoutError`
+        after `START_S` seconds."""
         until = time.monotonic() + START_S
         with contextlib.suppress(LineEnded):  # reading tells
             if self._first is not None:

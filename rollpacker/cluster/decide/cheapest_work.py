@@ -132,9 +132,9 @@ class CheapestWork:
         rest: Rest | None = None,
         below: float = math.inf,
     ) -> tuple[float, Choice] | None:
-        """Return the smallest rise of the price of work if less than `below`, and its choice; or
-        None. `besides`: a group to leave out. `rest`: what is left of the job's life, if it
-        moves."""
+        """Return the smallest rise of the price of work and the choice that brings it, or None if
+        no rise is less than `below`. `besides`: number of a group to leave out. `rest`: what is
+        left of the job's life, if it moves."""
         own = {} if rest is None else {job.name: rest}
         quick = sorted(
             (standing.summary.rise(job), number)

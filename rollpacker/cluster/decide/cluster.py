@@ -2,7 +2,7 @@
 
     Submitted -> Start (on the nodes that the policy chose; Open: some were free), or it waits
     Asked     -> Grant, now or when its turn comes
-    Left      -> Grant to whoever is next
+    Left      -> Grant to the next job
     Committed    what it has done is counted; it may Start elsewhere, or Stop, for one that waits;
                  after its last it is out of its turn
     Ended     -> Close of nodes that nobody needs, Start of jobs that waited for nodes
@@ -13,9 +13,9 @@
     Grown        nodes that are free: as Restored
     Cancelled -> Stop; it is the job's own end that frees its nodes
 
-Groups share no nodes. In a group `turns.py` says who is next, and where a job goes is a
-policy's choice (`placement.py`). Whoever obeys the commands (a simulation, a service)
-has the clock: events are stamped with it.
+Groups share no nodes. In a group `turns.py` decides which job is next, and a policy chooses where a
+job goes (`placement.py`). The caller that carries out the commands (a simulation, a service) has
+the clock, by which events are stamped.
 """
 
 from __future__ import annotations
@@ -384,8 +384,8 @@ class Cluster:
         return commands + self._start(self._moved(running), choice) + self._start_waiting(at_s)
 
     def _make_room(self, running: Running, rest: Rest, late: Late, at_s: float) -> list[Command]:
-        """Return the commands to move or stop this job for a waiting one, if that pays; else
-        none."""
+        """Make room for a waiting job by moving or stopping this one, if that pays. Returns the
+        commands for that, or none."""
         state, job, number = self.state, running.job, running.group
         if pays(state, number, job, late.job, restarts=1):
             found = by_moving(self._policy, state, number, job, rest, late)

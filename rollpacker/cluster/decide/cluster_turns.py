@@ -55,8 +55,8 @@ class Running(msgspec.Struct):
     """Number of the cluster's last change for which it was examined whether the job should move."""
     learned: LearnedTimes | None = None
     rest: Rest | None = None
-    """The rest of the job's life, once it has committed an iteration or waited for nodes. None
-    before that."""
+    """What is left of the job's life: iterations, and seconds that it may wait. None until it has
+    committed an iteration or waited for nodes."""
     lost_s: tuple[float, ...] = ()
     """Times in seconds at which the job was lost since its last commit."""
     is_cancelled: bool = False
@@ -68,7 +68,7 @@ class Running(msgspec.Struct):
         return len(self.lost_s) > MAX_LOSSES
 
     def commits(self, event: Committed) -> int:
-        """Record that the job has committed an iteration. Returns how many are left to do."""
+        """Record a committed iteration. Returns the number of iterations that are left to do."""
         steps = event.step - self.job.steps_before
         if not event.step or event.numbers_otherwise:
             steps = self.steps + 1
@@ -105,7 +105,7 @@ class ClusterTurns:
         del self._groups[group]
 
     def take_out(self, running: Running, at_s: float) -> list[Command]:
-        """Take a job out of the turns until it asks again."""
+        """Take a job out of the turns until it asks again. Returns what others are granted."""
         if not running.joined:
             return []
         running.joined, running.token = False, 0

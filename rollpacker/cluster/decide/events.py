@@ -51,7 +51,7 @@ class Committed(_JobEvent, frozen=True):
     """Seconds of the iteration by phase, measured on the job's nodes; handing over the weights is
     part of training. None: they were not measured, and nothing is learned from the iteration."""
     kind: str = "plain"
-    """Kind of the iteration's round, as in `Iteration.kind`; a program's own word, too."""
+    """Kind of the iteration's round, such as plain, short or long (`Iteration.kind`)."""
     step: Omitted[int] = 0
     """The job's own number of the iteration. 0: the job does not report one, and the number before
     plus 1 counts."""

@@ -57,8 +57,8 @@ class Holds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """Factors and seconds that turn the times of a job alone into those of holding pools in a
-    group."""
+    """Factors and seconds by which the times of a job alone become the times for which it holds
+    pools in its group."""
 
     rollout_scale: float = 1.0
     """Rollout seconds on this pool over those of the profile, which other GPUs change."""

@@ -1,10 +1,10 @@
 """Learns how long a job's phases take from its iterations, which replace those of its profile.
 
-The last `WINDOW` iterations count, all alike; at the begin they are iterations of the profile, of
-which each one that is seen replaces one. So drift is followed with a lag of half a window, and a
-kind of round that comes more often, or is new, gets its share. Placement hears of it only where
-that changes the mean by more than `MATERIAL`, and by more than luck makes of so few iterations:
-noise moves nobody.
+The last `WINDOW` iterations count, all alike. At first they are drawn from the profile, and each
+measured iteration replaces one of these. So drift is followed with a lag of half a window, and a
+kind of round that comes more often, or is new, gets its share. Placement is told only of changes of
+the mean by more than `MATERIAL`, and by more than luck makes of so few iterations: noise moves no
+job.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     by_stopping   of two jobs the one with the lower priority waits instead, if the other would have
                   come before it in the queue (`waiting.py`)
 
-Each restart starts a job that waits, so that there are no more of them than jobs. A job is stopped
-only for those of higher priority, and these never for it: no two jobs take each other's place. And
-only for those that the queue lets overtake it, by its bound: nobody starves.
+Each restart starts a job that waits, so that there are no more restarts than jobs. A job is stopped
+only for jobs of higher priority, which are never stopped for it: no two jobs take each other's
+place. They must also be allowed to overtake it in the queue: no job starves.
 """
 
 from __future__ import annotations

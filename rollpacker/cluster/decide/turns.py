@@ -2,8 +2,8 @@
 
     ask(job, phase) -> waits -> granted: all its nodes of that phase at once -> leave(job, phase)
 
-A job holds the nodes of one phase at most, so nobody who holds anything waits for anything: there
-is no circular wait. Orders:
+A job holds the nodes of one phase at most, so no job that holds nodes waits for any: there is no
+circular wait. Orders:
 
     round_robin   each job once a turn, in one fixed order on every node; who is not there yet is
                   waited for (`awaited`). Its period has a closed form (`group.period_s`). What a

@@ -6,11 +6,11 @@
 
 The earliest comes first. All age alike, so that priority is a head start and no rank: a job is
 overtaken only by those that come less than `ageing x (what they have more of priority + 1)` after
-it, and none starves. The share is that of the phase of which the owner has more; who has no quota
-has one of all devices.
+it, and none starves. The share is that of the phase of which the owner has more; an owner without a
+quota has one of all devices.
 
 A quota bounds the devices that the running jobs of an owner asked for, shared or not. A job beyond
-it waits and keeps nobody up. A job within it that fits on no nodes keeps everybody up that comes
+it waits and holds up no other. A job within it that fits on no nodes holds up all jobs that come
 after it: a smaller one that overtook it would hold nodes that it waits for, and one that is packed
 into a group keeps that group's nodes from being free.
 """

@@ -2,10 +2,10 @@
 
     service -- Runner --> RayRunner --> warden of a host --> keeper --> `rollpacker train ...`
 
-Wardens and jobs outlive the service: the next one finds them by name. Jobs are no jobs of ray's own
-(`ray job submit`), for which every cluster needs ray's dashboard: an HTTP server, and two dozen
-packages. That could not promise what a lease needs either: that all of a job is gone, on every
-host, when `kill` returns.
+Wardens and jobs outlive the service: the next service finds them by name. Jobs are no jobs of ray's
+own (`ray job submit`), for which every cluster needs ray's dashboard: an HTTP server, and two dozen
+packages. Nor could those promise what a lease needs: that all of a job is gone, on every host, when
+`kill` returns.
 
 What runs on a host that ray has lost is unknown. A job counts as gone from it when it was away for
 so long that its keepers have ended everything (`Wardens.is_empty`), and not before.

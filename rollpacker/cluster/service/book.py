@@ -95,7 +95,7 @@ class JobRecord(msgspec.Struct):
     waits_since_s: float = 0.0
     """Time in seconds since when the job waits for nodes, or for its next start to ask."""
     lost_s: tuple[float, ...] = ()
-    """Times in seconds at which the job was lost since its last commit, for `LOSSES_S` each."""
+    """Times in seconds of the job's losses since its last commit, within `LOSSES_S`."""
     is_cancelled: bool = False
     outcome: str = ""
     """How the job ended: done, failed or cancelled. Empty if it has not ended."""

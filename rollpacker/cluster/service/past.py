@@ -26,7 +26,7 @@ from rollpacker.cluster.service.store import Position, Store, StoredEvent, check
 from rollpacker.core import ids
 
 EVERY = 10_000
-"""Number of events between snapshots: seconds to replay
+"""Number of events between two snapshots, which take a second or two to replay
 (benchmarks/results/cluster_replay.json)."""
 _NAME = "snapshot"
 logger = logging.getLogger(__name__)

@@ -120,8 +120,8 @@ class Service:
         self._looked_s = time.monotonic()
         self._cluster, self._book, last_s = self._past.replay()
         self._zero_s = max(last_s, time.time() - self._began_s) - time.monotonic()
-        """Seconds since the folder began, less the monotonic clock; wall clocks may be set
-        later."""
+        """Added to the monotonic clock it gives seconds since the folder began. The wall clock is
+        read only once, since it may be set later."""
         self._alive = Alive(self._book, runner)
         self._say_again()  # grants stand, and every job has a whole lease to be heard in
         self._want()
@@ -161,8 +161,8 @@ class Service:
         return self._zero_s + time.monotonic()
 
     def _happen(self, event: Event, facts: Facts | None = None) -> None:
-        """Have the core decide on the event. Raises `ValueError`, without a change, if it
-        refuses."""
+        """Have the core decide on an event; the event and its commands are kept until `_flush`.
+        Raises `ValueError`, without a change, if the core refuses."""
         commands = self._cluster.handle(event)
         facts = facts or {}
         self._written.append(entry_of(event, facts, commands))

@@ -1,6 +1,6 @@
 """Brings the trainer's weights to other hosts.
 
-    publish     a version to several hosts at once, before anybody asks: each shard leaves the
+    publish     a version to several hosts at once, before any asks: each shard leaves the
                 trainer's host once, straight to one of them, which passes it on (`arriving.py`)
     bring       to one host whose engine asks, if the version has not been published there
 

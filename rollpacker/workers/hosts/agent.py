@@ -1,7 +1,7 @@
 """The agent of a run on another host, which starts processes there and carries their messages.
 
     say(sequence, items)   begin, tell, hang up on, end processes; an item is taken once
-    hear(acknowledged)     what they said, and how they ended; waits a little for news
+    hear(acknowledged)     their messages, and how they ended; waits a little for news
 
 Both calls may be repeated with the same numbers if an answer was lost. A process starts, talks and
 ends exactly as on the run's own host (`workers/host.py`). All processes end with the agent, and the
