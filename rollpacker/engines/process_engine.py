@@ -209,7 +209,14 @@ class ProcessEngine:
     def _ask(self, call: Call) -> Future[str | None]:
         """Have the process make a call, after those that it was asked for before. In any thread.
         The future has the result, or an `EngineError`."""
-        return asyncio.run_coroutine_threadsafe(self._answer_to(call), self._use.loop)
+        answering = self._answer_to(call)
+        try:
+            return asyncio.run_coroutine_threadsafe(answering, self._use.loop)
+        except RuntimeError:  # this engine was the loop's last user, and is closed
+            answering.close()
+            future: Future[str | None] = Future()
+            future.set_exception(EngineError("the engine is closed"))
+            return future
 
     def _wake(self) -> None:
         self._use.soon(self._send)

@@ -56,8 +56,10 @@ class Endpoint:
         """A server that answers so once it is opened, to clients that have the token."""
         routes = [
             http.Route("/v1/models", self._models),
+            http.Route("/v1/models/", self._models),
             http.Route("/v1/models/{name:path}", self._one_model),
             http.Route("/v1/chat/completions", self._completed, methods=["POST"]),
+            http.Route("/v1/chat/completions/", self._completed, methods=["POST"]),
         ]
         limits = http.Limits(
             connections=http.most_connections(MAX_CONNECTIONS), head_s=HEAD_S, body_s=BODY_S
@@ -74,7 +76,7 @@ class Endpoint:
         return http.in_json({"object": "list", "data": [self._model()]})
 
     async def _one_model(self, request: http.Request) -> http.Response:
-        name = request.path_params["name"]
+        name = request.path_params["name"].rstrip("/")
         if name != self._name:
             raise ApiError(f"there is no model {name} here, but {self._name}", status=404)
         return http.in_json(self._model())

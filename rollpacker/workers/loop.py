@@ -27,8 +27,13 @@ class LoopUse:
         global _running
         with _lock:
             if _running is None:
-                _running = _Running(asyncio.SelectorEventLoop())
-                _running.thread.start()
+                running = _Running(asyncio.SelectorEventLoop())
+                try:
+                    running.thread.start()
+                except BaseException:  # there is no room for a thread: the next user tries again
+                    running.loop.close()
+                    raise
+                _running = running
             _running.num_users += 1
             self._running = _running
         self._is_ended = False

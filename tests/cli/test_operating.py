@@ -284,7 +284,7 @@ def test_an_interrupt_while_the_parts_are_opened_leaves_no_run(
     import rollpacker
     from rollpacker.run.session import RunSession
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **named: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(RunSession, "_open", interrupted)

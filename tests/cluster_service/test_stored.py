@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 
@@ -19,6 +20,7 @@ from rollpacker.cluster.decide.events import (
 )
 from rollpacker.cluster.decide.job import ClusterJob, RoundTimes, Times
 from rollpacker.cluster.decide.nodes import Node
+from rollpacker.cluster.seats.mailbox import Letter
 from rollpacker.cluster.service.store import StoredEvent, checksum, entry_of, happened
 
 CHEAP, FAST = (Node("cheap", 0), Node("cheap", 12)), (Node("fast", 3),)
@@ -70,3 +72,14 @@ def test_commands_have_the_checksum_that_they_had() -> None:
     ]
     assert checksum(commands) == 2427376755
     assert checksum([]) == 223132457
+
+
+def test_a_letter_that_a_mailbox_of_an_earlier_version_sends_is_read() -> None:
+    """The mailbox behind ray is a detached actor: it goes on with the code that made it."""
+    sent = (
+        b"\x80\x05\x95Q\x00\x00\x00\x00\x00\x00\x00\x8c rollpacker.cluster.seats.mailbox\x94"
+        b"\x8c\x06Letter\x94\x93\x94)\x81\x94]\x94(K\x01\x8c\x01a\x94\x8c\x04beat\x94}\x94"
+        b"\x8c\x01x\x94K\x01s\x8c\x01k\x94eb."
+    )
+    letter = Letter(number=1, sender="a", kind="beat", facts={"x": 1}, key="k")
+    assert pickle.loads(sent) == letter

@@ -340,16 +340,16 @@ def test_it_does_not_outlive_the_run():
         pid = int(owner.stdout.readline())
         assert state(pid) != ""
         owner.kill()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while state(pid) and time.monotonic() < until:
         time.sleep(0.02)
     assert state(pid) == ""
 
 
 def test_nothing_is_left_of_engines_that_were_closed_or_killed():
-    def left() -> tuple[set[str], list[int], int]:
-        descriptors = {os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in fds()}
-        return descriptors, children(os.getpid()), threading.active_count()
+    def left() -> set[object]:
+        kinds = {os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in fds()}
+        return {*kinds, *children(os.getpid()), *threading.enumerate()}
 
     def fds() -> list[str]:
         return [fd for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").exists()]
@@ -366,7 +366,8 @@ def test_nothing_is_left_of_engines_that_were_closed_or_killed():
             heard.wait_for_error()
         close(engine)
         close(engine)
-    assert left() == before and len(fds()) == num_before
+    # What tests before this one have left may end meanwhile: fewer is as good.
+    assert left() <= before and len(fds()) <= num_before
 
 
 def test_close_refuses_everything_after(started):
@@ -381,10 +382,40 @@ def test_close_refuses_everything_after(started):
         lambda: engine.abort([]),
         lambda: engine.start(heard, heard.on_error),
         lambda: asyncio.run(engine.update_weights(1)),
+        lambda: asyncio.run(engine.reload()),
     ):
         with pytest.raises(EngineError, match="closed"):
             call()
     assert not heard.errors
+
+
+def test_weights_that_come_after_the_last_engine_was_closed_are_refused():
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(ThisHost):
+        def weights(self, source: WeightSource) -> WeightSource:
+            begun.set()
+            goes_on.wait()
+            return source
+
+    engine, heard = ProcessEngine(setup(), host=Slow()), Heard()
+    engine.start(heard, heard.on_error)
+    layout = BufferLayout(path="", inode=0, size_bytes=128, places={})
+    refused: list[BaseException] = []
+
+    def update() -> None:
+        try:
+            asyncio.run(engine.update_weights(1, layout.source(1)))
+        except BaseException as error:
+            refused.append(error)
+
+    updating = threading.Thread(target=update)
+    updating.start()
+    begun.wait()
+    close(engine)
+    goes_on.set()
+    updating.join()
+    assert [type(error) for error in refused] == [EngineError]
 
 
 # -- what is said ----------------------------------------------------------------------------------

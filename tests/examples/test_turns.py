@@ -22,8 +22,8 @@ from rollpacker.config.warmup import WarmupConfig
 from rollpacker.dialogue.template import DialogueTemplate
 from rollpacker.dialogue.trajectory import Segment, Trajectory
 from rollpacker.imports import load_function
-from rollpacker.trainer import warmup_rows
 from rollpacker.trainer.model import character_tokenizer
+from rollpacker.trainer.warmup_rows import RowParser
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = {"calculator": "task.py", "guess": "game.py"}
@@ -54,8 +54,7 @@ def test_demonstrations_are_the_tokens_that_a_run_would_play(task: str) -> None:
     assert config.alphabet is not None
     tokenizer = character_tokenizer(config.alphabet, config.markers, config.chat_template)
     for row in demonstrations(task, 50):
-        texts = warmup_rows._Parser(tokenizer, {})(row)
-        learnt = warmup_rows._tokenize(texts, tokenizer, tokenizer.eos_token_id)
+        learnt = RowParser(tokenizer).rows([(task, row)])
         template = DialogueTemplate(tokenizer, tools=row.get("tools", ()))
         messages = row["messages"]
         trajectory = Trajectory(template.prompt(messages[:1]))

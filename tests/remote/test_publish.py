@@ -321,3 +321,31 @@ def test_a_host_that_is_lost_amid_it_gets_them_later(monkeypatch):
     for net in nets:
         for agent in net.agents:
             agent.close()
+
+
+def test_a_version_that_comes_while_a_host_looks_for_it_is_found_as_that_version():
+    world = World(1)
+    (trainer,), (host,) = world.writers, world.hosts
+    assert not world.publish()
+    write(world.buffers[0], 2)
+    (source,) = world.sources(2)
+    agent, call = trainer.agent()
+    looked, come = threading.Event(), threading.Event()
+
+    def slowly(method: str, *arguments: object) -> object:
+        said = call(method, *arguments)
+        if not looked.is_set():
+            looked.set()
+            come.wait()
+        return said
+
+    trainer.agent = lambda: (agent, slowly)
+    found: list[WeightSource] = []
+    looking = threading.Thread(target=lambda: found.append(found_at(world.spread, host, source)))
+    looking.start()
+    looked.wait()
+    assert not world.publish(2)
+    come.set()
+    looking.join()
+    assert [one.version for one in found] == [2]
+    assert is_whole(found[0])

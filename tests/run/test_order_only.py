@@ -39,8 +39,8 @@ def train(config: Path, seed: int, *overrides: str) -> tuple[Trained, dict[str, 
     def recording(groups: Any, *rest: Any, **settings: Any) -> Any:
         for group in groups:
             for response, _ in group:
-                prompt, index, _ = response.sample
-                trained[prompt, index, response.tokens] += 1
+                sample = response.sample
+                trained[sample.prompt, sample.index, response.tokens] += 1
         return build(groups, *rest, **settings)
 
     common = (f"seed={seed}", *ONE_EPOCH, FROZEN, "save_samples=false")

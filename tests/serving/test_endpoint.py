@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,31 @@ def test_others_are_turned_away() -> None:
         assert not engine.answered
 
     asked()(test)
+
+
+def test_a_slash_behind_a_path_changes_nothing() -> None:
+    """Clients that put a base address and a path together by hand send one; not all of them follow
+    a redirection, and few do with what they post."""
+
+    def told(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, {"Authorization": f"Bearer {TOKEN}"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert response.url == url
+            found: dict[str, Any] = json.load(response)
+            return found
+
+    async def test() -> None:
+        async with served(template_of("chatml"), ScriptedEngine(template_of("chatml"))) as url:
+            models = await asyncio.to_thread(told, f"{url}/models/")
+            assert models == await asyncio.to_thread(told, f"{url}/models")
+            [model] = models["data"]
+            assert model == await asyncio.to_thread(told, f"{url}/models/{model['id']}/")
+            body = {"model": model["id"], "messages": [QUESTION]}
+            answer = await asyncio.to_thread(told, f"{url}/chat/completions/", body)
+            assert answer["choices"][0]["message"]["role"] == "assistant"
+
+    asyncio.run(test())
 
 
 def test_who_hangs_up_is_taken_from_the_engine() -> None:

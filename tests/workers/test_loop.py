@@ -65,3 +65,20 @@ def test_the_last_user_may_end_inside_the_loop_with_threads_of_its_own() -> None
     asyncio.run_coroutine_threadsafe(leave(), use.loop).result(60)
     use.end()  # waits for it
     assert threads() == [] and use.loop.is_closed()
+
+
+def test_a_thread_that_cannot_be_started_is_tried_again_by_the_next_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr(threading.Thread, "start", fails)
+        with pytest.raises(RuntimeError, match="new thread"):
+            LoopUse()
+    use, done = LoopUse(), threading.Event()
+    use.soon(done.set)
+    assert threads() and done.wait(60)
+    use.end()
+    assert threads() == []

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
-
-import msgspec
 
 SERVICE = "service"
 """Name of the service's box. A job's box has the job's name; a command makes up a name."""
@@ -16,7 +15,11 @@ ALL = sys.maxsize
 """In place of a number, for `forget`: all letters, because the box will not be read any more."""
 
 
-class Letter(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Letter:
+    """A message in a box. It is a dataclass and no struct, since a mailbox on ray outlives the
+    service: one that an earlier version has made sends pickled dataclasses."""
+
     number: int
     """Number of the letter in its box, 1 or more. Letters are read in the order of their
     numbers."""

@@ -68,6 +68,10 @@ class _Held(NamedTuple):
     there: WeightSource
     """The memory of the version on the host that took it."""
 
+    def of(self, source: WeightSource, head: bytes) -> bool:
+        """Whether the version is that of `source`, whose buffer begins with `head` now."""
+        return (self.source, self.head) == (source, head)
+
 
 class Spread:
     """Brings the weights of one run to its hosts. Threads may use it at the same time."""
@@ -132,18 +136,19 @@ class Spread:
 
     def _found(self, source: WeightSource, agent: object) -> WeightSource | None:
         """Return the memory with this version on the agent's host, or None if it is not there."""
-        held = self._held.get(agent)
         try:
             head = self._head(source)
         except OSError:  # the trainer's host is lost: what was brought before is still whole
+            held = self._held.get(agent)
             if held is None or held.source != source:
                 raise
             return held.there
-        return held.there if held is not None and self._has(agent, source, head) else None
+        held = self._held.get(agent)  # not earlier: it may have come while the trainer was asked
+        return held.there if held is not None and held.of(source, head) else None
 
     def _has(self, agent: object, source: WeightSource, head: bytes) -> bool:
         held = self._held.get(agent)
-        return held is not None and (held.source, held.head) == (source, head)
+        return held is not None and held.of(source, head)
 
     def _head(self, source: WeightSource) -> bytes:
         """Return the first bytes of the trainer's buffer. Raises `OSError` if its host is lost."""
