@@ -62,7 +62,7 @@ def write_facts(folder: Path, facts: ServiceFacts) -> None:
 
 
 def read_facts(folder: Path) -> ServiceFacts:
-    """Read the facts about a folder's service. Raises `ValueError` if none ever served there."""
+    """Read the facts about a folder's service. Raises `ValueError` if none has served from it."""
     try:
         return msgspec.json.decode((folder / FACTS_FILE).read_bytes(), type=ServiceFacts)
     except FileNotFoundError:
@@ -149,7 +149,7 @@ class Desk:
     """Sends questions to the service of one folder, and waits for its answers."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `ValueError` if no service ever served there, or if it cannot be reached."""
+        """Raises `ValueError` if no service has served `folder`, or if it cannot be reached."""
         self.folder = folder
         self.facts = read_facts(folder)
         self._own = f"desk-{secrets.token_hex(8)}"

@@ -62,7 +62,7 @@ class Layout:
         return replace(self, jobs=tuple(j for j, _ in kept), pins=tuple(p for _, p in kept))
 
     def with_times(self, job: ClusterJob) -> Layout:
-        """Return the layout with the job of this name replaced by this one with other times."""
+        """Return the layout with this job replacing the one of the same name (its times differ)."""
         return replace(self, jobs=tuple(job if j.name == job.name else j for j in self.jobs))
 
     # -- what it costs -----------------------------------------------------------------
@@ -79,7 +79,8 @@ class Layout:
         )
 
     def price_of_work(self, iteration_s: Sequence[float]) -> float:
-        """Return the price of work for these seconds of an iteration, in the order of `jobs`."""
+        """Return the price of work (price per hour over the jobs' weighed speeds) for these mean
+        seconds of an iteration, in the order of `jobs`."""
         value = progress = 0.0
         for job, seconds in zip(self.jobs, iteration_s, strict=True):
             own = self.value(job)

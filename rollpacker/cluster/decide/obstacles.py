@@ -99,8 +99,8 @@ def _load(layout: Layout) -> float:
 
 
 def _possible(one: _Try, job: ClusterJob, confidence: float) -> float | None:
-    """Return the lowest SLO that was found with which the job, submitted anew, would break no SLO
-    there. None if none was found."""
+    """Return the lowest SLO found with which the job, submitted anew, would break no SLO in that
+    group. None if none was found."""
     rest = {name: known for name, known in one.rest.items() if name != job.name}
     slo, layout = job.slo, one.layout
     for _ in range(_NUM_TRIES):

@@ -55,7 +55,7 @@ def pool_resource(pool: str) -> str:
 
 
 class RayRunner:
-    """Meets `Runner` with jobs on ray's hosts. This process must be connected to ray."""
+    """Starts and ends jobs on ray's hosts; see `Runner`. This process must be connected to ray."""
 
     def __init__(self, name: str, *, head: str, folder: str | Path, one_host: bool = False) -> None:
         """`name`: that of the cluster, for its wardens. `head`: address of ray's head for all

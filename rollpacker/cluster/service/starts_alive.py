@@ -64,10 +64,10 @@ class Hostless:
 
 
 class Alive:
-    """The starts of jobs whose processes are not known to be gone."""
+    """The starts of jobs (runs of their processes) that are not known to be gone."""
 
     def __init__(self, book: Book, runner: Runner) -> None:
-        """`book`: the jobs, about all starts of which the runner is asked once here."""
+        """`book`: the records of jobs. The runner is asked here about each of their starts."""
         self._book = book
         self._runner = runner
         self.hostless = Hostless()

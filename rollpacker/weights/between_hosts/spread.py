@@ -50,7 +50,7 @@ class Member(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Taker:
-    """A host that a version is shipped to."""
+    """A host that a version of the weights is sent to."""
 
     name: str
     agent: object

@@ -25,7 +25,7 @@ REACH_S = 5.0
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """The file in which `ray start` writes the address of the cluster that this machine belongs to."""
 _LONGEST = 1000
-"""Number of bytes of that file that are read; an address has fewer."""
+"""Number of bytes read of the file with the head's address, which is shorter."""
 LOCAL = "local"
 """In place of an address: a new cluster of this machine alone, as in ray itself."""
 

@@ -162,7 +162,7 @@ class RemoteHost:
             raise OSError(f"{self.name} is lost: {error}") from error
 
     def weights(self, source: WeightSource) -> WeightSource:
-        """Return where processes of that host read these weights, once there; see `Host`."""
+        """Return where processes of that host read these weights, once brought there (`Host`)."""
         if source.layout.host == self.name:
             return source
         session = self._session
