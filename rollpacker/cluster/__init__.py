@@ -1,4 +1,4 @@
-"""Jobs that share pools of devices, really: what `cluster/decide/cluster.py` decides is done here.
+"""Runs jobs that share pools of devices, as `cluster/decide/cluster.py` decides.
 
     a job                                                  the service
     a run, or `phase`     -> Seat --- letters: Mailbox --- Service -> cluster/decide/cluster.py
@@ -6,10 +6,10 @@
                                                               v
                                                             Runner: starts jobs, stops them
 
-The service may die at any moment, and so may a job: letters and events outlive both. What they talk
-through (a file on one host, an actor behind ray) and who starts a job (this host, ray) are one
-protocol each. What a program of another framework calls is in `seats/phases.py` and
-`seats/parked.py`, and here by name.
+The service may die at any moment, and so may a job: their messages (*letters*) and the events
+outlive both. What they talk through (a file on one host, an actor behind ray) and what starts a job
+(this host, ray) are one protocol each. What a program of another framework calls is in
+`seats/phases.py` and `seats/parked.py`, and here by name.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["LeaseLost", "Stopped", "Turn", "committed", "parking", "phase"]
 
 _PLACES = {"LeaseLost": "seat", "parking": "parked"}
-"""Modules of `cluster/seats/` that have the names which are not in `phases.py`."""
+"""For each exported name that is not in `phases.py`, the module of `cluster/seats/` that has it."""
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name at its first use: most who import a part of this package want none of them."""
+    """Import an exported name at its first use: most importers of this package use none of them."""
     if name in __all__:
         import importlib
 

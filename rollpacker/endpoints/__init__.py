@@ -1,2 +1,1 @@
-"""Services behind an address: checks of what they say, and limits on how long one waits for
-them."""
+"""Calls to services behind an address: checks of their answers, and limits on waits for them."""

@@ -1,4 +1,4 @@
-"""A circuit breaker: while an endpoint is down, callers wait in line instead of knocking on it.
+"""A circuit breaker: while an endpoint is down, callers wait in line instead of calling it.
 
 closed --N failures in a row--> open --a success (of a probe, or of a late call)--> closed
                                   every `probe_every_s` the first in line goes ahead as a probe
@@ -17,19 +17,19 @@ from rollpacker.endpoints.http import one_line
 logger = logging.getLogger(__name__)
 
 MAX_REASON = 200
-"""Characters of a failure's reason that are repeated in messages."""
+"""Number of characters of a failure's reason that are repeated in messages."""
 
 
 class Breaker:
-    """The state of one endpoint. Not for several threads; one event loop at a time.
+    """The state of one endpoint: up or down. Not for several threads; one event loop at a time.
 
-    Every call that got True from `ready` should end in `succeeded` or `failed`; one that reports
-    nothing (it was cancelled) changes nothing, since probes go out by the clock.
+    Every call that got True from `ready` should end in `succeeded` or `failed`; a call without a
+    report (it was cancelled) changes nothing, since probes go out by the clock.
     """
 
     def __init__(self, name: str, *, failures: int = 5, probe_every_s: float = 5.0) -> None:
-        """`name` as messages call it, such as "the judge at http://host:8000"; `failures` in a row
-        open the circuit; a probe goes out every `probe_every_s` seconds while it is open."""
+        """`name`: the endpoint in messages, such as "the judge at http://host:8000"; `failures` in
+        a row open the circuit; a probe goes out every `probe_every_s` seconds while it is open."""
         if failures < 1:
             raise ValueError(f"failures must be at least 1, not {failures}")
         if not probe_every_s > 0:
@@ -40,13 +40,12 @@ class Breaker:
         self._failures = 0
         self._failing_since = 0.0
         self.why = ""
-        """The reason that the last failed call gave."""
+        """The reason that the last failed call gave. Empty before the first failure."""
         self._is_open = False
         self._probe_at = 0.0
         self._line: deque[asyncio.Future[None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        """Timer of the next probe while somebody waits in line. It is cancelled with the last of
-        them."""
+        """Timer of the next probe. None while no call waits in line."""
 
     @property
     def failing_since(self) -> float | None:
@@ -54,8 +53,8 @@ class Breaker:
         return self._failing_since if self._failures else None
 
     async def ready(self, until: float) -> bool:
-        """True: go ahead (the circuit is closed, or this call is the probe). While it is open, wait
-        in line. False: the loop's time `until` came first."""
+        """Return True if the caller may go ahead: the circuit is closed, or this call is the probe.
+        While the circuit is open, wait in line. False: the loop's time `until` came first."""
         if not self._is_open:
             return True
         loop = asyncio.get_running_loop()
@@ -75,7 +74,7 @@ class Breaker:
         return turn.done()
 
     def succeeded(self) -> None:
-        """A call was answered. Closes the circuit, and lets everybody in line go, in order."""
+        """Record that a call was answered. The circuit closes; calls in line go ahead in order."""
         self._failures = 0
         if not self._is_open:
             return
@@ -86,7 +85,7 @@ class Breaker:
         self._stop_timer()
 
     def failed(self, why: str) -> None:
-        """A call was not answered, or not usefully; `why` in a few words."""
+        """Record that a call got no useful answer; `why` in a few words."""
         now = _now()
         why = one_line(why)
         self.why = why if len(why) <= MAX_REASON else why[: MAX_REASON - 3] + "..."
@@ -105,7 +104,7 @@ class Breaker:
         )
 
     def outage(self) -> str | None:
-        """The outage in words, with its length and its last reason; None while closed."""
+        """Return the outage in words, with its length and last reason; None if there is none."""
         if not self._is_open:
             return None
         return f"{self.name} has been down for {_duration(self._down_s())} ({self.why})"
@@ -137,7 +136,7 @@ class Breaker:
 
 
 def _now() -> float:
-    """The running loop's time; outside of one, the clock that loops go by."""
+    """Return the running loop's time in seconds or, outside of a loop, the clock that loops use."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""HTTP with somebody who is not trusted: checked addresses, bounded answers, no redirects."""
+"""HTTP with servers that are not trusted: checked addresses, bounded answers, no redirects."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from urllib.parse import urlsplit
 from rollpacker.imports import require
 
 MAX_RETRY_AFTER_S = 60.0
-"""Most seconds of a pause that an endpoint can ask for."""
+"""Longest pause in seconds that an endpoint can ask for by `Retry-After`."""
 
 
 class CompressedAnswer(Exception):
-    """An answer is compressed, which nobody asked for, and is not unfolded."""
+    """Raised for a compressed answer, which was not asked for and is not unpacked."""
 
 
 def http_library(what: str) -> Any:
-    """The module httpx2. Raises `MissingPackageError`; `what` begins its sentence."""
+    """Return the module httpx2. Raises `MissingPackageError`, whose message begins with `what`."""
     require("httpx2", extra="judge", what=what)
     return importlib.import_module("httpx2")
 
 
 def checked_url(url: str, *, key: str = "url", example: str = "http://localhost:8000/v1") -> str:
-    """The address without a slash at its end. Raises `ValueError` for what is none, and for one
-    that holds more than an address; `key` is what the config calls it."""
+    """Return the address without a slash at its end. Raises `ValueError` if it is no HTTP address,
+    or has a password, a query or a fragment. `key`: its name in the config."""
     try:
         parts = urlsplit(url)
         sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -49,8 +49,8 @@ def checked_url(url: str, *, key: str = "url", example: str = "http://localhost:
 
 
 def token_from(variable: str | None) -> str | None:
-    """The bearer token in this environment variable; None if none is named. Raises `ValueError` if
-    it is not set, or holds what is no token."""
+    """Return the bearer token in this environment variable, or None if `variable` is None. Raises
+    `ValueError` if the variable is not set or holds no token."""
     if variable is None:
         return None
     token = os.environ.get(variable, "").strip()
@@ -65,7 +65,7 @@ def token_from(variable: str | None) -> str | None:
 
 
 def is_private(url: str) -> bool:
-    """Whether nobody on the way can read what is sent: TLS, or this machine itself."""
+    """Whether what is sent cannot be read on the way: by TLS, or inside of this machine."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:
@@ -75,7 +75,7 @@ def is_private(url: str) -> bool:
 
 
 async def read_bounded(response: Any, max_bytes: int) -> tuple[bytes, bool]:
-    """The body of a streamed answer, and whether that is all of it. Raises `CompressedAnswer`."""
+    """Return a streamed answer's body, and whether that is all. Raises `CompressedAnswer`."""
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise CompressedAnswer(f"a compressed reply ({encoding[:20]}), which nobody asked for")
@@ -88,8 +88,8 @@ async def read_bounded(response: Any, max_bytes: int) -> tuple[bytes, bool]:
 
 
 def retry_after_s(value: str | None, now: float) -> float | None:
-    """Seconds from `now` (Unix time) for which a `Retry-After` header asks: a number or an HTTP
-    date, at most `MAX_RETRY_AFTER_S`. None for any other text."""
+    """Return the seconds from `now` (Unix time) for which a `Retry-After` header asks, by a number
+    or an HTTP date: at most `MAX_RETRY_AFTER_S`. None for any other text."""
     if value is None:
         return None
     try:
@@ -105,5 +105,5 @@ def retry_after_s(value: str | None, now: float) -> float | None:
 
 
 def one_line(text: str) -> str:
-    """A foreign text, safe for a terminal: one line of printable characters."""
+    """Return a foreign text as one line of printable characters, safe for a terminal."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -1,4 +1,4 @@
-"""A service as its callers know it: up, busy or down, and how long they wait for it.
+"""Keeps for the callers of a service whether it is up, busy or down, and how long they wait for it.
 
 ready -> the breaker is closed, nobody asked for a pause -> one attempt -> succeeded, or failed
    ^                                                                            |
@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable
 from rollpacker.endpoints.breaker import Breaker
 
 Probe = Callable[[], Awaitable[bool]]
-"""Sends the simplest request there is. Returns whether it was answered."""
+"""Sends the simplest possible request. Returns whether it was answered."""
 
 
 class Service:
-    """The state of one address that all its callers share. Belongs to one event loop."""
+    """The state of one service, which all its callers share. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -31,28 +31,29 @@ class Service:
         first_pause_s: float = 0.5,
         max_pause_s: float = 30.0,
     ) -> None:
-        """`name` as messages call it. `outage_s`: so long callers wait for a service that is down
-        or busy. `failures`, `probe_every_s`: see `Breaker`. The pause after a failure begins with
-        `first_pause_s` and doubles up to `max_pause_s`."""
+        """`name`: the service in messages. `outage_s`: seconds for which callers wait for a service
+        that is down or busy. `failures`, `probe_every_s`: see `Breaker`. The pause after a failure
+        begins with `first_pause_s` and doubles up to `max_pause_s`."""
         self.name = name
         self.outage_s = outage_s
         self.breaker = Breaker(name, failures=failures, probe_every_s=probe_every_s)
         self.waited_s = 0.0
-        """Seconds that callers waited, in all."""
+        """Seconds that callers have waited so far, added up."""
         self._probe_every_s = probe_every_s
         self._first_pause_s, self._max_pause_s = first_pause_s, max_pause_s
         self._not_before = 0.0
         self._random = random.Random(os.urandom(8))
 
     def outage(self) -> str | None:
-        """The outage in words; None while there is none."""
+        """Return the outage in words, or None if there is none."""
         return self.breaker.outage()
 
     async def ready(self, started: float, probe: Probe | None = None) -> bool:
-        """Wait while the service is down or wants to be left alone. False: for too long.
+        """Wait while the service is down or has asked for a pause. False: that takes too long.
 
-        `started` is the loop's time when the caller began. The first to go ahead while the service
-        is down goes as a probe: with `probe` it finds out by that, without by its own attempt.
+        `started` is the loop's time when the caller began. While the service is down, a single
+        caller goes ahead to find out whether it is up: by `probe`, or if that is None by its own
+        attempt.
         """
         loop = asyncio.get_running_loop()
         since = loop.time()
@@ -73,8 +74,8 @@ class Service:
             self.waited_s += loop.time() - since
 
     def _until(self, started: float) -> float:
-        """Loop time at which the outage has lasted too long for a caller. A newcomer may wait for
-        one probe all the same, or nobody would see the service return."""
+        """Return the loop time after which this caller waits no longer. A caller that comes late in
+        an outage may still wait for one probe, or none would see the service return."""
         since = self.breaker.failing_since
         if since is None:
             return started + self.outage_s
@@ -82,19 +83,19 @@ class Service:
         return max(since + self.outage_s, newcomer)
 
     def succeeded(self) -> None:
-        """An attempt was answered."""
+        """Record that an attempt was answered."""
         self.breaker.succeeded()
 
     def failed(self, why: str, *, after_s: float | None = None) -> None:
-        """An attempt was not answered; `after_s`: for so long it asks to be left alone."""
+        """Record that an attempt was not answered. `after_s`: seconds of a pause asked for."""
         self.breaker.failed(why)
         if after_s is not None:
             now = asyncio.get_running_loop().time()
             self._not_before = max(self._not_before, now + after_s)
 
     async def pause(self, num_failed: int) -> None:
-        """Wait before the next attempt of a request that failed `num_failed` times. A random share
-        of it is left out, so that callers do not come back all at once."""
+        """Wait before the next attempt of a request that failed `num_failed` times. The pause is
+        shortened at random, so that callers do not come back all at once."""
         longest_s = min(self._first_pause_s * 2 ** min(num_failed - 1, 10), self._max_pause_s)
         pause_s = self._random.uniform(0.5, 1.0) * longest_s
         self.waited_s += pause_s

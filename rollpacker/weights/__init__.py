@@ -1,1 +1,1 @@
-"""Weights on their way from the trainer to engines, on one host and between hosts."""
+"""Brings weights from the trainer to engines, on one host and between hosts."""

@@ -1,15 +1,15 @@
-"""Memory that processes of one machine share: how weights get from a trainer to its engines.
+"""Memory that processes of one machine share, by which engines get weights from a trainer.
 
     count, version | tensors, each at a multiple of 64 bytes | count, version
 
-One process writes, any number of others read. What stands before the tensors changes before they
-do, and what stands behind them after they did. A reader compares the two before it copies and looks
-at the first once more afterwards: weights that were written in part, or changed meanwhile, are
-refused. The newest version stays there until the next one comes, for an engine that joins late.
+One process writes, any number of others read. The numbers before the tensors are changed before the
+tensors are, and those behind them afterwards. A reader compares both before it copies, and the
+first ones again after it: weights that were written in part, or changed meanwhile, are refused. The
+newest version stays there until the next one comes, for an engine that joins late.
 
 The memory has no name in any folder, and no limit but the machine's: others map it through the
-descriptor of the process that made it. It goes when the last one that maps it does, so nothing is
-left behind, whoever dies. Light: torch comes with the first buffer.
+descriptor of the process that made it. It is freed when the last process that maps it ends, so that
+nothing is left behind. Importing this is quick: torch is imported with the first buffer.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes; also those at either end that say what lies between them."""
+"""Bytes to a multiple of which tensors are placed; also the size of the numbers at either end."""
 
 
 class StaleWeightsError(RuntimeError):
-    """The buffer does not hold the weights that were asked for; the message says what it holds."""
+    """The buffer does not have the weights that were asked for; the message tells what it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The place of one tensor in a buffer."""
+    """The place of one tensor in a buffer, with its shape and dtype."""
 
     start: int
-    """Number of bytes before it in the buffer."""
+    """Number of bytes before the tensor in the buffer."""
     shape: tuple[int, ...]
     dtype: str
-    """The name that torch has for it, such as float32 or bfloat16."""
+    """Name of the tensor's dtype in torch, such as float32 or bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferLayout:
-    """All that a process must know to map the buffer."""
+    """All that a process must know to map a buffer: its file, its size, its tensors' places."""
 
     path: str
     inode: int
-    """The path alone may come to mean another buffer, once this one is gone."""
+    """Inode of the file at `path`, since a later file may have the same path."""
     size_bytes: int
     places: Mapping[str, Place]
     host: str = ""
-    """Name of the host on which the path leads to the buffer. Empty for the run's own host."""
+    """Name of the host on which `path` leads to the buffer. Empty for the run's own host."""
 
     @classmethod
     def of(cls, like: Iterable[tuple[str, Tensor]]) -> BufferLayout:
-        """Return the layout for tensors of these names, shapes and dtypes, without memory so far
-        (`Host.hold`, workers/host.py)."""
+        """Return the layout for tensors of these names, shapes and dtypes, with no memory yet (see
+        `Host.hold`, workers/host.py)."""
         places, end = {}, ALIGNMENT
         for name, value in like:
             dtype = str(value.dtype).removeprefix("torch.")
@@ -74,15 +74,15 @@ class BufferLayout:
         return cls(path="", inode=0, size_bytes=end + ALIGNMENT, places=places)
 
     def memory(self) -> Memory:
-        """Make memory of this machine for such a buffer. Raises what `Memory` does."""
+        """Make memory of this machine for a buffer of this layout. Raises what `Memory` does."""
         return Memory(self.size_bytes)
 
     def at(self, memory: Memory) -> BufferLayout:
-        """Return the layout of the same buffer in this memory."""
+        """Return this layout for the same buffer in other memory."""
         return replace(self, path=memory.path, inode=memory.inode)
 
     def source(self, version: int) -> WeightSource:
-        """Return the source from which an engine reads this version."""
+        """Return this version in this buffer, for engines to read."""
         return WeightSource(version=version, layout=self)
 
 
@@ -95,10 +95,10 @@ class WeightSource:
 
 
 class WeightBuffer:
-    """A buffer that this process has mapped. `tensors` has views of the shared memory by name."""
+    """A buffer that this process has mapped. `tensors` has views of its shared memory, by name."""
 
     def __init__(self, layout: BufferLayout) -> None:
-        """Map what `create` made. Raises `StaleWeightsError` if it is gone."""
+        """Map the memory of `layout`. Raises `StaleWeightsError` if it is gone."""
         import torch
 
         try:
@@ -112,20 +112,20 @@ class WeightBuffer:
             raise StaleWeightsError(f"the trainer's shared weights are gone: {error}") from error
         self.layout = layout
         self._memory: Memory | None = None
-        """The memory, if this object has made it."""
+        """The memory, if this object has made it; else None."""
         self.tensors: dict[str, Tensor] = {}
         for name, place in layout.places.items():
             dtype: torch.dtype = getattr(torch, place.dtype)
             end = place.start + torch.Size(place.shape).numel() * dtype.itemsize
             self.tensors[name] = memory[place.start : end].view(dtype).view(place.shape)
         self._before = memory[:16].view(torch.int64)
-        """Number of times that weights were written here or began to be, and the newest version."""
+        """Two numbers before the tensors: how often writing began, and the newest version."""
         self._behind = memory[-ALIGNMENT:][:16].view(torch.int64)
 
     @classmethod
     def create(cls, like: Iterable[tuple[str, Tensor]]) -> WeightBuffer:
-        """A buffer for tensors of these names, shapes and dtypes. Others can map it as long as this
-        object lives. Raises `OSError`, or `ValueError` if there is no room."""
+        """Return a buffer for tensors of these names, shapes and dtypes, which others can map as
+        long as it lives. Raises `OSError`, or `ValueError` if there is not enough memory."""
         layout = BufferLayout.of(like)
         memory = layout.memory()
         buffer = cls(layout.at(memory))
@@ -134,8 +134,8 @@ class WeightBuffer:
 
     @contextmanager
     def writing(self, version: int) -> Iterator[Mapping[str, Tensor]]:
-        """The tensors, for their next version to be written. Readers are refused from now on, until
-        this ends without an error."""
+        """Yield the tensors, for this version to be written into them. Readers are refused from now
+        on, until the block ends without an error."""
         count = int(self._before[0]) + 1
         self._before[0], self._before[1] = count, version
         yield self.tensors
@@ -143,8 +143,8 @@ class WeightBuffer:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Mapping[str, Tensor]]:
-        """The tensors, to be copied. Raises `StaleWeightsError` before that if they are not whole
-        or of another version, and after it if they changed meanwhile."""
+        """Yield the tensors, to be copied. Raises `StaleWeightsError` before that if they are
+        incomplete or of another version, and after the block if they changed meanwhile."""
         before, behind = self._before.tolist(), self._behind.tolist()
         if not before[0]:
             raise StaleWeightsError("no weights have been written yet")
@@ -158,26 +158,26 @@ class WeightBuffer:
 
 
 class WeightReader:
-    """Reads weights from sources. It maps a buffer once, however many versions come through it."""
+    """Reads weights from sources. It maps a buffer once for all the versions that come in it."""
 
     def __init__(self) -> None:
         self._buffer: WeightBuffer | None = None
 
     def reading(self, source: WeightSource) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """See `WeightBuffer.reading`."""
+        """Yield the tensors of this version, to be copied; see `WeightBuffer.reading`."""
         if self._buffer is None or self._buffer.layout != source.layout:
             self._buffer = WeightBuffer(source.layout)
         return self._buffer.reading(source.version)
 
 
 def read(layout: BufferLayout, start: int, size: int) -> bytes:
-    """Return bytes of a buffer of this machine. Raises `OSError` if it is gone."""
+    """Return bytes of a buffer of this machine. Raises `OSError` if the buffer is gone."""
     with opened(layout) as file:
         return os.pread(file.fileno(), size, start)
 
 
 def opened(layout: BufferLayout, flags: int = os.O_RDONLY) -> IO[bytes]:
-    """Return the memory of a buffer of this machine, as a file. Raises `OSError` if it is gone."""
+    """Return a buffer's memory, on this machine, as a file. Raises `OSError` if it is gone."""
     descriptor = os.open(layout.path, flags)
     if os.fstat(descriptor).st_ino != layout.inode:
         os.close(descriptor)
@@ -190,15 +190,16 @@ class Memory:
     lives."""
 
     def __init__(self, size_bytes: int) -> None:
-        """Raises `OSError`, or `ValueError` if there is no room."""
+        """Raises `OSError`, or `ValueError` if the machine has not enough memory left."""
         self.descriptor, self.path = _reserved(size_bytes)
         self.inode = os.fstat(self.descriptor).st_ino
         self.close = weakref.finalize(self, _give_up, self.descriptor, self.path)
-        """Give it back; those that have mapped it keep it."""
+        """Gives the memory up; processes that have mapped it keep it."""
 
 
 def _reserved(size: int) -> tuple[int, str]:
-    """Memory of so many bytes: its descriptor, and the path by which other processes open it."""
+    """Return the descriptor of this many bytes of new memory, and the path by which other processes
+    open it. Raises `OSError`, or `ValueError` if there is not enough memory."""
     available = _available_bytes()
     no_room = ValueError(
         f"{available / 2**30:.2f} GiB of memory are left, and weights on their way from the trainer"
@@ -226,8 +227,8 @@ def _reserved(size: int) -> tuple[int, str]:
 
 
 def _available_bytes() -> float:
-    """Return the bytes that new work can have without swapping, as the kernel says; infinite where
-    it says nothing."""
+    """Return the bytes that the kernel estimates available without swapping; infinite if it does
+    not tell."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -1,8 +1,8 @@
-"""Tensors that wait in host memory while the accelerator needs the room for something else.
+"""Moves tensors to host memory while the accelerator needs the room for something else.
 
 Whole storages move. A tensor keeps its identity and its views, so optimizers, autograd and FSDP's
-`DTensor`s (of which the local shard moves) need not know. Between `offload` and `reload` nobody may
-read or write the tensors, but for reading inside of `readable`.
+`DTensor`s (of which the local shard moves) need not know. Between `offload` and `reload` the
+tensors must not be read or written, except that they may be read inside of `readable`.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """A `DTensor`'s shard on this process, which shares its memory; any other tensor itself."""
+    """Return a `DTensor`'s shard on this process (the same memory), or any other tensor itself."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _itself(tensor: Tensor) -> Tensor:
-    """Return the tensor that holds the storage: for a `DTensor` its local shard, and no view of
+    """Return the tensor that holds the storage: a `DTensor`'s local shard itself, not a view of
     it."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class HostStore:
-    """Takes storages off devices of type `source`. Tensors elsewhere stay where they are, so on a
-    CPU nothing happens."""
+    """Moves tensors' storages off devices of type `source`. Tensors elsewhere stay where they are,
+    so that on a CPU nothing happens."""
 
     def __init__(self, source: str = "cuda") -> None:
         self.source = source
         self._copies: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._away: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors whose storage is empty, each with the copy of its storage, by the tensor's
-        identity."""
+        """By the identity of a tensor whose storage is empty: the tensor, and the copy of its
+        storage."""
         self.is_readable = False
 
     def offload(self, tensors: Iterable[Tensor]) -> int:
-        """Copy their storages to page-locked host memory and free them. Returns the bytes moved."""
+        """Copy the storages to page-locked host memory and free them. Returns the bytes moved."""
         moving = {
             id(one): one
             for one in map(_itself, tensors)
@@ -65,21 +65,21 @@ class HostStore:
         return sum(copy.numel() for _, copy in copies)
 
     def reload(self) -> None:
-        """Bring everything back, bit for bit. The copies run on the current stream."""
+        """Bring all storages back, bit for bit. The copies run on the current stream."""
         for storage, copy in self._copies:
             storage.resize_(copy.numel())
             _bytes_of(storage).copy_(copy, non_blocking=True)
         self.forget()
 
     def forget(self) -> None:
-        """Drop the copies; the tensors stay empty."""
+        """Drop the copies; the tensors' storages stay empty."""
         self._copies = []
         self._away = {}
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """Inside, the tensors that wait here are tensors in host memory, to be read where they
-        wait: the device is not touched. The local shards of `DTensor`s are."""
+        """Inside the block, let the tensors (for `DTensor`s their local shards) refer to their
+        copies in host memory, where they can be read. The device is not touched."""
         homes = [(tensor, tensor.data) for tensor, _ in self._away.values()]
         try:
             for tensor, copy in self._away.values():

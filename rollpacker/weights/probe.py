@@ -1,4 +1,4 @@
-"""Whether two copies of a model are the same, from a fixed sample of their elements."""
+"""Compares two copies of a model by a fixed sample of their elements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 SAMPLED_ELEMENTS = 64
-"""Number of elements that are looked at in each tensor. A smaller tensor is taken whole."""
+"""Number of elements of each tensor that are compared. All are, if a tensor has fewer."""
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 OUTPUT_LAYERS = ("lm_head.weight", "embed_out.weight")
 
@@ -20,12 +20,13 @@ OUTPUT_LAYERS = ("lm_head.weight", "embed_out.weight")
 def weight_probe(
     named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
 ) -> str:
-    """SHA-256 (hex) over names, shapes and 64 elements of every tensor: the first, the last and 62
-    places between them that follow from the tensor's name and size. Independent of the order.
+    """Return the SHA-256 (hex) of names, shapes and 64 elements of each tensor: the first, the last
+    and 62 places between them that follow from the tensor's name and size. Their order does not
+    matter.
 
     Floating-point tensors are cast to `dtype` first, so that a trainer's float32 can be compared
-    with an engine's bfloat16. Give parameters, whole ones: a sharded tensor has to be gathered
-    before. Each device is read in one transfer.
+    with an engine's bfloat16. Give whole parameters: sharded ones have to be gathered before. Each
+    device is read in one transfer.
 
     Tied tensors: of two copies of a model, one may list a tied output layer and the other not. So
     an output layer (`OUTPUT_LAYERS`, by the end of its name) is sampled at its embedding's places,
@@ -50,7 +51,7 @@ def weight_probe(
 
 
 def _positions(tensors: Sequence[tuple[str, Tensor]]) -> np.ndarray:
-    """[tensors, 64] flat places. A tensor of fewer elements repeats its last one."""
+    """Return flat places of elements [tensors, 64]. A smaller tensor repeats its last one."""
     keys = [
         "embedding" if name.endswith(EMBEDDINGS + OUTPUT_LAYERS) else name for name, _ in tensors
     ]
@@ -66,7 +67,7 @@ def _positions(tensors: Sequence[tuple[str, Tensor]]) -> np.ndarray:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer (Steele et al. 2014), uint64 to uint64."""
+    """Mix the bits of uint64 numbers by SplitMix64's finalizer (Steele et al. 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = values ^ (values >> np.uint64(31))
@@ -76,7 +77,7 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 def _sample(
     tensors: Sequence[Tensor], positions: np.ndarray, dtype: torch.dtype | None
 ) -> list[bytes]:
-    """The elements' bytes, tensor by tensor."""
+    """Return the bytes of the sampled elements, for each tensor."""
     samples: list[bytes] = [b""] * len(tensors)
     for device in {tensor.device for tensor in tensors}:
         here = [i for i, t in enumerate(tensors) if t.device == device and t.numel()]

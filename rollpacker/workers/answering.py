@@ -1,7 +1,7 @@
-"""The side of a process that runs a user's code: its controller asks, and it answers in JSON.
+"""The side of a process that runs a user's code: it answers its controller's requests in JSON.
 
 Requests are pickled, since they may hold anything; they come from this process's own parent over an
-inherited socket. Light: a process of a reward function imports it.
+inherited socket. Importing this module is quick, since each process of a reward function does so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def connected(line: int | Line) -> Controller:
-    """Return who started this process, and tell it which one that is."""
+    """Return the process that started this one, after telling it this process's id."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     controller = Controller(line if isinstance(line, Line) else Line.inherited(line))
@@ -29,7 +29,7 @@ def connected(line: int | Line) -> Controller:
 
 
 class Controller:
-    """The other end of the line. When it hangs up, this process ends."""
+    """The process that started this one, over the line. When it hangs up, this process ends."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
@@ -47,7 +47,7 @@ class Controller:
         self.say(call, json.dumps(reply, allow_nan=False).encode(), kind)
 
     def say(self, call: int, payload: bytes, kind: int = ANSWER) -> None:
-        """Reply with what is JSON already."""
+        """Send a reply whose payload is JSON already, after flushing what was printed."""
         self._end_in_fork()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the function may have closed or replaced it
@@ -58,6 +58,6 @@ class Controller:
             os._exit(0)
 
     def _end_in_fork(self) -> None:
-        """End this process if it is a child that the function forked, and that came back here."""
+        """End this process if it is a child that the user's function forked and that came back."""
         if os.getpid() != self._pid:
             os._exit(0)

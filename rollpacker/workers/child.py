@@ -1,4 +1,4 @@
-"""Starts a process, says whether it runs, is stopped or has ended, and ends it."""
+"""Starts a process, finds out whether it runs, is stopped or has ended, and ends it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rollpacker.workers import guardian
 
 _MAX_SIGNAL = 64
 BY_SIGNAL = "was stopped by a signal"
-"""The words for a process that SIGSTOP holds, as the predicate of a sentence."""
+"""Words for a process that SIGSTOP holds, to follow its name in a sentence."""
 END_S = 2.0
-"""A process that was told to end is waited for so long, then ended by force."""
+"""Seconds for which a process that was told to end is waited for before it is killed."""
 
 
 class Child:
@@ -29,11 +29,11 @@ class Child:
     """
 
     def __init__(self, process: subprocess.Popen[bytes], name: str, lifeline: int = -1) -> None:
-        """If `process` is a guardian, `lifeline` is our end of the pipe that keeps it."""
+        """If `process` is a guardian, `lifeline` is this end of the pipe that keeps it; else -1."""
         self.name = name
         self.pid = process.pid
-        """The process that does the work. The owner sets it once it knows of a descendant that
-        does."""
+        """Id of the process that does the work: the one started, until the owner sets that of a
+        descendant."""
         self.process = process
         self._lifeline = lifeline
         self._close = weakref.finalize(self, _close, process, lifeline, os.getpid())
@@ -53,10 +53,11 @@ class Child:
     ) -> Child:
         """Start `command` in a session of its own, so that a Ctrl-C is for this process alone.
 
-        A guarded child gets a guardian, which ends it and all that it started when told to and when
-        this process is gone; any other child must see to that itself. It prints to the descriptor
-        `output`, errors too unless `error_output` is another. Its environment is `env`, or this
-        process's, without ray's variables, a token's among them. Raises `OSError`.
+        A guarded child gets a guardian process, which ends the child and all that it started when
+        told to and when this process is gone; any other child must then end by itself. A child
+        prints to the descriptor `output`, errors too unless `error_output` is given. Its
+        environment is `env`, or this process's, without ray's variables such as a token. Raises
+        `OSError`.
         """
         variables = os.environ if env is None else env
         theirs, ours = os.pipe() if guarded else (-1, -1)
@@ -83,16 +84,16 @@ class Child:
         return f"{self.name} (pid {self.pid})"
 
     def is_stopped(self) -> bool:
-        """Whether a signal (SIGSTOP) holds it, and no debugger. False where the system does not
-        tell."""
+        """Whether a signal (SIGSTOP) holds the process, other than a debugger's. False where the
+        system does not show that."""
         return state(self.pid) == "T"
 
     def is_cut_off(self) -> bool:
-        """Whether its host does not answer; it is this one."""
+        """Whether the process's host does not answer: never, since that is this host."""
         return False
 
     def how_ended(self, wait_s: float = 0.0) -> str | None:
-        """Say in words how it ended, or None if it has not ended within `wait_s`."""
+        """Return in words how the process ended, or None if it has not after `wait_s` seconds."""
         try:
             code = self.process.wait(timeout=wait_s)
         except subprocess.TimeoutExpired:
@@ -107,17 +108,17 @@ class Child:
             return f"signal {-code}"
 
     def went_with_host(self) -> bool:
-        """Whether it counts as ended since its host cannot be reached; it is this one."""
+        """Whether the process ended with its host: never, since that is this host."""
         return False
 
     def kill(self) -> None:
-        """Have it ended; with a guardian, its children too. `how_ended` says when they are gone."""
+        """Kill the process; with a guardian, its children too. Does not wait for their end."""
         if self._close.alive:
             _kill(self.process, self._lifeline)
 
     async def gone(self) -> str | None:
-        """Wait for its end in an event loop, and say how it ended. It is ended by force if it takes
-        longer than `END_S`."""
+        """Wait in an event loop for the process's end, and return how it ended. After `END_S` it is
+        killed, and None is returned."""
         until = time.monotonic() + END_S
         while (how := self.how_ended()) is None and time.monotonic() < until:
             await asyncio.sleep(0.002)
@@ -125,14 +126,14 @@ class Child:
         return how
 
     def kill_by_force(self) -> None:
-        """End what a guardian has left that is stopped or was killed."""
+        """Kill the process and its group, since its guardian may be stopped or killed."""
         if self.pid != self.process.pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
         self.process.kill()
 
     def close(self) -> None:
-        """End it and wait for that, up to `END_S`. Idempotent."""
+        """End the process and wait for that, up to `END_S`. Further calls do nothing."""
         self._close()
 
 
@@ -162,13 +163,13 @@ def _close_fd(fd: int) -> None:
 
 
 def state(pid: int) -> str:
-    """Return the kernel's letter: R, S, D, T (stopped), t (traced), Z (ended), or "" if there is no
-    such process."""
+    """Return the kernel's letter for the process's state: R, S, D, T (stopped), t (traced), Z
+    (ended); "" if there is no such process."""
     return (_stat(pid) or [""])[0]
 
 
 def children(pid: int) -> list[int]:
-    """Return the numbers of the processes that this one has started and that are still there."""
+    """Return the ids of the processes that this process has started and that still exist."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except OSError:  # gone, or a kernel without that file

@@ -1,5 +1,5 @@
-"""Messages in a stream of bytes. Each is a header of fixed length and then as many bytes as that
-says, up to a bound that the reader sets."""
+"""Messages in a stream of bytes. A message is a header of fixed length and as many bytes as the
+header gives, up to a bound that the reader sets."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import struct
 from typing import NamedTuple
 
 HEADER = struct.Struct(">BQQ")
-"""The kind of the message, the number of the call that it belongs to, the bytes that follow."""
+"""Header of a message: its kind, the number of its call, the number of bytes that follow."""
 MAX_BYTES = 16 << 30
-"""The default bound of one message. It is meant to catch nonsense, not to limit work."""
+"""Default of the most bytes of one message: a guard against nonsense, not a limit of work."""
 
 
 class Message(NamedTuple):
@@ -30,8 +30,8 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """Return the messages that are complete now. Raises `ValueError` for one that is too
-        long."""
+        """Return the messages that are complete with this data. Raises `ValueError` for one that is
+        longer than `max_bytes`."""
         self._buffer += data
         found = []
         while len(self._buffer) >= HEADER.size:

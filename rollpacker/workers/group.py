@@ -1,12 +1,12 @@
-"""Processes that are called together, in a thread that waits for their answers: all are lost with
-one of them, since the others may wait for it in a joint call for ever.
+"""Processes that are called together, in a thread that waits for their answers. If one is lost, all
+are, since the others may wait for it in a joint call for ever.
 
     say(members, payloads, during)    a call to each
     replies(members, during)          what each answers; `MemberLost` if one ends or stays stopped
     end(members), close(members)      have them end, and wait for that
 
 Each member answers one call at a time (`program.answer_calls`). A member that a signal has stopped
-is waited for a while, since somebody may let it go on.
+is waited for a while, since a user may let it go on.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from rollpacker.workers.kinds import CALL, ERROR
 from rollpacker.workers.line import Line, LineEnded, ready
 
 END_S = 5.0
-"""Seconds that a member may take to end by itself."""
+"""Seconds for which a member that was told to end is waited for."""
 GRACE_S = 30.0
-"""Seconds that the others may take once a member has failed: they may wait for it in a joint
-call."""
+"""Seconds for which the other members' replies are awaited once one has failed, since they may wait
+for it in a joint call."""
 LOOK_S = 5.0
-"""Members that take longer to answer are looked at so often: a signal may have stopped them."""
+"""Seconds between two checks, while replies are awaited, whether a signal has stopped a member."""
 STOPPED_S = 60.0
-"""A member that a signal has stopped is waited for so long during a call; then it is lost. One that
-is held by a debugger is not."""
+"""Seconds after which a member that a signal has stopped during a call is lost. A member that a
+debugger holds is not."""
 
 logger = logging.getLogger(__name__)
 
 
 class MemberLost(Exception):
-    """A member has ended, or a signal holds it; the message says which and how."""
+    """Raised if a member has ended, or stays stopped by a signal; the message tells how."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """One process of a group."""
+    """One process of a group whose members are called together."""
 
     name: str
     number: int
     pid: int
     line: Line
     child: Process | None
-    """The process. None if somebody else started it."""
+    """The process. None if this process did not start it."""
 
     def how_it_ended(self) -> str:
-        """Say it in words, once its line has ended."""
+        """Return in words how the member ended, once its line has ended."""
         if self.child is None:
             return "hung up"
         how = self.child.how_ended(END_S)
@@ -61,7 +61,7 @@ class Member:
         return self.child is not None and self.child.is_stopped()
 
     def end(self) -> None:
-        """Have it end at once."""
+        """Kill the member's process, or hang up if this process did not start it."""
         if self.child is not None:
             self.child.kill()
         else:
@@ -72,7 +72,7 @@ class Member:
 
 
 def say(members: Sequence[Member], calls: Sequence[bytes], during: str) -> None:
-    """Make a call on each; `during` is what it is called in messages. Raises `MemberLost`."""
+    """Send each member its call. `during`: the call's name in messages. Raises `MemberLost`."""
     for member, call in zip(members, calls, strict=True):
         try:
             member.line.send(CALL, payload=call)
@@ -81,8 +81,8 @@ def say(members: Sequence[Member], calls: Sequence[bytes], during: str) -> None:
 
 
 def replies(members: Sequence[Member], during: str) -> dict[int, tuple[int, bytes]]:
-    """Kind and content of each member's reply, by its number. Some are missing if one has failed
-    and others have waited for longer than `GRACE_S`. Raises `MemberLost`."""
+    """Return kind and content of each member's reply, by the member's number. Some are missing if a
+    member failed and others took longer than `GRACE_S`. Raises `MemberLost`."""
     found: dict[int, tuple[int, bytes]] = {}
     waiting = {member.line: member for member in members}
     stopped: dict[int, float] = {}
@@ -104,8 +104,8 @@ def replies(members: Sequence[Member], during: str) -> dict[int, tuple[int, byte
 
 
 def _look_for_stopped(waiting: Iterable[Member], stopped: dict[int, float], during: str) -> None:
-    """`stopped` has since when each is stopped, by its number. Raises `MemberLost` for one that
-    stays so."""
+    """Raises `MemberLost` for a member that was stopped for longer than `STOPPED_S`. `stopped`: by
+    a member's number, the time since when it is stopped; kept between calls."""
     for member in waiting:
         if not member.is_stopped():
             stopped.pop(member.number, None)
@@ -121,8 +121,8 @@ def _ended(member: Member, during: str) -> MemberLost:
 
 
 def close(started: Sequence[Member]) -> None:
-    """Wait until those that this process has started are gone; those that take longer than `END_S`
-    are ended."""
+    """Wait until these members, which this process has started, are gone; end them if that takes
+    longer than `END_S`."""
     until = time.monotonic() + END_S
     for member in started:
         assert member.child is not None

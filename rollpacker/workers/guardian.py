@@ -1,11 +1,11 @@
-"""The parent of a child: a program that runs another one and ends it with all that it started.
+"""The parent of a child process: a program that runs another one and kills all its descendants.
 
     owner --lifeline--> guardian --> child --> whatever that starts
 
-Run as `python -ISB guardian.py LIFELINE COMMAND...`; standard library only. It ends the family when
-the owner says so or is gone, however busy or stopped the child is, also those who have left the
-child's process group: they come to the guardian as orphans. It ends as the child does when that
-ends by itself (128 + N: by signal N, as in a shell).
+Run as `python -ISB guardian.py LIFELINE COMMAND...`; standard library only. The guardian kills the
+family when the owner wants that or is gone, however busy or stopped the child is, also descendants
+outside of the child's process group: they are the guardian's as orphans. If the child ends by
+itself, so does it, with the same exit code (128 + N: signal N).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _EXPENDABLE = "500"
-"""A score from -1000 to 1000: when memory runs out the kernel ends the child rather than its owner,
-who can replace it."""
+"""The child's score, of -1000 to 1000, for being killed when memory runs out: rather than its
+owner, which can replace it."""
 _LOOK_MS = 1000 if hasattr(os, "pidfd_open") else 50
 _END_S = 2.0
-"""Seconds that it waits for the family to be gone after killing it."""
+"""Seconds for which the guardian waits for the killed processes to be gone."""
 
 
 def main(lifeline: int, command: list[str]) -> NoReturn:
@@ -56,8 +56,8 @@ def main(lifeline: int, command: list[str]) -> NoReturn:
 
 
 def _watched(child: int, lifeline: int, owner: int) -> int | None:
-    """Wait until the child ends by itself and return its wait status, or None if it is to be
-    ended."""
+    """Wait until the child ends by itself and return its wait status, or None if the owner wants it
+    ended or is gone."""
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
     if hasattr(os, "pidfd_open"):
@@ -71,8 +71,8 @@ def _watched(child: int, lifeline: int, owner: int) -> int | None:
 
 
 def _reap(child: int) -> int | None:
-    """Collect all that have ended, orphans included. Returns the child's wait status if it is
-    one."""
+    """Collect all children that have ended, orphans included. Returns the child's wait status if it
+    is among them, else None."""
     found = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -85,7 +85,7 @@ def _reap(child: int) -> int | None:
 
 
 def _end_all(child: int, status: int | None) -> int | None:
-    """Kill the child, its group, and what has left the group but not the family."""
+    """Kill the child and all descendants. Returns the child's wait status, or `status`."""
     until = time.monotonic() + _END_S
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
@@ -102,7 +102,7 @@ def _end_all(child: int, status: int | None) -> int | None:
 
 
 def _children() -> list[int]:
-    """Return the children of this process, or none where the system does not tell."""
+    """Return the ids of this process's children. Empty where the system does not list them."""
     with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
         return [int(pid) for pid in file.read().split()]
     return []

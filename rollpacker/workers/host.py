@@ -15,24 +15,23 @@ if TYPE_CHECKING:
 
 
 class Process(Protocol):
-    """A process as its owner sees it, on this host or on another. `Child` has the docstrings."""
+    """A process as its owner sees it, on any host. `Child` has the docstrings that are missing."""
 
     pid: int
-    """Process id on its own host. The owner sets it once it knows of a descendant that does the
-    work; before, it may be 0."""
+    """Id of the process on its own host; 0 while it is unknown. The owner sets it to that of a
+    descendant that does the work."""
 
     def is_stopped(self) -> bool: ...
 
     def is_cut_off(self) -> bool:
-        """Whether its host does not answer: its silence says nothing of itself. Before long it is
-        heard again, or has ended with the host."""
+        """Whether the process's host does not answer, so that silence of the process means nothing.
+        Before long the process is heard again, or counts as ended with its host."""
         ...
 
     def how_ended(self, wait_s: float = 0.0) -> str | None: ...
 
     def went_with_host(self) -> bool:
-        """Whether a process that has ended did not end by itself, but counts as ended since its
-        host cannot be reached any more."""
+        """Whether the process counts as ended only because its host cannot be reached any more."""
         ...
 
     def kill(self) -> None: ...
@@ -41,35 +40,35 @@ class Process(Protocol):
 
 
 class Host(Protocol):
-    """A machine. Its methods may be called from any thread."""
+    """A machine on which processes can be started. Its methods may be called from any thread."""
 
     name: str
 
     def start(
         self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
     ) -> tuple[Process, Line]:
-        """Start `python -m module` with a line, whose other side it finds by `LINE_FD`.
+        """Start `python -m module`; return it with a line, whose other side it finds by `LINE_FD`.
 
-        `environment` is added to what processes there have anyway; None takes away. A process that
-        cannot be reached any more has ended, as far as its owner is told. Raises `OSError`.
+        `environment` is added to the host's variables; None removes one. A process that cannot be
+        reached any more is reported as ended. Raises `OSError`.
         """
         ...
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
-        """Memory of this host for weights that a process there will write: the same each time, as
-        long as this object lives and the host can be reached. Raises `OSError`, or `ValueError` if
-        there is no room."""
+        """Return memory of this host for weights that a process there will write: the same each
+        time, as long as the host can be reached. Raises `OSError`, or `ValueError` if there is not
+        enough memory."""
         ...
 
     def weights(self, source: WeightSource) -> WeightSource:
-        """Return where processes of this host read these weights; waits until they are there.
-        Raises `OSError` if they cannot be brought, `StaleWeightsError` if they changed
+        """Return where processes of this host read these weights, after waiting until they have
+        arrived. Raises `OSError` if they cannot be brought, `StaleWeightsError` if they changed
         meanwhile."""
         ...
 
 
 class ThisHost:
-    """The machine of the run's own process."""
+    """The machine that this process runs on."""
 
     name = "this machine"
     _memory: Memory | None = None
@@ -77,7 +76,7 @@ class ThisHost:
     def start(
         self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
     ) -> tuple[Child, Line]:
-        """See `Host`."""
+        """Start a process here with a line to it; see `Host`."""
         line, theirs = Line.pair()
         variables = {**os.environ, **environment, LINE_FD: str(theirs.fileno())}
         with theirs:
@@ -91,11 +90,11 @@ class ThisHost:
         return child, line
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
-        """See `Host`."""
+        """Return memory for weights that a process here will write; see `Host`."""
         if self._memory is None:
             self._memory = layout.memory()
         return layout.at(self._memory)
 
     def weights(self, source: WeightSource) -> WeightSource:
-        """See `Host`."""
+        """Return these weights, which are on this host already; see `Host`."""
         return source

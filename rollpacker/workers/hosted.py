@@ -1,5 +1,5 @@
-"""A worker process on another host: it is told over its line where to find modules and which
-program to be, and is that one from then on."""
+"""Runs a worker process on another host: its first message names the folders of modules and the
+program that it has to run."""
 
 from __future__ import annotations
 

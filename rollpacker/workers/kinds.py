@@ -6,7 +6,7 @@
            REFUSED text    it cannot be made, which the user must mend
            FAILED text     it cannot be made or go on, which is our mistake; the process ends
     down   CALL number     something to do
-           CANCEL number   nobody waits for the answer to this call any more
+           CANCEL number   the answer to this call is not awaited any more
            END number      the program may forget what this number stands for
     up     ANSWER number   the answer to a call
            ERROR number    the error that a call raised
@@ -14,7 +14,7 @@
            BEAT            the program lives; it may say how it is
            LOGGED          a line of the program's log
 
-What a message holds, each program and its owner agree on. Not every program has every kind.
+A program and its owner agree on the contents of messages. Not every program has every kind.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A line to another process carries messages both ways over one socket.
 
 A thread uses `send`, `read` and `receive`, which block. An event loop uses `attach` and `post`,
-which do not. A line is used in one of the two ways at a time.
-This module imports little, since every child does that has a line.
+which do not. A line is used in one of the two ways at a time. This module imports little, since
+every child that has a line imports it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 16
 LINE_FD = "ROLLPACKER_LINE"
-"""Descriptor of a child's side of its line, in its environment."""
+"""Variable of a child's environment with the descriptor of its side of the line."""
 
 
 class LineEnded(Exception):
-    """The other side hung up, is gone, or sent what is no message."""
+    """Raised if the other side hung up, is gone, or sent bytes that are no message."""
 
 
 class Line:
-    """One side of a line."""
+    """One side of a line: a socket on which messages are sent and received."""
 
     def __init__(self, connection: socket.socket, *, max_bytes: int = MAX_BYTES) -> None:
         self.frames = Frames(max_bytes)
@@ -39,22 +39,22 @@ class Line:
         self._heard: deque[Message] = deque()
         self._unsent = bytearray()
         self._is_flushing = False
-        """The loop is about to send what is unsent."""
+        """Whether the loop has been asked to send what is unsent."""
         self._waits_for_room = False
         self._is_finishing = False
-        """The line is to be hung up once nothing is unsent."""
+        """Whether the line is to be hung up once nothing is unsent."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
     def pair(cls, *, max_bytes: int = MAX_BYTES) -> tuple[Line, socket.socket]:
-        """Return this process's side, and the socket of the other side for a child to inherit.
-        `max_bytes` bounds each message of the child."""
+        """Return this process's side of a new line, and the other side's socket for a child to
+        inherit. `max_bytes`: most bytes of one message of the child."""
         ours, theirs = socket.socketpair()
         return cls(ours, max_bytes=max_bytes), theirs
 
     @classmethod
     def inherited(cls, fd: int) -> Line:
-        """Return a child's side. Programs that the child starts do not get it."""
+        """Return a child's side of its line, which is not inherited by the child's own children."""
         os.set_inheritable(fd, False)
         return cls(socket.socket(fileno=fd))
 
@@ -62,7 +62,7 @@ class Line:
         return self._connection.fileno()
 
     def released(self) -> socket.socket:
-        """Give the socket away, to somebody who speaks otherwise from here on; the line is not used
+        """Return the socket, on which another protocol is spoken from now on; the line is not used
         any more."""
         assert self._loop is None and not self._heard
         return self._connection
@@ -70,14 +70,14 @@ class Line:
     # -- from a thread --------------------------------------------------------------------
 
     def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Send a message, and wait until all of it is on its way. Raises `LineEnded`."""
+        """Send a message, and wait until the kernel has all of it. Raises `LineEnded`."""
         try:
             self._connection.sendall(packed(kind, number, payload))
         except OSError as error:
             raise LineEnded(str(error)) from None
 
     def read(self) -> list[Message]:
-        """Wait for some bytes and return the messages that are complete now. Raises `LineEnded`."""
+        """Wait for some bytes, and return the messages complete by then. Raises `LineEnded`."""
         try:
             data = self._connection.recv(_CHUNK)
             messages = self.frames.feed(data)
@@ -90,8 +90,8 @@ class Line:
         return messages
 
     def receive(self, timeout_s: float | None = None) -> Message:
-        """Return the next message. Raises `LineEnded`, and `TimeoutError` if none is complete in
-        time."""
+        """Return the next message. Raises `LineEnded`, and `TimeoutError` if none is complete after
+        `timeout_s` seconds; None: wait for ever."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._heard:
             if until is not None and not ready([self], until - time.monotonic()):
@@ -107,8 +107,8 @@ class Line:
         heard: Callable[[Message], None],
         ended: Callable[[], None],
     ) -> None:
-        """Call `heard` with each message in this loop, and `ended` once when the line has ended. A
-        `ValueError` that `heard` raises ends the line."""
+        """Let this loop call `heard` with each message, and `ended` once when the line has ended. A
+        `ValueError` raised by `heard` ends the line."""
         self._connection.setblocking(False)
         self._loop = loop
         self._is_flushing = self._waits_for_room = False  # which the last loop may not have come to
@@ -126,13 +126,13 @@ class Line:
         loop.add_reader(self.fileno(), readable)
 
     def post(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Send a message without waiting. After the end of the line it does nothing."""
+        """Send a message from the loop without waiting. Does nothing after the end of the line."""
         self._unsent += packed(kind, number, payload)
         self._flush()
 
     def post_together(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Send a message without waiting, in one system call with what else is posted before the
-        loop looks around again."""
+        """Send a message without waiting, in one system call with other messages that are posted in
+        the same turn of the loop."""
         self._unsent += packed(kind, number, payload)
         if not self._is_flushing and self._loop is not None:
             self._is_flushing = True
@@ -159,12 +159,12 @@ class Line:
             self.hang_up()
 
     def finish(self) -> None:
-        """Hang up once all that was posted is on its way."""
+        """Hang up once all that was posted is sent."""
         self._is_finishing = True
         self._flush()
 
     def detach(self) -> None:
-        """Stop calling the loop. Idempotent."""
+        """Take the line out of the loop, whose callbacks are not called any more."""
         if self._loop is not None and not self._loop.is_closed() and self._is_flushing:
             self._flush()  # the loop will not come to it
         loop, self._loop = self._loop, None
@@ -175,19 +175,18 @@ class Line:
     # -- the end --------------------------------------------------------------------------
 
     def hang_up(self) -> None:
-        """End the line for both sides; a thread of ours that waits for a message sees it.
-        Idempotent."""
+        """End the line for both sides. A thread that waits for a message gets `LineEnded`."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close this side. Idempotent."""
+        """Take the line out of its loop, and close this side."""
         self.detach()
         self._connection.close()
 
 
 def inherited_line() -> Line | None:
-    """The line of a process that a `Host` has started; None in any other."""
+    """Return the line of a process that a `Host` has started, or None in any other process."""
     fd = os.environ.pop(LINE_FD, None)  # what this one starts has lines of its own
     return None if fd is None else Line.inherited(int(fd))
 
@@ -200,8 +199,8 @@ Readable = TypeVar("Readable", bound=HasFileno)
 
 
 def ready(those: Iterable[Readable], timeout_s: float | None) -> list[Readable]:
-    """Wait until some of them can be read without waiting, and return these; none after the
-    time."""
+    """Wait until some of these can be read without blocking, and return those. Empty after
+    `timeout_s` seconds; None: wait for ever."""
     by_fd = {one.fileno(): one for one in those}
     poll = select.poll()  # `select.select` knows descriptors below 1,024 only
     for fd in by_fd:

@@ -1,7 +1,7 @@
-"""Lines to processes that are not this one's children. They knock at a port and show a token.
+"""Lines to processes that are not this one's children: they connect to a port and show a token.
 
-Whoever knocks has `KNOCK_S` to say it in a message of at most `MAX_HELLO_BYTES`, and is turned away
-otherwise. Nobody else waits for a stranger meanwhile, and what one sends is never more than bytes.
+A connection is closed unless it shows the token within `KNOCK_S`, in a message of at most
+`MAX_HELLO_BYTES`. No other connection waits meanwhile, and until then its bytes are only compared.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rollpacker.workers.kinds import HELLO
 from rollpacker.workers.line import HasFileno, Line, LineEnded, ready
 
 KNOCK_S = 10.0
-"""Seconds that a connection may take to say hello."""
+"""Seconds within which a connection must show the token."""
 MAX_HELLO_BYTES = 4096
 MAX_KNOCKING = 64
-"""Number of connections that may be open without having said hello. One more ends the oldest."""
+"""Most connections that have not shown the token yet. One more closes the oldest."""
 _TOKEN_BYTES = 32
 
 
@@ -29,15 +29,14 @@ _TOKEN_BYTES = 32
 class _Knock:
     line: Line
     until: float
-    """The time on the monotonic clock at which it is turned away."""
+    """Time on the monotonic clock at which the connection is closed if it has shown no token."""
 
 
 class Listener:
-    """An open port. One thread at a time uses it; an event loop lends it one
-    (`asyncio.to_thread`)."""
+    """An open port. One thread at a time uses it; an event loop does so by `asyncio.to_thread`."""
 
     def __init__(self, host: str) -> None:
-        """Listen on any free port of this one address. Raises `OSError`."""
+        """Listen on any free port of this address. Raises `OSError`."""
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -48,12 +47,12 @@ class Listener:
         self.host: str = self._socket.getsockname()[0]
         self.port: int = self._socket.getsockname()[1]
         self.token = secrets.token_bytes(_TOKEN_BYTES)
-        """The secret that `connect` must be given."""
+        """The secret that a process has to give to `connect`."""
         self._knocks: list[_Knock] = []
 
     def accept(self, within_s: float) -> list[tuple[Line, bytes]]:
-        """Wait for one or more that say hello with the right token. Returns their lines and what
-        else they said, or nothing after `within_s`."""
+        """Wait for connections that show the right token. Returns their lines, each with the bytes
+        after the token, or nothing after `within_s` seconds."""
         until = time.monotonic() + within_s
         found: list[tuple[Line, bytes]] = []
         while not found:
@@ -83,7 +82,7 @@ class Listener:
             self._forget(self._knocks[0])
 
     def _hello(self, knock: _Knock) -> bytes | None:
-        """Return what it says after the token, or None if that is not complete or not right."""
+        """Return the bytes after the token, or None if the message is incomplete or wrong."""
         try:
             messages = knock.line.read()
         except LineEnded:
@@ -105,7 +104,7 @@ class Listener:
         knock.line.close()
 
     def close(self) -> None:
-        """Close the port, and the lines to those that have not said hello. Idempotent."""
+        """Close the port, and the connections that have not shown the token."""
         self._socket.close()
         while self._knocks:
             self._forget(self._knocks[0])
@@ -120,8 +119,8 @@ def connect(
     source: str | None = None,
     within_s: float | None = None,
 ) -> Line:
-    """Return a line to whoever listens there, from `source` if this machine has several addresses.
-    Raises `OSError`, which includes one that takes longer than this, and `LineEnded`."""
+    """Return a line to the listener there. `source`: address to connect from; None: any. Raises
+    `OSError`, also if it takes longer than `within_s` seconds, and `LineEnded`."""
     own = None if source is None else (source, 0)
     line = Line(_watched(socket.create_connection((host, port), within_s, own)))
     try:
@@ -133,6 +132,6 @@ def connect(
 
 
 def _watched(connection: socket.socket) -> socket.socket:
-    """Let the kernel find out that the other machine is gone without a word (keep-alive)."""
+    """Let the kernel notice if the other machine is gone without a word (keep-alive)."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return connection

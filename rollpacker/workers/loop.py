@@ -1,7 +1,7 @@
-"""One thread with an event loop, in which the lines of all processes of this one are served.
+"""One thread with an event loop that serves the lines to all processes started by this one.
 
-The thread runs while somebody uses the loop. What is called in the loop must not wait, since all
-other lines wait meanwhile.
+The thread runs while the loop has users (`LoopUse`). A function called in the loop must not wait,
+since all other lines wait meanwhile.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _running: _Running | None = None
 
 
 class LoopUse:
-    """One user's right to the loop, from the making of this object to `end`."""
+    """One user's claim on the loop, from the making of this object to `end`."""
 
     def __init__(self) -> None:
-        """Starts the thread if nobody uses the loop yet."""
+        """Starts the thread if the loop has no other user."""
         global _running
         with _lock:
             if _running is None:
@@ -40,13 +40,13 @@ class LoopUse:
         return self._running.loop
 
     def soon(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call it in the loop. Nothing is called once the loop has closed. In any thread."""
+        """Call the function in the loop, from any thread. Does nothing once the loop has closed."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *arguments)
 
     def end(self) -> None:
-        """Do without the loop from now on. The last user ends the thread, and waits for that unless
-        it runs in it. In any thread. Called again, it waits again."""
+        """Give up the claim on the loop, in any thread. The last user ends the loop's thread, and
+        waits for that unless called in that thread. A further call waits again."""
         global _running
         with _lock:
             if not self._is_ended:
@@ -61,7 +61,7 @@ class LoopUse:
 
 
 class _Running:
-    """The thread, its loop, and how many use it."""
+    """The thread, its loop, and the number of their users."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.num_users = 0
@@ -82,8 +82,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 def at_once(
     work: Sequence[Callable[[], Result]], within_s: float | None = None
 ) -> list[Result | Exception]:
-    """Do all of this at once, each in a thread that ends with this process at the latest. Returns
-    what each returned or raised, and `TimeoutError` for what takes longer than `within_s`."""
+    """Call these functions at once, each in a daemon thread. Returns what they returned or raised,
+    or `TimeoutError` for those that take longer than `within_s` seconds; None: no limit."""
     late = TimeoutError(f"no answer within {within_s} s")
     found: list[Result | Exception] = [late] * len(work)
 

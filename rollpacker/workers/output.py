@@ -1,4 +1,4 @@
-"""Turns what a process prints into lines for a log, within a quota."""
+"""Turns the output of a process into lines for a log, up to a number of bytes per minute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 MAX_OUTPUT_BYTES = 64 << 10
-"""Number of bytes of output that are kept per minute."""
+"""Most bytes of output that are kept per minute."""
 _MAX_LINE = 2000
 _CHUNK = 1 << 16
 
@@ -24,7 +24,7 @@ class OutputQuota:
         self.num_dropped = 0
 
     def take(self, data: bytes) -> bytes:
-        """Return as much of it as may pass, after a word on what was dropped the minute before."""
+        """Return the data that may pass, after a line on what was dropped the minute before."""
         told = b""
         if self._clock() - self._minute >= 60:
             self._minute, self._left = self._clock(), MAX_OUTPUT_BYTES
@@ -38,11 +38,11 @@ class OutputQuota:
 
 
 class Output:
-    """A pipe that a process prints to. The process is started with `writer` as its output,
-    which is closed here once that has a copy of its own."""
+    """A pipe that a process prints to. Start the process with `writer` as its output, and close
+    `writer` here afterwards, since the process has a copy."""
 
     def __init__(self, quota: OutputQuota, heard: Callable[[str], None]) -> None:
-        """`heard` is called with each line."""
+        """`heard` is called with each line that is printed."""
         self._quota, self._heard = quota, heard
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
@@ -54,12 +54,12 @@ class Output:
         return self._reader
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let this loop read whenever something was printed."""
+        """Let this loop read whenever the process has printed."""
         self._loop = loop
         loop.add_reader(self._reader, self.read)
 
     def read(self) -> None:
-        """Read what is there now, without waiting."""
+        """Read what has been printed so far, without waiting."""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self._reader, _CHUNK)
             if not data:
@@ -72,8 +72,8 @@ class Output:
                 self._tell(line)
 
     def _tell(self, line: bytes) -> None:
-        """Control characters and bytes that are no text are told as escapes, but tabs are spaces
-        and of what was written over itself (a progress bar) only the last is left."""
+        """Pass a line on. Control characters and bytes that are no text become escapes, tabs become
+        spaces, and of text that overwrites itself (a progress bar) only the last is kept."""
         text = line[:_MAX_LINE].decode(errors="backslashreplace").rstrip()
         text = text.rpartition("\r")[2].expandtabs(4)
         if text.strip():
@@ -85,7 +85,7 @@ class Output:
             loop.remove_reader(self._reader)
 
     def close(self) -> None:
-        """Read its last words and close the pipe. Idempotent."""
+        """Read the last output and close the pipe. Further calls do nothing."""
         if self._reader >= 0:
             self.read()
             self._tell(self._unfinished)

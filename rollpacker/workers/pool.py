@@ -1,11 +1,11 @@
-"""The worker processes of one function or environment, and who calls which of them.
+"""The worker processes of one function or environment, among which calls are distributed.
 
     call -> waits -> runs in a worker -> its reply
                                       -> Overran, WorkerLost: the worker is ended and replaced
                   -> NoWorker
 
-A blocking function has one call at a time in each worker, an async one many. There is one worker
-at first; calls that wait start more, and those idle for a minute end. One event loop, no threads.
+A blocking function has one call at a time in each worker, an async one many. There is one worker at
+first; waiting calls start more, and workers idle for a minute end. There are no threads.
 """
 
 from __future__ import annotations
@@ -25,32 +25,31 @@ from rollpacker.workers.worker import WorkerProcess
 
 
 class Overran(Exception):
-    """The call took longer than its limit."""
+    """Raised if a call took longer than its limit."""
 
     def __init__(
         self, *, shared: bool, own: bool = True, told: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__()
         self.shared = shared
-        """Other calls ran in the same worker, which hung: it may have been one of them."""
+        """Whether other calls ran in the same worker, which hung: any of these may be the cause."""
         self.own = own
-        """Whether it was this call's own limit that passed, and not that of another call in the
-        same worker."""
+        """Whether this call's own limit passed, and not that of another call in the same worker."""
         self.told = told or {}
-        """The worker's last words on a call that it was told to give up."""
+        """What the worker reported about the call that it was told to give up. Empty if nothing."""
 
 
 class WorkerLost(Exception):
-    """The worker ended by itself, or was stopped; the message says which and how."""
+    """Raised if the worker ended by itself, or was stopped; the message tells which and how."""
 
     def __init__(self, what: str, *, how: str, stopped: bool, left_s: float) -> None:
-        """`left_s`: so much of the call's limit was left."""
+        """`left_s`: seconds of the call's limit that were left."""
         super().__init__(what)
         self.how, self.stopped, self.left_s = how, stopped, left_s
 
 
 class NoWorker(Exception):
-    """No worker could be started; the message says why."""
+    """Raised if no worker could be started; the message tells why."""
 
 
 @dataclass(eq=False, slots=True)
@@ -59,17 +58,17 @@ class PoolCall:
     payload: bytes
     limit_s: float
     alone: bool
-    """No other call may run in its worker."""
+    """Whether no other call may run in the same worker."""
     future: asyncio.Future[dict[str, Any]]
     worker: PoolWorker | None = None
     timer: asyncio.TimerHandle | None = None
     began: float = 0.0
-    """The loop's time when a worker got the call."""
+    """The loop's time in seconds when a worker got the call."""
     whose: object = None
-    """Calls of the same may bring down their worker for the same reason."""
+    """Mark of the call's origin: calls with the same one may break their worker alike."""
 
     def lost(self, what: str, now: float, *, how: str = "", stopped: bool = False) -> None:
-        """Settle the call: its worker was gone at loop time `now`."""
+        """Settle the call with `WorkerLost`: its worker was gone at loop time `now`."""
         left_s = self.limit_s - (now - self.began)
         self.settle(WorkerLost(what, how=how, stopped=stopped, left_s=left_s))
 
@@ -91,17 +90,17 @@ class PoolWorker:
     idle_since: float
     calls: dict[int, PoolCall] = field(default_factory=dict)
     given_up: set[int] = field(default_factory=set)
-    """The calls that go on although nobody waits for their reply."""
+    """Numbers of the calls that still run although their replies are not awaited any more."""
     draining: bool = False
-    """Whether the worker takes no more calls."""
+    """Whether the worker gets no more calls."""
     was_stopped: bool = False
     num_kept: int = 0
-    """Number of things that calls have begun in the worker and later calls go on with. They cannot
-    go on elsewhere."""
+    """Number of objects that calls have made in the worker for later calls, which therefore have to
+    run in it as well."""
     num_hung: int = 0
-    """Calls that were given up and went on all the same."""
+    """Number of calls that were given up and still did not end."""
     gone: str = ""
-    """Words for how it ended. Empty while it lives."""
+    """Words for how the worker ended. Empty while it lives."""
 
     @property
     def is_idle(self) -> bool:
@@ -125,22 +124,22 @@ class PoolWorker:
 logger = logging.getLogger(__name__)
 
 MAX_ASYNC_CALLS = 1000
-"""Number of calls of an async function that may run in one worker."""
+"""Most calls of an async function that run in one worker at once."""
 IDLE_S = 60.0
-"""Seconds of idleness after which a worker ends, down to one."""
+"""Seconds without a call after which a worker ends, unless it is the last."""
 GROW_AFTER_S = 0.02
-"""Seconds of waiting after which calls start another worker."""
+"""Seconds for which calls wait before another worker is started."""
 WATCH_EVERY_S = 0.25
-"""Seconds between two looks at busy workers. One that is found stopped twice in a row is lost."""
+"""Seconds between two checks of busy workers. A worker found stopped twice in a row is lost."""
 ANSWER_WITHIN_S = 0.25
-"""Seconds without a reaction after which an event loop counts as blocked."""
+"""Seconds without a reaction after which a worker's event loop counts as blocked."""
 GIVE_IN_WITHIN_S = {False: 0.1, True: 1.0}
-"""A call that was given up may go on for so long before its worker is ended. The key says whether
+"""Seconds that a call may still run after it was given up, before its worker is ended. Key: whether
 the function is async."""
 HELD_S = 0.25
-"""A deadline that is looked at so late finds that this loop itself was held up."""
+"""Seconds of delay of a timer from which this process's own loop counts as held up."""
 MAX_FAILED_STARTS = 3
-"""Number of failed starts in a row after which calls that wait are given up."""
+"""Number of failed starts in a row after which waiting calls are given up."""
 
 _Then = Callable[[PoolCall, PoolWorker], None]
 
@@ -148,11 +147,11 @@ _Then = Callable[[PoolCall, PoolWorker], None]
 class WorkerPool:
     """The workers that one event loop uses: the one that runs when the pool is made.
 
-    A subclass says who gets a call (`_place`) and how many there are (`_num_to_start`).
+    A subclass may choose the worker of a call (`_place`) and their number (`_num_to_start`).
     """
 
     kind = "reward"
-    """The word for the function in messages."""
+    """Word for what the workers run, in messages, such as reward."""
 
     def __init__(
         self,
@@ -164,8 +163,8 @@ class WorkerPool:
         max_workers: int,
         workers: list[WorkerProcess],
     ) -> None:
-        """`start` makes a process of that name; `workers` are ready already. `said` is called with
-        each line that one of them prints."""
+        """`start` makes a worker process of that name; `workers` are ready already. `said` is
+        called with each line that a worker prints."""
         self.loop = asyncio.get_running_loop()
         self._name = name
         self._start_process = start
@@ -188,8 +187,8 @@ class WorkerPool:
     # -- calls ----------------------------------------------------------------------------
 
     async def call(self, payload: bytes, limit_s: float, *, alone: bool = False) -> dict[str, Any]:
-        """Return the worker's reply. The limit begins when a worker has the call. Raises `Overran`,
-        `WorkerLost` and `NoWorker`."""
+        """Return a worker's reply. The limit in seconds begins when a worker gets the call. Raises
+        `Overran`, `WorkerLost` and `NoWorker`."""
         call = self._made(payload, limit_s, alone=alone)
         self._waiting.append(call)
         self._dispatch()
@@ -220,7 +219,7 @@ class WorkerPool:
             self._begin(call, worker)
 
     def _place(self, call: PoolCall) -> PoolWorker | None:
-        """Return the worker that gets the call, or None if none has room."""
+        """Return the worker that is to get the call, or None if none has room."""
         free = (w for w in self._workers if w.has_room(call, self._capacity))
         return next(free, None)
 
@@ -234,15 +233,15 @@ class WorkerPool:
         self._keep_watching()
 
     def _give_until(self, within_s: float, then: _Then, call: PoolCall, worker: PoolWorker) -> None:
-        """Have `then` called if the call is not over within so many seconds of this loop's."""
+        """Call `then` if the call is not over within this many seconds of the loop's time."""
         due_s = self.loop.time() + within_s
         call.timer = self.loop.call_at(due_s, self._due, due_s, within_s, then, call, worker)
 
     def _due(
         self, due_s: float, within_s: float, then: _Then, call: PoolCall, worker: PoolWorker
     ) -> None:
-        """A loop that was held up has not read what lies in the pipe, which may be the reply, and
-        the worker may have waited for room there: the call gets back what it was held up for."""
+        """Call `then`, unless this loop was held up: then the reply may lie unread in the pipe, or
+        the worker may have waited for room there, and the call gets the lost seconds more."""
         held_s = self.loop.time() - due_s
         if held_s > HELD_S:
             self._give_until(min(held_s, within_s), then, call, worker)
@@ -303,7 +302,7 @@ class WorkerPool:
             one.settle(Overran(shared=shared, own=one is call))
 
     def _reacted(self, worker: PoolWorker, number: int, content: dict[str, Any]) -> None:
-        """Settle a call of which an async worker has heard that it is over. Others go on there."""
+        """Settle a call that an async worker was told to give up. Its other calls go on."""
         call = worker.calls.pop(number, None)
         if call is not None:
             call.settle(Overran(shared=False, told=content))
@@ -333,7 +332,7 @@ class WorkerPool:
             self._freed(worker)
 
     def _watch(self) -> None:
-        """Look for workers that a signal holds."""
+        """Check busy workers for those that a signal has stopped, and replace them."""
         self._watch_timer = None
         busy = [worker for worker in self._workers if worker.num_calls or not worker.ready]
         for worker in busy:
@@ -358,7 +357,7 @@ class WorkerPool:
             call.lost(how, self.loop.time(), stopped=True)
 
     def _ended(self, worker: PoolWorker) -> None:
-        """End and replace a worker that hung up by itself."""
+        """End and replace a worker whose line has ended by itself."""
         if worker in self._workers:
             self._retire(worker, f"worker {worker} ended by itself", by_itself=True)
 
@@ -403,7 +402,7 @@ class WorkerPool:
             self._keep_watching()
 
     def _num_to_start(self) -> int:
-        """Number of workers to start: as many again as there are, if so many calls wait."""
+        """Return the number of workers to start: as many as are ready, if that many calls wait."""
         num_ready = sum(worker.ready for worker in self._workers)
         num_starting = len(self._workers) - num_ready
         room = min(self._max_workers, num_ready + max(num_ready, 1)) - len(self._workers)
@@ -423,8 +422,8 @@ class WorkerPool:
             self._retire(worker)
 
     def _start_failed(self, why: str, *, for_good: bool = False) -> None:
-        """Give up the calls that wait, if no worker is ready and none will be: one failed start may
-        be an accident, several in a row are none, nor is one that fails `for_good`."""
+        """Count a failed start, and give up the waiting calls if no worker is ready and none will
+        be: after several failures in a row, or one `for_good`, which would fail again."""
         logger.warning("%s %s: a worker was not started: %s", self.kind, self._name, why)
         self._num_failed_starts += not for_good
         if not for_good and self._num_failed_starts < MAX_FAILED_STARTS:
@@ -433,7 +432,7 @@ class WorkerPool:
             self.give_up_waiting(why)
 
     def give_up_waiting(self, why: str) -> None:
-        """Settle the calls that no worker has."""
+        """Settle the calls that no worker has with `NoWorker`."""
         waiting, self._waiting = self._waiting, deque()
         for call in waiting:
             call.settle(NoWorker(why))
@@ -450,8 +449,8 @@ class WorkerPool:
     def _retire(
         self, worker: PoolWorker, gone: str = "", *, by_itself: bool = False
     ) -> list[PoolCall]:
-        """End it; `gone` says why. Returns the calls that ran in it, for somebody to settle, unless
-        it ended `by_itself`: then they are settled when it is known how."""
+        """End a worker; `gone` is the reason. Returns its calls, which the caller has to settle,
+        unless the worker ended `by_itself`: then they are settled once it is known how."""
         worker.process.kill()
         worker.gone = gone or f"worker {worker} was ended"
         calls = list(worker.calls.values())
@@ -465,8 +464,8 @@ class WorkerPool:
         return calls
 
     async def _bury(self, worker: PoolWorker, lost: list[PoolCall] | None) -> None:
-        """Wait until it is gone, and close what is left of it. `lost`: the calls of one that ended
-        by itself."""
+        """Wait until the worker is gone, and close its pipes. `lost`: its calls, to be settled, if
+        it ended by itself; else None."""
         how = await worker.process.gone()
         worker.process.close()
         if lost is not None:
@@ -475,8 +474,8 @@ class WorkerPool:
     # -- the end ------------------------------------------------------------------------------
 
     def give_idle(self) -> list[WorkerProcess]:
-        """Return the workers that are still good, for another loop, and end the others. The pool's
-        own loop has closed."""
+        """Return the workers that can be used in another loop, and end the others. The pool's own
+        loop has closed."""
         idle = [w.process for w in self._workers if w.ready and w.is_idle and not w.draining]
         for worker in self._workers:
             if worker.process not in idle:
@@ -485,7 +484,7 @@ class WorkerPool:
         return idle
 
     async def close(self) -> None:
-        """End every worker, and wait for that."""
+        """End all workers, wait for that, and settle all calls with `NoWorker`."""
         for timer in (self._grow_timer, self._idle_timer, self._watch_timer):
             if timer is not None:
                 timer.cancel()

@@ -1,4 +1,4 @@
-"""The program of a process that an owner serves (`served.py`): what is the same for all of them.
+"""The common part of all programs that run in a process with an owner (`served.py`).
 
     program = Program(codec(), own=EngineError)   line, signals, HELLO
     setup = program.setup()                       what the owner wants made
@@ -6,8 +6,8 @@
         engine = make(setup)
         program.line.send(READY)
 
-The process ends when its line does. What it is told to make is imported later: until then it is
-light.
+The process ends when its line does. It imports what it has to make only when told: until then it
+starts quickly.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def begin_quietly() -> None:
-    """A Ctrl-C is for the owner, a crash in a library says where, and libraries print no more than
-    errors."""
+    """Ignore Ctrl-C, which is for the owner, print tracebacks of crashes in libraries, and have
+    libraries print no more than errors."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     silence_noise()
@@ -41,7 +41,7 @@ def begin_quietly() -> None:
 
 def answer_calls(line: Line, answer: Callable[[bytes], tuple[int, bytes]]) -> NoReturn:
     """Answer call after call in this thread: `answer` returns kind and content of the reply.
-    Another thread reads the line, so that the process ends with it, whatever it is computing."""
+    Another thread reads the line: the process ends with it, even during a computation."""
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def listen() -> None:
@@ -61,10 +61,10 @@ def answer_calls(line: Line, answer: Callable[[bytes], tuple[int, bytes]]) -> No
 
 
 class Program:
-    """This process, seen from inside."""
+    """This process as the program of an owner: its line, its setup, its reports."""
 
     def __init__(self, codec: Codec, *, own: type[Exception] | tuple[()] = ()) -> None:
-        """Says hello. `own`: see `text_of`."""
+        """Says hello. `own`: types of errors of which only the message is sent (`text_of`)."""
         begin_quietly()
         line = inherited_line()
         assert line is not None, "a host starts it"
@@ -73,14 +73,14 @@ class Program:
         self.say(HELLO, payload=str(os.getpid()).encode())
 
     def say(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Say something from a thread; if nobody is there any more, end."""
+        """Send a message from a thread. If the line has ended, this process ends."""
         try:
             self.line.send(kind, number, payload)
         except LineEnded:
             os._exit(0)
 
     def setup(self) -> Any:
-        """Return the first message of the owner, which says what is to be made."""
+        """Return the first message of the owner: the description of what is to be made."""
         try:
             return self._codec.decode(self.line.receive().payload)
         except LineEnded:
@@ -88,8 +88,8 @@ class Program:
 
     @contextlib.contextmanager
     def telling(self, *refusals: type[Exception]) -> Iterator[None]:
-        """Tell the owner why something could not be made, and end; `refusals` are for the user to
-        mend."""
+        """Report to the owner why something in the block could not be made, and end this process.
+        `refusals`: types of errors that the user has to correct."""
         try:
             yield
         except LineEnded:
@@ -100,11 +100,11 @@ class Program:
             self.end_with(FAILED, f"it could not be made: {self.text_of(error)}")
 
     def text_of(self, error: BaseException) -> str:
-        """Return the text for the owner of an error (`text_of`)."""
+        """Return the text of an error for the owner; see the function `text_of`."""
         return text_of(error, self._own)
 
     def end_with(self, kind: int, text: str) -> NoReturn:
-        """End, and say why."""
+        """Send the owner this text as a message of this kind, and end this process."""
         with contextlib.suppress(LineEnded):
             self.line.send(kind, payload=self._codec.encode(text))
         sys.stderr.flush()
@@ -112,8 +112,8 @@ class Program:
 
 
 def text_of(error: BaseException, own: type[Exception] | tuple[()]) -> str:
-    """Return the text for the owner of an error: its words if it is of a type in `own`. Any other
-    error is a bug, whose traceback is printed here, since it does not survive the way."""
+    """Return the text of an error for the owner: the error's message if its type is in `own`. Any
+    other error is a bug: its traceback is printed here, since it cannot be sent."""
     if isinstance(error, own):
         return str(error)
     traceback.print_exception(error)

@@ -1,11 +1,11 @@
-"""A process that another program runs in, as its owner has it: greeted, set up, watched, called.
+"""The owner's side of a process that runs another program: starts, watches and calls it.
 
     Served -- SETUP, CALL ... --> the program (program.py)
            <- READY, ANSWER ... -
 
 The owner is told once that the process is ready, and once that it is lost: it ended, refused, was
-not ready in time, was silent for too long, or said what the owner cannot take in. A lost process is
-ended at once, and nothing follows from it; the owner starts another one if it wants one.
+not ready in time, was silent for too long, or sent what the owner cannot handle. A lost process is
+ended at once, and not replaced; the owner may start another.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from rollpacker.workers.loop import LoopUse
 logger = logging.getLogger(__name__)
 
 START_S = 600.0
-"""Seconds that a process may take until it is ready."""
+"""Seconds within which a process must be ready."""
 HEARTBEAT_S = 5.0
-"""Seconds of silence after which a process is lost, unless its owner says otherwise."""
+"""Seconds of silence after which a process is lost, unless its owner gives another number."""
 ENDED_S = 0.4
-"""Seconds that it may take to learn how a process ended that has hung up."""
+"""Seconds for which the exit code of a process that has hung up is waited for."""
 _HELD_S = 1.0
-"""If this process looks so much later than it meant to, it was held itself: it cannot have received
-what the others said meanwhile, and counts no silence."""
+"""Seconds of delay from which this process counts as held up itself: it cannot have received
+messages meanwhile, so it counts no silence of others."""
 
 
 class Codec(Protocol):
-    """How the content of messages is written as bytes."""
+    """Writes the contents of messages as bytes, and reads them."""
 
     def encode(self, value: Any) -> bytes: ...
 
@@ -46,18 +46,18 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Why a process is lost."""
+    """The reason why a process is lost."""
 
     process: str
     """Name and process id of the process."""
     what: str = ""
-    """The deed of the process, as the predicate of a sentence about it. Empty if `said` says it."""
+    """What the process did, as a predicate: "was not ready within 5 s". Empty if `said` tells."""
     said: str = ""
-    """The process's own words."""
+    """The reason in the process's own words. Empty if it gave none."""
     is_refused: bool = False
-    """The process could not make what it was to make, for a reason that the user must mend."""
+    """Whether the process could not make what it was told to because of a user's mistake."""
     error: Exception | None = None
-    """The error that the owner raised when it was told something; None if it did not raise."""
+    """The error that the owner raised while it handled a message; None if it raised none."""
 
     @property
     def reason(self) -> str:
@@ -69,32 +69,32 @@ class Loss:
 
 
 class ProcessLost(Exception):
-    """A call has no answer, since the process that had it is lost; the message says why."""
+    """Raised for a call without an answer, because its process is lost; the message tells why."""
 
 
 class Owner(Protocol):
-    """The owner of a process, who hears from it. All methods are called in the loop."""
+    """The owner of a process, which is told about it. All methods are called in the loop."""
 
     def on_ready(self, said: Any) -> None:
-        """The process has made what it was to make; `said` comes with that, or is None."""
+        """Called when the process has made what it was told to, with its message or None."""
         ...
 
     def on_message(self, kind: int, number: int, said: Any) -> None:
-        """The process said something that is no answer to `Served.call`."""
+        """Called for a message of the process that is no answer to `Served.call`."""
         ...
 
     def on_hang_up(self) -> None:
-        """The line has ended; `on_lost` follows when it is known how the process ended."""
+        """Called when the line has ended; `on_lost` follows once it is known how."""
         ...
 
     def on_lost(self, loss: Loss) -> None:
-        """The process is lost. It has been told to end; nothing is heard of it any more."""
+        """Called when the process is lost. It has been told to end, and no more is heard of it."""
         ...
 
 
 class Served:
-    """One process, from its start to its end. After `begin`, all methods but `close` are called in
-    the loop of `use`."""
+    """One process, from its start to its end. After `begin`, all methods but `close` have to be
+    called in the loop of `use`."""
 
     def __init__(
         self,
@@ -109,17 +109,17 @@ class Served:
         start_s: float = START_S,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts the process at `place`; `program` is its module. `owner` is told nothing before
-        `begin`. Raises `OSError`."""
+        """Starts the module `program` as a process at `place`. No method of `owner` is called
+        before `begin`. Raises `OSError`."""
         self.name = name
         self.is_ready = False
         self.heard_s = time.monotonic()
-        """Time on the monotonic clock when it was last heard; its silence counts from there."""
+        """Monotonic time when the process was last heard; its silence counts from there."""
         self._use, self._codec, self._owner = use, codec, owner
         self._heartbeat_s, self._start_s = heartbeat_s, start_s
         self._is_over = False
         self._timer: asyncio.TimerHandle | None = None
-        """The timer for the end of `start_s`. None before `begin`."""
+        """Timer for the end of `start_s`. None before `begin`."""
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self.child, self._line = place.start(
@@ -127,8 +127,8 @@ class Served:
         )
 
     def begin(self, setup: bytes) -> None:
-        """Have the process told first of all what it is to make, and listen to it. In any
-        thread."""
+        """Send the process its setup, which describes what to make, and listen to it. Can be called
+        in any thread."""
         self._use.soon(self._begin, setup)
 
     def _begin(self, setup: bytes) -> None:
@@ -142,12 +142,12 @@ class Served:
     # -- what is said ----------------------------------------------------------------------
 
     def post(self, kind: int, number: int, value: Any) -> None:
-        """Say something. Raises `TypeError` for what cannot be written."""
+        """Send a message. Raises `TypeError` for a value that cannot be written."""
         self._line.post(kind, number, self._codec.encode(value))
 
     async def call(self, payload: bytes) -> Any:
-        """The answer to a call that is written already. Raises `ProcessLost`. If this is cancelled,
-        the process is told."""
+        """Return the answer to a call whose content is encoded already. Raises `ProcessLost`. If
+        this is cancelled, the process is told so."""
         if self._is_over:
             raise ProcessLost(f"{self.child} is gone")
         self._num_calls += 1
@@ -195,7 +195,7 @@ class Served:
     # -- how it is lost --------------------------------------------------------------------
 
     def _look(self, looked_s: float) -> None:
-        """Look now and then whether it is silent. `looked_s` is the time of the last look."""
+        """Check, now and again later, whether the process is silent. `looked_s`: last time."""
         if self._is_over:
             return
         now, every_s = time.monotonic(), self._heartbeat_s / 10
@@ -232,7 +232,7 @@ class Served:
         is_refused: bool = False,
         error: Exception | None = None,
     ) -> None:
-        """Give it up, for a reason as in `Loss`. After the first time it does nothing."""
+        """Give the process up, for a reason as in `Loss`. Further calls do nothing."""
         if self._is_over:
             return
         process = str(self.child)
@@ -242,8 +242,8 @@ class Served:
         self._owner.on_lost(loss)
 
     def end(self, why: str) -> None:
-        """Have it ended and hear no more of it. Calls under way raise `ProcessLost(why)`.
-        Idempotent."""
+        """Have the process ended, and listen to it no more. Calls under way raise
+        `ProcessLost(why)`."""
         self._is_over = True
         self._stop_timer()
         self._line.detach()
@@ -253,13 +253,12 @@ class Served:
                 future.set_exception(ProcessLost(why))
 
     async def gone(self) -> None:
-        """Wait for its end, and close what this process holds of it. It is told to end if it was
-        not."""
+        """Have the process ended, wait for that, and close this side of it."""
         self.end(f"{self.child} was ended")
         await self._use.loop.run_in_executor(None, self.close)
 
     def close(self) -> None:
-        """Wait for its end, and close what this process holds of it, in any thread that may wait.
-        `end` comes before. Idempotent."""
+        """Wait for the process's end and close this side of it, in any thread that may wait. `end`
+        has to be called before."""
         self.child.close()
         self._line.close()

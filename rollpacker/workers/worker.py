@@ -1,7 +1,7 @@
-"""A process that runs a user's code, as the controller sees it: started, told, listened to, ended.
+"""The controller's side of a process that runs a user's code: starts, calls, hears and ends it.
 
-Its program is a module with a `main` that is given the line, and answers as `answering.py` does:
-one for reward functions, one for environments.
+The process's program is a module with a `main` that is given the line, and answers as
+`answering.py` does: there is one for reward functions and one for environments.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from rollpacker.workers.output import Output, OutputQuota
 from rollpacker.workers.served import START_S
 
 MAX_REPLY_BYTES = 64 << 20
-"""A worker that sends more in one message is ended: functions return a number a sample."""
+"""Most bytes of one message from a worker; one that sends more is ended."""
 
 HOSTED = "rollpacker.workers.hosted"
-"""The program that becomes one of these on another host."""
+"""The module that is started as a worker on another host."""
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
     " from importlib import import_module; import_module(sys.argv[3]).main(int(sys.argv[1]))"
 )
-"""The worker finds modules where this process finds them, and nowhere else."""
+"""Code that starts a worker. It finds modules where this process does, and nowhere else."""
 
 Heard = Callable[[int, int, dict[str, Any]], None]
 """Called with the kind of a message, the number of its call, and the content."""
 
 
 class WorkerEnded(RuntimeError):
-    """The worker ended by itself; the message says how."""
+    """Raised if the worker ended by itself; the message tells how."""
 
 
 class WorkerProcess:
-    """Started by the constructor. `greet` waits for it outside of an event loop, `attach` lets a
-    loop listen to it. Ends with this object at the latest."""
+    """A worker process, started by the constructor. `greet` waits for its hello without an event
+    loop, `attach` lets a loop listen to it. The process ends with this object at the latest."""
 
     def __init__(
         self,
@@ -58,19 +58,19 @@ class WorkerProcess:
         program: str,
         host: Host | None = None,
     ) -> None:
-        """`quota` is shared by all that may print as much together. `host`: where it is started; on
-        another one than this, what it prints stays there. Raises `OSError`."""
+        """`load`: bytes that the worker is to load. `quota`: shared by several processes. `host`:
+        on another one than this (None) output stays there. Raises `OSError`."""
         self.child: Child | Process
         self._said: Callable[[str], None] | None = None
         self._said_before: list[str] = []
-        """Lines that it printed before `attach`."""
+        """Lines that the worker printed before `attach`."""
         self._output = Output(quota, self._heard_line)
         self._load: bytes | None = load
-        """The bytes that it is to load, or None once they are sent. They are sent when somebody
-        listens to it: a long message waits for the worker, and an event loop must not."""
+        """The bytes that the worker is to load, or None once they are sent. They are sent by
+        `greet` or `attach`, since a long message waits for the worker to read."""
         self._first: bytes | None = None
-        """The message to a worker on another host before the load: where it finds modules. None for
-        one on this host."""
+        """For a worker on another host, the message before the load: where it finds modules. None
+        for a worker on this host."""
         paths = [path for path in sys.path if isinstance(path, str)]
         if host is not None:
             os.close(self._output.writer)
@@ -103,7 +103,8 @@ class WorkerProcess:
         (self._said_before.append if self._said is None else self._said)(line)
 
     def greet(self) -> dict[str, Any]:
-        """Return what the worker says of its function. Raises `WorkerEnded` and `TimeoutError`."""
+        """Return what the worker reports of its function. Raises `WorkerEnded`, and `TimeoutError`
+        after `START_S` seconds."""
         until = time.monotonic() + START_S
         with contextlib.suppress(LineEnded):  # reading tells
             if self._first is not None:
@@ -124,7 +125,7 @@ class WorkerProcess:
         raise TimeoutError
 
     def rename(self, name: str) -> None:
-        """Change its name in messages, once it has said who it is."""
+        """Change the worker's name in messages, after its hello."""
         assert isinstance(self.child, Child), "nobody renames one on another host"
         self.child.name = name
 
@@ -134,8 +135,8 @@ class WorkerProcess:
         return load
 
     def _understood(self, message: Message) -> dict[str, Any]:
-        """Raises `ValueError` for what a worker program of ours does not say; a function may have
-        found its socket."""
+        """Return the content of a worker's message. Raises `ValueError` for a message that no
+        worker program sends: a user's function may have found its socket."""
         if message.kind == HELLO:
             self.child.pid = int(message.payload)
             return {}
@@ -152,8 +153,8 @@ class WorkerProcess:
         said: Callable[[str], None],
         ended: Callable[[], None],
     ) -> None:
-        """Let this loop, and none before it, hear what the worker says and prints; `ended` is
-        called once when it has hung up."""
+        """Let this loop, in place of an earlier one, call `heard` with messages of the worker,
+        `said` with lines that it prints, and `ended` once when its line has ended."""
         self._said = said
         while self._said_before:
             said(self._said_before.pop(0))
@@ -174,12 +175,12 @@ class WorkerProcess:
         self._line.post_together(kind, call, payload)
 
     def kill(self) -> None:
-        """End it, its children too, and hear no more of it."""
+        """Kill the worker and its children, and listen to it no more."""
         self._line.detach()
         self.child.kill()
 
     async def gone(self) -> str | None:
-        """Wait for its end in an event loop, up to `END_S`, and say how it ended."""
+        """Wait in an event loop, up to `END_S`, and return how the worker ended, or None."""
         until = time.monotonic() + END_S
         while (how := self.child.how_ended()) is None and time.monotonic() < until:
             await asyncio.sleep(0.002)
@@ -188,7 +189,7 @@ class WorkerProcess:
         return how
 
     def close(self) -> None:
-        """End it, wait for that, and close what this process holds of it. Idempotent."""
+        """End the worker, wait for that, and close this side of its line and output."""
         self._line.close()
         self.child.close()
         self._output.close()

@@ -1,4 +1,4 @@
-"""The cluster's service as a command sees it: found by its folder, asked by letters.
+"""Lets a command find a cluster's service by its folder, and ask it by messages (*letters*).
 
 ROLLPACKER_CLUSTER, --cluster, or the only one served from `runs/` here
   -> FOLDER/service.json: where its mailbox is -> a letter, and its answer in a box of our own
@@ -31,15 +31,15 @@ _LATER = {
     " cluster cancel takes it back",
     **dict.fromkeys(("cancel", "drain"), ". What was asked waits there, and is done once it does"),
 }
-"""A letter stays in the mailbox, whoever has given up waiting for its answer."""
+"""Ends of the error message if the service does not answer, by the kind of the question."""
 
 
 class Refused(ValueError):
-    """The service has refused a question, with this reason. Nothing has come of it."""
+    """The service has refused a question, for the reason in the message. Nothing was changed."""
 
 
 class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The facts about a service that it has left in its folder."""
+    """The facts about itself that a service leaves in its folder, for commands to find it."""
 
     name: str
     """Name of the cluster."""
@@ -48,21 +48,21 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host: str
     pid: int
     spec: Mapping[str, Any]
-    """The cluster's file, as it was resolved."""
+    """The settings of the cluster's file as they were resolved, as plain values by name."""
     first_nodes: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Nodes of the pools as the folder began, by pool; they may have grown since. Empty if an
-    earlier version has written this: then they are those of `spec`."""
+    """Number of nodes of each pool when the folder began, by the pool's name; pools may have grown
+    since. Empty if an earlier version wrote this: then the numbers are those of `spec`."""
 
 
 def write_facts(folder: Path, facts: ServiceFacts) -> None:
-    """Whole or not at all: who asks may read at any moment."""
+    """Write the facts into the folder in one step, so that a reader never sees half of them."""
     draft = folder / f"{FACTS_FILE}.{facts.pid}"
     draft.write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=1))
     draft.replace(folder / FACTS_FILE)
 
 
 def read_facts(folder: Path) -> ServiceFacts:
-    """Raises `ValueError` if no service has ever served from there."""
+    """Read the facts about a folder's service. Raises `ValueError` if none has served from it."""
     try:
         return msgspec.json.decode((folder / FACTS_FILE).read_bytes(), type=ServiceFacts)
     except FileNotFoundError:
@@ -75,8 +75,8 @@ def read_facts(folder: Path) -> ServiceFacts:
 
 
 def take_lock(folder: Path) -> IO[str]:
-    """The folder is this process's until the file is closed. Raises `ValueError` if another service
-    has it."""
+    """Lock the folder for this process until the returned file is closed. Raises `ValueError` if
+    another service has locked it."""
     lock = (folder / LOCK_FILE).open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,7 +93,7 @@ def take_lock(folder: Path) -> IO[str]:
 
 
 def is_served(folder: Path) -> bool:
-    """Whether a service of this host is at work there."""
+    """Whether a service of this host holds the lock of the folder."""
     try:
         with (folder / LOCK_FILE).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -105,7 +105,7 @@ def is_served(folder: Path) -> bool:
 
 
 def find_folder(given: str | None) -> Path:
-    """The folder of the cluster that is meant. Raises `ValueError` if that is not clear."""
+    """The folder of the cluster that is meant. Raises `ValueError` if there are none or several."""
     if given or (given := os.environ.get(CLUSTER_VARIABLE)):
         return Path(given).expanduser()
     how = f"with --cluster FOLDER, or {CLUSTER_VARIABLE}"
@@ -129,7 +129,7 @@ def find_folder(given: str | None) -> Path:
 
 
 def open_mailbox(address: str) -> Mailbox:
-    """The mailbox with this address. Raises `OSError` and `ValueError`."""
+    """The mailbox with this address. Raises `OSError` or `ValueError` if it cannot be opened."""
     from rollpacker.cluster.seats.mailbox_seat import MAILBOXES
 
     scheme = address.partition(":")[0]
@@ -146,10 +146,10 @@ def open_mailbox(address: str) -> Mailbox:
 
 
 class Desk:
-    """Asks the service of one folder."""
+    """Sends questions to the service of one folder, and waits for its answers."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `ValueError` if there is none, or if it cannot be reached."""
+        """Raises `ValueError` if no service has served `folder`, or if it cannot be reached."""
         self.folder = folder
         self.facts = read_facts(folder)
         self._own = f"desk-{secrets.token_hex(8)}"
@@ -161,7 +161,7 @@ class Desk:
             raise ValueError(self._silent(error)) from error
 
     def _silent(self, error: OSError | None = None) -> str:
-        """`error`: why nothing can be asked, where that is known."""
+        """Return a message that the service does not answer. `error`: why, or None if unknown."""
         facts = self.facts
         where = f"process {facts.pid} on {facts.host}"
         is_here = facts.host == socket.gethostname()
@@ -177,8 +177,8 @@ class Desk:
         )
 
     def ask(self, kind: str, facts: Mapping[str, Any]) -> Any:
-        """The answer's facts. Raises `ValueError` with the service's reason if it refuses, and if
-        it does not answer."""
+        """Return the facts of the service's answer. Raises `Refused` with the service's reason, and
+        `ValueError` if there is no answer within `ANSWER_S` seconds."""
         from rollpacker.cluster.seats.mailbox import ALL, SERVICE
 
         self._number += 1
@@ -208,5 +208,5 @@ class Desk:
 
 
 def open_desk(given: str | None) -> Desk:
-    """Return the desk of the cluster that is meant (`find_folder`). Raises `ValueError`."""
+    """Return a desk for the cluster that is meant. Raises `ValueError` if none can be asked."""
     return Desk(find_folder(given))

@@ -1,4 +1,4 @@
-"""`rollpacker cluster serve FILE`: the service, in this process, until Ctrl-C."""
+"""`rollpacker cluster serve FILE`: runs the cluster's service in this process, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Ground:
     mailbox: Mailbox
     runner: Runner
     left: str
-    """Words for what stays when the service ends."""
+    """Words for what goes on after the service has ended, for its last line."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve. Raises `ValueError` for what the user got wrong, before anything is started."""
+    """Serve until Ctrl-C. Raises `ValueError` for a user's mistake, before anything is started."""
     from rollpacker.cluster.commands.desk import take_lock
     from rollpacker.cluster.seats.mail_file import check_local
     from rollpacker.cluster.service.book import NAME
@@ -76,8 +76,8 @@ def serve(
     began: Callable[[], None] = lambda: None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Serve until `is_over` says so. `began` is called once the service can be asked. Raises
-    `ValueError` if what has happened in the folder would have gone otherwise in this cluster."""
+    """Serve until `is_over` returns true. `began` is called once the service can be asked. Raises
+    `ValueError` if the folder's events would have led to other decisions in this cluster."""
     from rollpacker.cluster.commands.desk import ServiceFacts, write_facts
     from rollpacker.cluster.decide.cluster import Cluster
     from rollpacker.cluster.service.service import Service
@@ -130,8 +130,8 @@ def serve(
 
 
 def _first_nodes(folder: Path, spec: ClusterSpec) -> dict[str, int]:
-    """Return the nodes that each pool had when the folder began. If the pools are others now, or
-    have fewer nodes than that, return those of now, as if the folder had begun with them."""
+    """Return the number of nodes that each pool had when the folder began. If the pools have other
+    names or fewer nodes by now, return the numbers of now."""
     from rollpacker.cluster.commands.desk import FACTS_FILE, read_facts
 
     now = {pool.name: pool.nodes for pool in spec.pools}
@@ -144,8 +144,8 @@ def _first_nodes(folder: Path, spec: ClusterSpec) -> dict[str, int]:
 
 
 def _changed(folder: Path, spec: ClusterSpec) -> list[str]:
-    """Return the settings that decide where jobs are and that were different when the folder was
-    last served, as key=value. Empty for a folder that was never served."""
+    """Return the settings, other than name, jobs and seed, that differ from when the folder was
+    last served, as key=value with the old value. Empty for a folder that was never served."""
     from rollpacker.cluster.commands.desk import FACTS_FILE, read_facts
     from rollpacker.config.load import differences, to_plain
 
@@ -162,7 +162,7 @@ def _changed(folder: Path, spec: ClusterSpec) -> list[str]:
 
 
 def _of_several_nodes(spec: ClusterSpec) -> str:
-    """Say which phase has more than one node. Empty if none has."""
+    """Return words on the first phase that has more than one node. Empty if none has."""
     for phase in ("rollout", "train"):
         count = sum(pool.nodes for pool in spec.pools if pool.phase == phase)
         if count > 1:
@@ -192,8 +192,8 @@ def _local(folder: Path) -> Ground:
 
 def _on_ray(spec: ClusterSpec, folder: Path) -> Ground:
     """Return the means on the ray cluster that RAY_ADDRESS names or that this machine belongs to,
-    else on one that is started here and outlives this process, as the jobs do. Raises
-    `ValueError`."""
+    else on one that is started here and outlives this process, as the jobs do. Raises `ValueError`
+    if ray is missing or cannot be started."""
     from rollpacker.imports import missing
     from rollpacker.workers.hosts.token import demand_token
 
@@ -229,14 +229,14 @@ def _on_ray(spec: ClusterSpec, folder: Path) -> Ground:
 
 
 def cluster_id(name: str, folder: Path) -> str:
-    """Return the name of everything behind ray that belongs to this folder's service: several may
-    serve on one ray."""
+    """Return a name for the service of this folder, for its actors on ray: several services may
+    share one ray cluster."""
     place = f"{socket.gethostname()}:{folder.resolve()}"
     return f"{name}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
 
 def _start_ray() -> str:
-    """A head of this machine, and no more. Returns its address. Raises `ValueError`."""
+    """Start a ray head on this machine. Returns its address. Raises `ValueError` if that fails."""
     from rollpacker.workers.hosts.ray_connection import find_head
 
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head"]

@@ -29,11 +29,11 @@ _COLOURS = {
     "done": "bright_black",
 }
 Status = Mapping[str, Any]
-"""The service's answer (`cluster/service/status.py`)."""
+"""The service's answer to `status`, as plain values (`cluster/service/status.py`)."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """`jobs`, `show`, `top`, `cancel` and `drain`. Raises `ValueError`."""
+    """Do `jobs`, `show`, `top`, `cancel` or `drain`. Raises `ValueError` if that is impossible."""
     from rollpacker.cluster.commands.desk import open_desk
     from rollpacker.run.output import console
 
@@ -76,7 +76,7 @@ def _print(lines: Sequence[str], plain: object | None) -> None:
 
 
 def check_node(status: Status, name: str) -> None:
-    """Raises `ValueError` if there is no such node."""
+    """Raises `ValueError` if the cluster has no node of this name."""
     pool, _, number = name.rpartition("/")
     nodes = {one["name"]: one["nodes"] for one in status["pools"]}
     if pool not in nodes or not number.isdigit() or int(number) >= nodes[pool]:
@@ -90,7 +90,7 @@ def check_node(status: Status, name: str) -> None:
 
 
 def find_job(status: Status, name: str) -> Mapping[str, Any]:
-    """Raises `ValueError` if there is none."""
+    """The job of this name in the status. Raises `ValueError` if there is none."""
     jobs = {job["job"]: job for job in status["jobs"]}
     if name not in jobs:
         raise ValueError(
@@ -102,7 +102,7 @@ def find_job(status: Status, name: str) -> Mapping[str, Any]:
 
 
 def doing(job: Mapping[str, Any]) -> str:
-    """Say in a few words what the job does now."""
+    """Return in a few words what the job does now, such as the phase whose nodes it holds."""
     since = seconds(job["since_s"])
     if job["holds"]:
         return f"{job['holds']} for {since}"
@@ -139,21 +139,21 @@ HEAD = ("job", "owner", "state", "now", "nodes", "steps", "slowdown")
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines; no cell breaks one, whatever is in it."""
+    """Align the rows as columns, and return one line for each row, whatever its cells contain."""
     from rollpacker.report.table import lines
 
     return lines(rows, numbers=False, rule=False, gap=2)
 
 
 def jobs_table(status: Status) -> list[str]:
-    """The jobs in the order in which they came."""
+    """Lines of a table of all jobs, in the order in which they were submitted."""
     if not status["jobs"]:
         return [f"cluster {status['name']} has no jobs: rollpacker cluster submit RUN.yaml"]
     return columns([HEAD, *map(_row, status["jobs"])])
 
 
 def job_lines(job: Mapping[str, Any]) -> list[str]:
-    """Return the lines with all that is known of one job."""
+    """Return the lines that `show` prints on one job: its state, its nodes and its last output."""
     from rollpacker.report.writing import printable
 
     shown = {
@@ -224,8 +224,8 @@ def _screen(status: Status, height: int) -> RenderableType:
 
 
 def show_top(ask: Callable[[], Status], console: Console) -> None:
-    """Show the cluster until Ctrl-C on a terminal, also while nobody answers, and once elsewhere.
-    Raises what `ask` raises, the first time."""
+    """Show the cluster on a terminal until Ctrl-C, also while the service does not answer;
+    elsewhere print it once. The first call of `ask` may raise; later `ValueError`s are shown."""
     from rich.live import Live
     from rich.text import Text
 

@@ -1,5 +1,5 @@
 """`rollpacker cluster submit RUN.yaml ...`: everything about a job that can be found out before it
-starts, then one letter."""
+starts is checked first, and then one message asks the service for it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 REDONE_S = 1800.0
-"""A run that would do more again after a loss is worth a word."""
+"""Seconds of work: if more would be done again after a loss, `submit` prints a note."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submit, and say what comes of it. Raises `ValueError`, and then nothing was submitted."""
+    """Submit a job and print what comes of it. Raises `ValueError` if it is not accepted."""
     from rollpacker.cluster.commands.desk import open_desk
     from rollpacker.cluster.decide.nodes import check_job
     from rollpacker.cluster.sim.spec import ClusterSpec
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def told(answer: Mapping[str, Any], folder: Path) -> str:
-    """Say where the job runs, or what it waits for."""
+    """Return a sentence on where the submitted job runs, or what it waits for."""
     job, see = answer["job"], f"rollpacker cluster show {answer['job']} --cluster {folder}"
     if answer["state"] == "waiting":
         return f"{job} waits: {answer['why']}. {see} says when it starts"
@@ -71,8 +71,8 @@ def told(answer: Mapping[str, Any], folder: Path) -> str:
 
 
 def saves_seldom(config: RunConfig, job: ClusterJob) -> str:
-    """Return a note on a run that would do much again if it were lost. Empty if there is nothing to
-    say."""
+    """Return a note on a run that would repeat more than `REDONE_S` seconds of work after a loss.
+    Empty if it would repeat less."""
     steps = config.checkpoint.every_steps
     again_s = min(steps, job.steps) * math.fsum(job.mean)
     if again_s <= REDONE_S:
@@ -84,7 +84,7 @@ def saves_seldom(config: RunConfig, job: ClusterJob) -> str:
 
 
 def _checked(args: argparse.Namespace) -> RunConfig:
-    """The run's config, of a run that can be a job. Raises `ValueError`."""
+    """Load the run's config and check that it can be a job. Raises `ValueError` if it cannot."""
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
     from rollpacker.run.parts.seats import check_shares
@@ -98,8 +98,8 @@ def _checked(args: argparse.Namespace) -> RunConfig:
 
 
 def _owner(args: argparse.Namespace) -> str:
-    """Return the owner that the options name, or else the user of this process. Raises
-    `ValueError`."""
+    """Return the owner that the options name, or else the user of this process; empty if the user
+    has no name. Raises `ValueError` if --owner is empty."""
     if args.owner is not None:
         if not args.owner.strip():
             raise ValueError("--owner is empty: give a name, or leave it out")
@@ -111,8 +111,8 @@ def _owner(args: argparse.Namespace) -> str:
 
 
 def facts_of(config: RunConfig, path: Path) -> dict[str, Any]:
-    """Return how the run is started, and started again. It goes on from what there is, with the
-    config that was submitted, which is kept at `path`, whatever becomes of the user's file."""
+    """Return the command, the folder and the environment with which the run is started and resumed.
+    The command uses the config kept at `path`, whatever becomes of the user's file."""
     train = [sys.executable, "-m", "rollpacker.cli.main", "train", str(path)]
     return {
         "command": [*train, "--resume=auto"],
@@ -128,16 +128,15 @@ def _run_folder(config: RunConfig) -> Path:
 
 
 def new_file(config: RunConfig) -> Path:
-    """Return where the config is to be kept: in the run's folder, which every host of the job's
-    sees, under a name that no other submission has, of the same config neither: one that is refused
-    takes its file away, and changes nothing of one that runs."""
+    """Return a new path for the submitted config, in the run's folder, which all hosts of the job
+    see. No other submission has this path, so that a refused one can remove its file safely."""
     return _run_folder(config) / f"submitted-{secrets.token_hex(4)}.yaml"
 
 
 @contextlib.contextmanager
 def kept(config: RunConfig, path: Path) -> Iterator[None]:
-    """The config is in this file, and stays unless the job is refused inside: a service that has
-    not answered may still start it. Raises `ValueError`."""
+    """Keep the config in this file. It is removed only if the service refuses the job inside the
+    block: one that did not answer may still start it. Raises `ValueError` if it cannot be kept."""
     from rollpacker.cluster.commands.desk import Refused
     from rollpacker.config.load import save_config
 
@@ -160,7 +159,7 @@ def kept(config: RunConfig, path: Path) -> Iterator[None]:
 
 
 def check_slo(slo: float) -> None:
-    """Raises `ValueError`."""
+    """Raises `ValueError` unless the SLO, a bound of the slowdown, is finite and at least 1."""
     if not (math.isfinite(slo) and slo >= 1):
         raise ValueError(
             f"--slo {slo:g}: alone a job has a slowdown of 1, and sharing makes no job faster. "
@@ -169,7 +168,7 @@ def check_slo(slo: float) -> None:
 
 
 def check_seconds(args: argparse.Namespace, config: RunConfig) -> None:
-    """Whether it is said how long phases take, and once. Raises `ValueError`."""
+    """Raises `ValueError` unless either --profile or --phases says how long phases take."""
     if (args.profile is None) == (args.phases is None):
         given = [one for one in args.overrides if not one.startswith(("name=", "train.steps="))]
         own = " ".join([*given, f"name={config.name}-alone", "train.steps=8"])
@@ -184,8 +183,8 @@ def check_seconds(args: argparse.Namespace, config: RunConfig) -> None:
 
 
 def check_reachable(job: ClusterJob) -> None:
-    """Whether the SLO can be kept by a job that nobody shares with: it still lets go of a pool
-    whenever it has no use for it. Raises `ValueError`."""
+    """Raises `ValueError` if the job would miss its SLO even without other jobs, because of the
+    seconds in which it parks and wakes between phases."""
     work_s = math.fsum(job.mean)
     switches_s = job.rollout_switch_s + job.train_switch_s
     least = 1 + switches_s / work_s
@@ -202,8 +201,8 @@ def check_reachable(job: ClusterJob) -> None:
 
 
 def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> ClusterJob:
-    """Return the job, from the profile of a run or from the phases that were given. Raises
-    `ValueError`."""
+    """Return the job, with times from the profile of a run or from --phases. Raises `ValueError` if
+    the times or the devices cannot be those of a job."""
     from rollpacker.cluster.profile.job_profile import job_of_run
 
     own: dict[str, Any] = {
@@ -224,7 +223,7 @@ def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> Cl
 
 
 def going_on(job: ClusterJob, config: RunConfig) -> ClusterJob:
-    """The job without the steps that the run's newest checkpoint has already."""
+    """Return the job without the steps that the run's newest checkpoint has already."""
     from msgspec.structs import replace
 
     from rollpacker.cluster.profile.job_profile import saved_step
@@ -234,7 +233,7 @@ def going_on(job: ClusterJob, config: RunConfig) -> ClusterJob:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Raises `ValueError` unless the run says how many devices it takes."""
+    """Raises `ValueError` if the run's placement takes all devices, instead of a number of them."""
     from rollpacker.config.placement import num_devices
 
     lines = config.placement
@@ -251,9 +250,8 @@ def check_devices(config: RunConfig) -> None:
 def _of_phases(
     text: str, config: RunConfig, spec: ClusterSpec, own: Mapping[str, Any]
 ) -> ClusterJob:
-    """Return the job of a run whose phases are given. Its sizes, which a profile would measure,
-    follow from the model: three numbers of 4 bytes a parameter in the trainer, one of the model's
-    own width in an engine."""
+    """Return the job of a run with the phases' seconds as given. Its sizes, which a profile would
+    have measured, are estimated: 12 bytes per parameter in the trainer, and 2 or 4 in an engine."""
     from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
     from rollpacker.cluster.profile.job_profile import devices_of, needs_of, steps_of
     from rollpacker.trainer.estimate import estimate
@@ -276,7 +274,7 @@ SUFFIX = ".py"
 
 
 def job_of_program(args: argparse.Namespace, owner: str) -> ClusterJob:
-    """Return the job that the options describe. Raises `ValueError`."""
+    """Return the job of a user's own program. Raises `ValueError` for wrong or missing options."""
     from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
 
     path = Path(args.config)
@@ -311,7 +309,7 @@ def job_of_program(args: argparse.Namespace, owner: str) -> ClusterJob:
 
 
 def check_no_program(args: argparse.Namespace) -> None:
-    """A run's config says by itself what only a program has to be told. Raises `ValueError`."""
+    """Raises `ValueError` if an option is given that is for programs only, not for runs."""
     for name in ("arguments", "name", "steps", "devices", "memory_gib"):
         if getattr(args, name):
             option = f"--{name.replace('_', '-')}"
@@ -321,7 +319,7 @@ def check_no_program(args: argparse.Namespace) -> None:
 
 
 def facts_of_program(args: argparse.Namespace) -> dict[str, Any]:
-    """Return how the program is started, and started again. It goes on from its own checkpoint."""
+    """Return command and folder to start the program with; it has to resume by itself."""
     path = Path(args.config).resolve()
     return {
         "command": [sys.executable, str(path), *_arguments(args.arguments)],
@@ -354,8 +352,8 @@ def _devices(text: str | None) -> tuple[int, int]:
 
 
 def seconds_of(text: str) -> tuple[float, float]:
-    """Return the seconds of a rollout and of a training that `--phases` gives. Raises
-    `ValueError`."""
+    """Return the mean seconds of a rollout and of a training that `--phases` gives. Raises
+    `ValueError` unless these are two numbers above 0."""
     try:
         rollout_s, train_s = map(float, text.split(","))
         if not all(math.isfinite(one) and one > 0 for one in (rollout_s, train_s)):

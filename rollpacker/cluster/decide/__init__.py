@@ -1,1 +1,1 @@
-"""Several jobs on the same pools of devices: one generates while another trains."""
+"""Decides which jobs share which nodes, and when: one job generates while another trains."""

@@ -1,5 +1,5 @@
 """The shipped policy: jobs go where the price of work rises least (`layout.py`), and every SLO is
-kept for iterations as they are distributed (`forecast.py`)."""
+likely to be kept, as iterations vary (`forecast.py`)."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from rollpacker.cluster.decide.placement import (
 from rollpacker.cluster.decide.turns import ORDERS, Order
 
 MAX_GROUPS = 12
-"""Number of groups that are looked at closely for one decision: those whose price seems to rise
-least."""
+"""Number of groups that are looked at closely for one decision: those whose price of work is
+estimated to rise least."""
 MAX_FORESEEN = 4
-"""Candidates whose turns are run in virtual time for one decision; the cheapest come first."""
+"""Number of candidates whose turns are simulated for one decision, the cheapest first."""
 WORTH = 2.0
-"""A job moves if that saves so many times what its restart costs."""
+"""A job moves if the saving in the price of work is worth this many times its restart."""
 DANGER = 0.8
-"""A promise is in danger once it is kept with less than this probability. (It was made with more:
-at its edge luck alone would have jobs move.)"""
+"""A job's SLO is in danger once the probability that it is kept is below this. (Jobs are placed
+with a higher one, `confidence`: if both were equal, luck alone would have jobs move.)"""
 RETRY = 0.9
-"""A job tries again to save one after a tenth of its iterations, or once its group has changed."""
+"""A job tries again to save an SLO once this share of its iterations at the last try is left."""
 MIN_BETTER = 0.002
-"""Share by which another order of turns must be cheaper to be taken."""
+"""Share by which another order of turns must be cheaper to be preferred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheapestWork:
     """The shipped policy: the smallest rise of the price of work among layouts that keep every SLO
-    with the stated confidence, over iterations as they are distributed. A group may be saturated,
-    and its order of turns is the one that serves it best."""
+    with the stated confidence, as iterations vary. Each group has the cheapest of the orders of
+    turns that keep its SLOs."""
 
     confidence: float = 0.99
     orders: tuple[Order, ...] = ORDERS
     saturate: bool = True
-    """Whether a group may be over-saturated."""
+    """Whether a group may have more work than its nodes have time for."""
     moves: bool = True
-    """Whether a job moves at a commit, if that pays for its restart."""
+    """Whether a job moves to another group at a commit, if what it saves pays for its restart."""
     tail_release: bool = True
     learns: bool = True
-    """Whether iterations correct a job's profile."""
+    """Whether the measured times of iterations correct a job's profile."""
     mends: bool = True
-    """Whether a job goes, or turns are ordered anew, where a promise is in danger."""
+    """Whether, if an SLO of a group is in danger, turns are ordered anew or a job moves away."""
     makes_room: bool = True
-    """Whether jobs move, or are stopped, for one that waits for nodes."""
+    """Whether running jobs move or are stopped, so that one that waits for nodes can start."""
 
     def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
         found = self._cheapest(state, job, rest=rest)
@@ -91,9 +91,9 @@ class CheapestWork:
         return self.mends and bool(_endangered(standing))
 
     def _mend(self, state: State, number: int, job: ClusterJob, rest: Rest) -> Choice | None:
-        """Choose another order of turns that keeps all promises. If there is none, choose another
-        place for the job, if the others' promises are kept then, and its own in spite of its
-        restart."""
+        """Choose another order of turns that keeps all SLOs of the group. If there is none, choose
+        another place for the job, provided that both its own SLO and the others' are kept then.
+        None if neither helps, or if it is too early for another try."""
         standing = state.groups[number]
         if rest.iterations > RETRY * standing.tried.get(job.name, math.inf):
             return None
@@ -120,7 +120,7 @@ class CheapestWork:
         return found[1]
 
     def _may_join(self, state: State, standing: Standing, job: ClusterJob) -> bool:
-        """Find out quickly whether the group has room for the job."""
+        """Whether the group has room for the job, by a quick estimate."""
         return len(standing.layout.jobs) < state.max_group and standing.summary.could_take(job)
 
     def _cheapest(
@@ -132,8 +132,9 @@ class CheapestWork:
         rest: Rest | None = None,
         below: float = math.inf,
     ) -> tuple[float, Choice] | None:
-        """The smallest rise of the price of work that is `below` that, and where. `besides`: a
-        group that is left out. `rest`: of the job, if it moves."""
+        """Return the smallest rise of the price of work and the choice that brings it, or None if
+        no rise is less than `below`. `besides`: number of a group to leave out. `rest`: what is
+        left of the job's life, if it moves."""
         own = {} if rest is None else {job.name: rest}
         quick = sorted(
             (standing.summary.rise(job), number)
@@ -182,8 +183,8 @@ class CheapestWork:
         rest: Mapping[str, Rest],
         below: float,
     ) -> tuple[float, Order] | None:
-        """The price of work and the order of turns that keeps every SLO and is cheapest, if the job
-        comes; None: no order keeps them for a price `below` that."""
+        """Return the price of work and the order of turns that is cheapest among those that keep
+        every SLO if the job comes. None if no order keeps them for a price less than `below`."""
         layout = choice.layout
         best: tuple[float, Order] | None = None
         allowed = limits(layout, rest)
@@ -208,7 +209,7 @@ class CheapestWork:
     def _price(
         self, layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
     ) -> float:
-        """Return the price of work. It is infinite if a promise is not kept."""
+        """Return the price of work, or infinity if an SLO would not be kept."""
         if broken(layout, forecasts, rest, self.confidence):
             return math.inf
         return layout.price_of_work([one.iteration_s for one in forecasts])
@@ -227,7 +228,7 @@ def _endangered(standing: Standing) -> list[str]:
 def _in_danger(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
 ) -> list[str]:
-    """Return the jobs whose promise is likely to be broken, and could be kept if nobody made them
+    """Return the jobs whose SLO is likely to be missed, and would be kept if no other job made them
     wait."""
     return [
         job.name
@@ -242,8 +243,8 @@ def _number(choice: Choice) -> int:
 
 
 def _iterations_at_least(layout: Layout) -> list[float]:
-    """Return for each job the seconds below which no order of turns brings its mean iteration, if
-    all are slowed down alike."""
+    """Return for each job a lower bound of the mean seconds of its iterations in any order of
+    turns, if all jobs are slowed down alike."""
     holds, works = layout.holds(), layout.works_s()
     busy: dict[object, float] = {}
     for pin, one, work in zip(layout.pins, holds, works, strict=True):

@@ -2,7 +2,7 @@
 
     Submitted -> Start (on the nodes that the policy chose; Open: some were free), or it waits
     Asked     -> Grant, now or when its turn comes
-    Left      -> Grant to whoever is next
+    Left      -> Grant to the next job
     Committed    what it has done is counted; it may Start elsewhere, or Stop, for one that waits;
                  after its last it is out of its turn
     Ended     -> Close of nodes that nobody needs, Start of jobs that waited for nodes
@@ -13,9 +13,9 @@
     Grown        nodes that are free: as Restored
     Cancelled -> Stop; it is the job's own end that frees its nodes
 
-Groups share no nodes. In a group `turns.py` says who is next, and where a job goes is a
-policy's choice (`placement.py`). Whoever obeys the commands (a simulation, a service)
-has the clock: events are stamped with it.
+Groups share no nodes. In a group `turns.py` decides which job is next, and a policy chooses where a
+job goes (`placement.py`). The caller that carries out the commands (a simulation, a service) has
+the clock, by which events are stamped.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from rollpacker.cluster.decide.waiting import AGEING_H, Devices, Waiting
 
 
 class Cluster:
-    """All jobs of a cluster. A job's name is its own: one name is submitted once."""
+    """All jobs of a cluster, their nodes and their turns. Each job has a name of its own."""
 
     def __init__(
         self,
@@ -76,22 +76,22 @@ class Cluster:
         quotas: Mapping[str, Devices] | None = None,
         ageing_s: float = AGEING_H * 3600,
     ) -> None:
-        """`quotas`: by owner; `ageing_s`: what a priority more is worth (`waiting.py`)."""
+        """`quotas`: most devices by owner and phase. `ageing_s`: seconds per unit of priority."""
         self.state = State(nodes=Nodes(pools), link_gb_s=link_gb_s, max_group=max_group)
         self._policy = policy
         self._running: dict[str, Running] = {}
         self._turns = ClusterTurns(self._running)
         self._waiting = Waiting(pools, quotas, ageing_s)
         self._paused: dict[str, Running] = {}
-        """Records of the jobs that wait and have run before, with what they have done so far."""
+        """Records of the jobs that wait for nodes and have run before, by name."""
         self._since_s: dict[str, float] = {}
-        """Times when jobs that had to wait for nodes came. A job is left out once it has asked for
-        its turn."""
+        """Times in seconds from which jobs have waited for nodes, by name. A job is removed once it
+        has asked for its first turn."""
         self._num_changes = 0
-        """Number of changes of who is where."""
+        """Number of changes so far of which jobs run on which nodes."""
         self._obstacle = ("", 0, "")
         """The last answer of `awaits`: the job, the number of changes at that time, and the
-        words."""
+        text."""
 
     @property
     def pools(self) -> Sequence[Pool]:
@@ -103,28 +103,28 @@ class Cluster:
 
     @property
     def waiting(self) -> Sequence[str]:
-        """Jobs that wait for nodes, the next one first."""
+        """Names of the jobs that wait for nodes, the next one to start first."""
         return [job.name for job in self._waiting.in_order(self._running_jobs())]
 
     def sharing(self, job: str) -> Sharing:
-        """Return how the job shares nodes in its group as that is now."""
+        """Return how the job shares nodes with the others of its group at present."""
         layout = self.state.groups[self._running[job].group].layout
         number = next(n for n, one in enumerate(layout.jobs) if one.name == job)
         return layout.sharings[number]
 
     def overdue(self, at_s: float) -> list[str]:
-        """Jobs that others wait for although they are away for longer than they said: whoever has
-        the clock says `StayedAway` of them."""
+        """Jobs that other jobs wait for, although they have been away for longer than they said.
+        The caller, which has the clock, reports each as `StayedAway`."""
         return self._turns.overdue(at_s)
 
     def kept_for(self, job: str) -> str | None:
-        """Return whose turn it is on free nodes that the job waits for. None if others hold some of
-        these nodes."""
+        """Return the job whose turn it is on the free nodes that this job waits for. None if
+        another job holds some of these nodes."""
         return self._turns.kept_for(job)
 
     def awaits(self, job: str, at_s: float) -> str:
-        """Say what keeps a job from nodes that it waits for. Empty if nothing is known. Slowdowns
-        are those of the cluster's last change."""
+        """Return what keeps a job from the nodes that it waits for, in words. Empty if nothing is
+        known. The slowdowns in it are those at the cluster's last change."""
         told = self._waiting.why_not_next(job, self._running_jobs())
         if told or self._obstacle[:2] == (job, self._num_changes):
             return told or self._obstacle[2]
@@ -135,8 +135,8 @@ class Cluster:
         return told
 
     def handle(self, event: Event) -> list[Command]:
-        """Take in an event and return what is to be done about it. Raises `ValueError` for a job
-        that no nodes here can take."""
+        """Take in an event and return the commands that follow. Raises `ValueError` for a job that
+        no nodes of the cluster can take."""
         match event:
             case Submitted():
                 return self._submitted(event)
@@ -179,7 +179,7 @@ class Cluster:
         return commands
 
     def _wait_no_more(self, name: str) -> bool:
-        """Remove a job from those that wait. Returns whether it was one."""
+        """Remove a job from those that wait. Returns whether the job was among them."""
         found = any(one.name == name for one in self._waiting)
         self._waiting.remove(name)
         self._paused.pop(name, None)
@@ -187,8 +187,8 @@ class Cluster:
         return found
 
     def _start_waiting(self, at_s: float) -> list[Command]:
-        """Start the waiting jobs that fit, in their order. One that fits nowhere lets no other
-        overtake it."""
+        """Start the waiting jobs that fit, in their order. The first that fits nowhere ends this:
+        no other job overtakes it."""
         commands: list[Command] = []
         while self._waiting:
             late = self._next_waiting(at_s)
@@ -199,8 +199,8 @@ class Cluster:
         return commands
 
     def _next_waiting(self, at_s: float) -> Late | None:
-        """Return the job that is next, with what its wait leaves of its SLO. None if no job may
-        start."""
+        """Return the waiting job that is next, with what its wait leaves of its SLO. None if no job
+        may start."""
         job = self._waiting.next(self._running_jobs())
         if job is None:
             return None
@@ -216,7 +216,7 @@ class Cluster:
         return [one.job for one in self._running.values()]
 
     def _start(self, late: Late, choice: Choice) -> list[Command]:
-        """Start a job on the nodes that were chosen, whether it ran before or waited."""
+        """Start a job on the chosen nodes: a waiting one, or a running one that moves."""
         job, name = late.job, late.job.name
         settled = self.state.settle(
             job, choice, tail_release=self._policy.tail_release, rest=late.rest
@@ -250,7 +250,7 @@ class Cluster:
         return commands
 
     def _detach(self, running: Running, at_s: float) -> list[Command]:
-        """Take a job off its group and its nodes."""
+        """Remove a job from its group and its nodes, and from their turns."""
         job = running.job.name
         commands = self._turns.take_out(running, at_s)
         closed = self.state.unsettle(job, running.group)
@@ -311,12 +311,12 @@ class Cluster:
         return any(map(nodes.is_drained, (*running.rollout_nodes, *train_nodes)))
 
     def _displace(self, running: Running, at_s: float) -> list[Command]:
-        """Take a job off nodes that are drained, and find others for it."""
+        """Remove a job from drained nodes, and start it on others or have it wait for some."""
         commands = self._detach(running, at_s)
         return commands + self._elsewhere(running, at_s, "its nodes are drained", at_s)
 
     def _elsewhere(self, running: Running, at_s: float, why: str, came_s: float) -> list[Command]:
-        """Start a job that has left its nodes on others, or have it wait for some."""
+        """Start a job that has left its nodes on others, or stop it with this reason to wait."""
         job, late = running.job, self._moved(running)
         choice = self._policy.place(self.state, job, rest=late.rest)
         if choice is not None:
@@ -328,7 +328,7 @@ class Cluster:
 
     @staticmethod
     def _moved(running: Running) -> Late:
-        """Return the job with what its next start, for which it waits, leaves of its SLO."""
+        """Return the job with what one more cold start leaves of its SLO."""
         return Late(running.job, running.rest and restarted(running.job, running.rest))
 
     # -- iterations --------------------------------------------------------------------
@@ -356,9 +356,9 @@ class Cluster:
         return self._look_around(running, rest, event.at_s)
 
     def _look_around(self, running: Running, rest: Rest, at_s: float) -> list[Command]:
-        """Find out whether room can be made for a job that waits, and whether this job is better
-        elsewhere. That is asked once after each change of the cluster, and while a promise is in
-        danger."""
+        """Find out whether room can be made for a waiting job, and whether this job is better
+        elsewhere, and return the commands for that. It is looked into once after each change of the
+        cluster, and at every commit while an SLO of the group is in danger."""
         standing = self.state.groups[running.group]
         has_looked = running.looked == self._num_changes
         is_endangered = self._policy.is_endangered(standing)
@@ -384,7 +384,8 @@ class Cluster:
         return commands + self._start(self._moved(running), choice) + self._start_waiting(at_s)
 
     def _make_room(self, running: Running, rest: Rest, late: Late, at_s: float) -> list[Command]:
-        """Make room for a job that waits, if this job's move or stop does that and pays."""
+        """Make room for a waiting job by moving or stopping this one, if that pays. Returns the
+        commands for that, or none."""
         state, job, number = self.state, running.job, running.group
         if pays(state, number, job, late.job, restarts=1):
             found = by_moving(self._policy, state, number, job, rest, late)
@@ -406,7 +407,7 @@ class Cluster:
         return []
 
     def _learn(self, running: Running, kind: str, times: Times) -> None:
-        """Learn from an iteration. If that changes the job's times, its group is looked at anew."""
+        """Learn from an iteration. If that changes the job's times, its group is examined anew."""
         if running.learned is None:
             running.learned = LearnedTimes(running.job)
         changed = running.learned.saw(kind, self.sharing(running.job.name).alone(times))

@@ -1,5 +1,5 @@
-"""The turns in each group of a cluster, with the tokens of grants, and what is known of each job
-that takes part."""
+"""The turns in each group of a cluster, with the number (*token*) of each grant of nodes, and the
+record of each job that has nodes."""
 
 from __future__ import annotations
 
@@ -24,51 +24,51 @@ from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.decide.turns import Order, Turns
 
 MAX_LOSSES = 3
-"""A job that is lost more often than this without a commit is given up, unless ..."""
+"""A job is given up when it is lost more often than this without a commit, within `LOSSES_S`."""
 LOSSES_S = 3600.0
-"""... its losses are further apart than this."""
+"""Seconds after which a loss of a job counts no more towards `MAX_LOSSES`."""
 PATIENCE = 3.0
-"""A job may be away for this many times what it said at most, ..."""
+"""Factor: a job may be away between phases for this many times its longest stated time."""
 PATIENCE_S = 30.0
-"""... and for so long in any case, before others go on without it."""
+"""Seconds for which a job may be away in any case, before others go on without it."""
 
 
 class Running(msgspec.Struct):
-    """All that the cluster knows of a job that has nodes, or has had some."""
+    """The cluster's record of a job that has nodes, or has had some."""
 
     job: ClusterJob
     came_s: float
-    """Time when it was submitted."""
+    """Time in seconds when the job was submitted."""
     group: int = -1
     rollout_nodes: tuple[Node, ...] = ()
     has_waited: bool = False
-    """Whether it has ever waited for nodes."""
+    """Whether the job has ever waited for nodes."""
     joined: bool = False
-    """Whether it takes part in the turns, which it does from its first ask on."""
+    """Whether the job takes part in the turns, which begins with its first ask for nodes."""
     token: int = 0
-    """Token of the grant that stands. 0 if it holds no nodes."""
+    """Token (number) of the job's present grant of nodes. 0 if the job holds no nodes."""
     began_s: float = 0.0
-    """The time of its first ask, or when that would have been if it had not waited for nodes."""
+    """Time of the job's first ask, or when that would have been without a wait for nodes."""
     steps: int = 0
     work_s: float = 0.0
     looked: int = 0
-    """The change of the cluster up to which it was asked whether the job should move."""
+    """Number of the cluster's last change for which it was examined whether the job should move."""
     learned: LearnedTimes | None = None
     rest: Rest | None = None
-    """The rest of its life, once it has committed an iteration or waited for nodes. None before
-    that."""
+    """What is left of the job's life: iterations, and seconds that it may wait. None until it has
+    committed an iteration or waited for nodes."""
     lost_s: tuple[float, ...] = ()
-    """Times at which it was lost since its last commit."""
+    """Times in seconds at which the job was lost since its last commit."""
     is_cancelled: bool = False
 
     def loses(self, at_s: float) -> bool:
-        """Enter that the job is lost. Returns whether that is once too often."""
+        """Record a loss of the job. Returns whether it has more than `MAX_LOSSES` of late."""
         recent = (one for one in self.lost_s if at_s - one < LOSSES_S)
         self.lost_s = (*recent, at_s)
         return len(self.lost_s) > MAX_LOSSES
 
     def commits(self, event: Committed) -> int:
-        """Enter that the job has committed an iteration. Returns how many are left to do."""
+        """Record a committed iteration. Returns the number of iterations that are left to do."""
         steps = event.step - self.job.steps_before
         if not event.step or event.numbers_otherwise:
             steps = self.steps + 1
@@ -79,16 +79,16 @@ class Running(msgspec.Struct):
 
     @property
     def patience_s(self) -> float:
-        """Seconds for which others wait for it while it neither holds nodes nor wants any."""
+        """Seconds for which others wait for the job while it neither holds nor wants nodes."""
         worst = self.job.worst
         return max(PATIENCE_S, PATIENCE * max(worst.between_s, worst.after_s))
 
 
 class ClusterTurns:
-    """The turns of all groups (`turns.py`). What it returns is granted by the call."""
+    """The turns of all groups (`turns.py`). Methods return the grants that follow."""
 
     def __init__(self, running: Mapping[str, Running]) -> None:
-        """`running`: all jobs that have nodes, kept by the cluster."""
+        """`running`: records of all jobs that have nodes, kept up to date by the cluster."""
         self._running = running
         self._groups: dict[int, Turns] = {}
         self._num_grants = 0
@@ -105,14 +105,14 @@ class ClusterTurns:
         del self._groups[group]
 
     def take_out(self, running: Running, at_s: float) -> list[Command]:
-        """Take a job out of the turns until it asks again."""
+        """Take a job out of the turns until it asks again. Returns what others are granted."""
         if not running.joined:
             return []
         running.joined, running.token = False, 0
         return self._grants(self._groups[running.group].remove(running.job.name, at_s))
 
     def asked(self, event: Asked, came_s: float | None) -> list[Command]:
-        """`came_s`: when a job came that had to wait for nodes and now asks for the first time."""
+        """Take in an ask. `came_s`: when the job came, if it was waiting for nodes until now."""
         running = self._running[event.job]
         turns = self._groups[running.group]
         if not running.joined:
@@ -124,7 +124,7 @@ class ClusterTurns:
         return self._grants(turns.ask(event.job, event.phase, event.at_s))
 
     def left(self, event: Left) -> list[Command]:
-        """Take in that a job has left nodes. A token that is over changes nothing."""
+        """Take in that a job has left nodes. An outdated token changes nothing."""
         running = self._running.get(event.job)
         if running is None or running.token != event.token:
             return []
@@ -132,7 +132,7 @@ class ClusterTurns:
         return self._grants(self._groups[running.group].leave(event.job, event.phase, event.at_s))
 
     def withdrew(self, event: Withdrew) -> list[Command]:
-        """Take in that a job has withdrawn an ask, whether it was granted by then or not."""
+        """Take in that a job has withdrawn an ask for nodes, whether granted by then or not."""
         running = self._running.get(event.job)
         if running is None or not running.joined:
             return []
@@ -143,7 +143,7 @@ class ClusterTurns:
         return self._grants(turns.withdraw(event.job, event.at_s))
 
     def overdue(self, at_s: float) -> list[str]:
-        """See `Cluster.overdue`."""
+        """Jobs that others wait for and that have been away for too long; see `Cluster.overdue`."""
         return [
             job
             for turns in self._groups.values()
@@ -152,14 +152,14 @@ class ClusterTurns:
         ]
 
     def kept_for(self, job: str) -> str | None:
-        """See `Cluster.kept_for`."""
+        """The other job whose turn it is on free nodes that this job awaits, or None."""
         running = self._running.get(job)
         if running is None or not running.joined:
             return None
         return self._groups[running.group].kept_for(job)
 
     def stayed_away(self, event: StayedAway) -> list[Command]:
-        """Take a job that stayed away out of the turns, if others still wait for it."""
+        """Remove a job that stayed away from the turns, if others still wait for it."""
         running = self._running.get(event.job)
         if running is None or event.job not in self._groups[running.group].awaited(event.at_s):
             return []

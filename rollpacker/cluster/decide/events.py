@@ -16,7 +16,7 @@ from rollpacker.codec import Omitted
 
 class _Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at_s: float
-    """Seconds on the clock of whoever reports the event."""
+    """Time of the event in seconds, on the clock of its reporter."""
 
 
 class _JobEvent(_Event, frozen=True):
@@ -29,14 +29,14 @@ class Submitted(_Event, frozen=True):
 
 
 class Asked(_JobEvent, frozen=True):
-    """The job wants the nodes of a phase."""
+    """The job asks for the nodes of a phase."""
 
     phase: Phase
 
 
 class Left(_JobEvent, frozen=True):
-    """The job has no use for the nodes any more. If the token is not that of the job's present
-    grant, the event is about a grant that is over and changes nothing."""
+    """The job needs the nodes no more. If the token is not that of the job's present grant, the
+    event is about an earlier grant and changes nothing."""
 
     phase: Phase
     token: int
@@ -51,16 +51,16 @@ class Committed(_JobEvent, frozen=True):
     """Seconds of the iteration by phase, measured on the job's nodes; handing over the weights is
     part of training. None: they were not measured, and nothing is learned from the iteration."""
     kind: str = "plain"
-    """Kind of the iteration's round."""
+    """Kind of the iteration's round, such as plain, short or long (`Iteration.kind`)."""
     step: Omitted[int] = 0
-    """The job's own number of the iteration. 0: the job does not say, and one is added to the
-    number before."""
+    """The job's own number of the iteration. 0: the job does not report one, and the number before
+    plus 1 counts."""
     last: Omitted[bool | None] = None
-    """Whether the job ends after this iteration. None: the job does not say, and the number of
-    submitted steps decides."""
+    """Whether the job ends after this iteration. None: the job does not report that, and the number
+    of submitted steps decides."""
     numbers_otherwise: Omitted[bool] = False
-    """Whether the job numbers its commits in a way of its own, so that one is added to the number
-    before. Events of versions that did not have this field are replayed as they were counted."""
+    """Whether the job's numbers of commits do not count its iterations, so that `step` is ignored
+    and each commit counts as one iteration. Absent in events of earlier versions."""
 
 
 class Ended(_JobEvent, frozen=True):
@@ -68,30 +68,30 @@ class Ended(_JobEvent, frozen=True):
 
 
 class Withdrew(_JobEvent, frozen=True):
-    """The job asked for the nodes of a phase, and has no use for them any more."""
+    """The job asked for the nodes of a phase, and does not need them any more."""
 
     phase: Phase
 
 
 class StayedAway(_JobEvent, frozen=True):
-    """The job has been away between two phases for longer than it said, while others wait for its
-    turn (`Cluster.overdue`). It has no turn until it asks again."""
+    """The job has been away between two phases for longer than it may, while others wait for its
+    turn (`Cluster.overdue`). It takes no part in the turns until it asks again."""
 
 
 class Lost(_JobEvent, frozen=True):
-    """All processes of the job are gone before it has ended. It goes on from its last commit; a job
-    that was cancelled has ended by this."""
+    """All processes of the job are gone before it has ended. The job is started again from its last
+    commit, unless it was cancelled: then it has ended."""
 
     counts: Omitted[bool] = True
-    """Whether this loss is one of those after which the job is given up."""
+    """Whether this loss counts towards those after which the job is given up."""
 
 
 class Cancelled(_JobEvent, frozen=True):
-    """A user does not want the job any more."""
+    """A user has cancelled the job."""
 
 
 class Drained(_Event, frozen=True):
-    """The node is to have no jobs any more, and gets none until it is `Restored`."""
+    """The node is to get no more jobs, and those on it leave, until it is `Restored`."""
 
     node: Node
     has_host: bool = True
@@ -109,7 +109,7 @@ class Grown(_Event, frozen=True):
 
     pool: str
     nodes: int
-    """Number of all nodes of the pool."""
+    """Number of all nodes of the pool, the new ones included."""
 
 
 Event = (
@@ -131,26 +131,25 @@ Event = (
 
 
 class _Command(msgspec.Struct, frozen=True):
-    """The service keeps a checksum of the `repr` of its commands: a changed name or order of fields
-    makes folders of before unreadable."""
+    """Base of all commands. The service keeps a checksum of their `repr`: if a name or the order of
+    fields changes, existing folders become unreadable."""
 
 
 class Open(_Command, frozen=True):
-    """These nodes are wanted, and paid for from now on."""
+    """These nodes are needed, and paid for, from now on."""
 
     nodes: tuple[Node, ...]
 
 
 class Close(_Command, frozen=True):
-    """Nobody needs these nodes any more."""
+    """No job needs these nodes any more."""
 
     nodes: tuple[Node, ...]
 
 
 class Start(_Command, frozen=True):
-    """Start the job on these nodes, with nothing on their devices. A job that runs is stopped at
-    the commit that it has just made and goes on from there; a lost job goes on from its last
-    commit."""
+    """Start the job on these nodes, whose devices are empty. A running job is stopped at the commit
+    that it has just made and goes on from there; a lost job goes on from its last commit."""
 
     job: str
     group: int
@@ -159,8 +158,8 @@ class Start(_Command, frozen=True):
 
 
 class Grant(_Command, frozen=True):
-    """The nodes of the phase are the job's until it leaves them. Tokens rise, so that a device can
-    refuse whoever comes with an older one."""
+    """The job holds the nodes of the phase until it leaves them. Each grant has a higher token than
+    those before, so that a device can refuse a job that comes with an older one."""
 
     job: str
     phase: Phase
@@ -169,7 +168,7 @@ class Grant(_Command, frozen=True):
 
 class Stop(_Command, frozen=True):
     """The job is to end. A cancelled job ends at its next commit. Any other has lost its nodes: it
-    ends at the commit that it has just made, and waits for others."""
+    ends at the commit that it has just made, and waits for other nodes."""
 
     job: str
     reason: str
@@ -177,7 +176,7 @@ class Stop(_Command, frozen=True):
 
 
 class GiveUp(_Command, frozen=True):
-    """The job was lost too often, and has left the cluster."""
+    """The job was lost too often, and is removed from the cluster."""
 
     job: str
 
@@ -186,8 +185,8 @@ Command = Open | Close | Start | Grant | Stop | GiveUp
 
 
 def leaving_first(commands: Sequence[Command], job: str) -> list[Command]:
-    """The commands in another order: those for this job come before those for jobs that take over
-    its nodes."""
+    """Return the commands reordered, so that those that stop or move this job come before those
+    that start other jobs on its nodes."""
 
     def key(command: Command) -> int:
         match command:

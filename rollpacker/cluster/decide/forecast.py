@@ -1,4 +1,4 @@
-"""Forecasts of the slowdowns that a layout would bring, for iterations as they are distributed.
+"""Forecasts of the slowdowns that a layout would bring, for randomly drawn iterations.
 
 The layout's turns are run in virtual time on drawn iterations, the same for every layout: job n's
 k-th draw is a point of a sequence that fills the unit square evenly. A job's slowdown over its life
@@ -7,8 +7,8 @@ is a ratio of two sums; it is kept below its SLO with the stated confidence if
     mean ratio + z x (deviation of the ratio over the iterations that are left) <= slo
 
 The deviation comes from sums over stretches of iterations, since neighbours wait for the same long
-iteration of somebody else, and since two jobs of nearly the same length meet for many iterations in
-a row, and then for many not. That takes long to be seen: a short run sorts out what is no use, a
+iteration of another job, and since two jobs of nearly the same length meet for many iterations in a
+row, and then for many not. That takes long to be seen: a short run sorts out what is no use, a
 longer one (`confirmed`) decides.
 """
 
@@ -35,27 +35,27 @@ NUM_STRETCHES = 7
 LONG_STRETCH = 8
 NUM_LONG_STRETCHES = 6
 WARM_UP = 2
-"""Iterations that are left out: all jobs begin at once, which they do once."""
+"""Iterations at the begin of a run that are left out, because all jobs begin at once there."""
 HOPELESS = 1.1
-"""Ratio of a mean slowdown to its limit after a third of the run, above which the rest is not
-run."""
+"""Ratio of a mean slowdown to its limit after a third of a simulated run, above which the rest of
+the run is skipped."""
 _STEP = (0.7548776662466927, 0.5698402909980532)
-"""Steps of the additive sequence that fills a square most evenly (Roberts' R2)."""
+"""Steps in x and y of the additive sequence that fills a unit square most evenly (Roberts' R2)."""
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """The forecast of one job in a layout."""
+    """The forecast of one job's iterations in a layout."""
 
     iteration_s: float
     """Mean elapsed seconds of an iteration."""
     slowdown: float
-    """Mean seconds of an iteration over mean seconds without waits and switches."""
+    """Mean seconds of an iteration, divided by the mean seconds without waits and switches."""
     deviation: float
-    """Standard deviation of the slowdown over a single iteration, as far as it adds up over
-    many."""
+    """Standard deviation of the slowdown for a single iteration. For n iterations the deviation of
+    their mean is this over the square root of n."""
 
     def bound(self, confidence: float, iterations: int) -> float:
-        """The slowdown over so many iterations, which is not passed with this confidence."""
+        """Return the slowdown over so many iterations that is not exceeded at this confidence."""
         if self.deviation == 0.0:
             return self.slowdown
         return self.slowdown + _z(confidence) * self.deviation / math.sqrt(max(iterations, 1))
@@ -67,18 +67,18 @@ def _z(confidence: float) -> float:
 
 
 class Outlook:
-    """The forecasts of a layout in one order of turns. Its turns are run no further than is asked
-    for, and each once, however often."""
+    """The forecasts of a layout in one order of turns. The turns are simulated only as far as is
+    asked for, and results are kept."""
 
     def __init__(self, layout: Layout, order: Order) -> None:
         self.layout = layout
         self._drawn: list[list[tuple[float, Holds]]] = []
-        """For each job and iteration, its seconds without waits and switches, and what it holds."""
+        """For each job and iteration, its seconds without waits, and those that it holds pools."""
         self._early: list[Forecast] | None = None
         self._forecasts: list[Forecast] | None = None
         self._confirmed: list[Forecast] | None = None
         self._timeline: GroupTimeline | None = None
-        """The turns in virtual time while they run. None before and after that."""
+        """The simulation of the turns while it is under way. None before and after that."""
         self._order: Order = order
         if order == "round_robin" and all(map(_is_fixed, layout.jobs)):
             # Fixed iterations in round robin need no run: their period is known.
@@ -87,8 +87,8 @@ class Outlook:
             self._early = self._confirmed = self._forecasts
 
     def is_hopeless(self, limits: Sequence[float], most: float = math.inf) -> bool:
-        """Whether some job's slowdown is far beyond its limit after a third of the run already, or
-        the price of work far above `most`."""
+        """Whether, after a third of the short run, some job's slowdown is far beyond its limit, or
+        the price of work is far above `most`."""
         if self._early is None:
             self._early = self._run(STRETCH, NUM_STRETCHES // 3)
         pairs = zip(self._early, limits, strict=True)
@@ -101,14 +101,14 @@ class Outlook:
         return is_hopeless
 
     def forecasts(self) -> list[Forecast]:
-        """Return each job's forecast from the short run."""
+        """Return each job's forecast from a short simulation, which sorts out what is no use."""
         if self._forecasts is None:
             self._forecasts = self._run(STRETCH, NUM_STRETCHES)
             self._stop()
         return self._forecasts
 
     def confirmed(self) -> list[Forecast]:
-        """Return each job's forecast from a longer run."""
+        """Return each job's forecast from a longer simulation, which decides."""
         if self._confirmed is None:
             self._confirmed = self._run(LONG_STRETCH, NUM_LONG_STRETCHES)
             self._stop()
@@ -127,7 +127,7 @@ class Outlook:
         ]
 
     def _stop(self) -> None:
-        """Drop all but what was found: many outlooks are kept for long."""
+        """Drop all data but the forecasts: many outlooks are kept for a long time."""
         self._timeline = None
         self._drawn = []
 
@@ -144,7 +144,7 @@ class Outlook:
 
 
 def foresee(layout: Layout, order: Order) -> list[Forecast]:
-    """Return each job's forecast from the longer run."""
+    """Return each job's forecast in this order of turns, from the longer simulation."""
     return Outlook(layout, order).confirmed()
 
 
@@ -153,7 +153,7 @@ def _is_fixed(job: ClusterJob) -> bool:
 
 
 def _point(job: int, number: int) -> tuple[float, float]:
-    """Return a point of the job's own part of the sequence."""
+    """Return the job's point of this number: each job has its own stretch of the sequence."""
     at = number + 1 + 1000 * job
     return (at * _STEP[0]) % 1.0, (at * _STEP[1] + 0.5 * (job % 2)) % 1.0
 
@@ -170,11 +170,11 @@ def _forecast(begins_s: Sequence[float], works_s: Sequence[float], stretch: int)
 
 
 HoldsOf = Callable[[int, int], Holds]
-"""Gives what a job holds in an iteration, by the numbers of both, from 0."""
+"""Returns how long a job (number from 0) holds each pool in an iteration (number from 0)."""
 
 
 class GroupTimeline:
-    """Runs a group forward; `begins_s` has when each job's iterations began."""
+    """Simulates the turns of a group of jobs in virtual time."""
 
     def __init__(
         self,
@@ -185,14 +185,14 @@ class GroupTimeline:
         slos: Sequence[float] = (),
     ) -> None:
         self.begins_s: list[list[float]] = [[] for _ in pins]
-        """Times at which each job's rollouts were granted."""
+        """For each job, the times in seconds at which its rollouts were granted nodes."""
         self.ends_s: list[list[float]] = [[] for _ in pins]
-        """Times at which each job's iterations were over, with what comes after training."""
+        """For each job, the times in seconds at which its iterations were over."""
         self._holds = holds
         self._turns = Turns(order)
         self._names = [str(number) for number in range(len(pins))]
         self._now: list[Holds] = [Holds(0.0, 0.0, 0.0, 0.0)] * len(pins)
-        """What each job holds in the iteration that is under way."""
+        """For each job, the seconds for which it holds each pool in the iteration under way."""
         self._heap: list[tuple[float, int, int, str]] = []
         self._num_pushed = 0
         for number, pinned in enumerate(pins):
@@ -201,7 +201,7 @@ class GroupTimeline:
             self._push(0.0, number, "rollout")
 
     def run_until(self, iterations: int, *, of_all: bool = True) -> None:
-        """Run the group until every job, or any of them, has begun so many iterations."""
+        """Run the group until every job, or any of them, has begun this many iterations."""
         assert self._heap
         enough = all if of_all else any
         while not enough([len(begun) >= iterations for begun in self.begins_s]):
@@ -213,7 +213,7 @@ class GroupTimeline:
         heapq.heappush(self._heap, (at_s, self._num_pushed, number, what))
 
     def _step(self) -> bool:
-        """Let the next thing happen. Returns whether anybody has begun an iteration by it."""
+        """Simulate the next event. Returns whether a job has begun an iteration by it."""
         now_s, _, number, what = heapq.heappop(self._heap)
         name = self._names[number]
         if what == "rollout" or what == "train":
@@ -247,7 +247,7 @@ class GroupTimeline:
 
 
 class Rest(NamedTuple):
-    """The rest of a job's life."""
+    """The iterations that a job has left, and the seconds that it may wait in them."""
 
     spare_s: float
     """Seconds that the job may wait besides what its SLO lets it wait in the iterations that are
@@ -255,18 +255,18 @@ class Rest(NamedTuple):
     iterations: int
 
     def slowdown(self, slo: float, work_s: float) -> float:
-        """Return the slowdown that the rest may have, so that the whole life keeps the SLO.
-        `work_s` has the seconds of an iteration to come without waits."""
+        """Return the highest slowdown of the remaining iterations with which the whole life keeps
+        the SLO. `work_s`: seconds of an iteration to come, without waits."""
         return slo + self.spare_s / (self.iterations * work_s)
 
 
 def rest_of(job: ClusterJob, rest: Mapping[str, Rest]) -> Rest:
-    """Return the rest of the job's life: all of it, if nothing else is known."""
+    """Return the rest of the job's life: all of its steps, unless `rest` has the job."""
     return rest.get(job.name) or Rest(0.0, job.steps)
 
 
 def limits(layout: Layout, rest: Mapping[str, Rest]) -> list[float]:
-    """Return for each job the slowdown that the rest of its life may have."""
+    """Return for each job the highest slowdown that keeps its SLO over the rest of its life."""
     return [
         rest_of(job, rest).slowdown(job.slo, work)
         for job, work in zip(layout.jobs, layout.works_s(), strict=True)
@@ -279,9 +279,9 @@ _TOLERANCE = 1e-9
 def bounds(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest], confidence: float
 ) -> list[float]:
-    """Return for each job the slowdown over the rest of its life that is not passed with this
-    confidence; `rest` is as in `Standing`. Who joins turns that are under way makes everybody wait
-    once more, by an iteration at most."""
+    """Return for each job the slowdown over the rest of its life that is not exceeded with this
+    confidence. `rest` is as in `Standing`. In a group of several jobs one more iteration of waiting
+    is added, for the one that joins turns under way makes all wait once more."""
     joins = len(layout.jobs) > 1
     found = []
     for job, one in zip(layout.jobs, forecasts, strict=True):
@@ -294,8 +294,8 @@ def bounds(
 def broken(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest], confidence: float
 ) -> dict[str, tuple[float, float]]:
-    """Jobs whose SLO would not be kept: the slowdown that each would have (`bounds`), and the one
-    that would keep it."""
+    """Return the jobs whose SLO would not be kept, with the slowdown that each would have
+    (`bounds`) and the highest that would keep its SLO."""
     pairs = zip(bounds(layout, forecasts, rest, confidence), limits(layout, rest), strict=True)
     return {
         job.name: (bound, limit)

@@ -1,4 +1,4 @@
-"""A group of jobs that take turns on the same nodes: how loaded it is, and how long a turn takes.
+"""Computes how loaded a group of jobs is that take turns on nodes, and how long a turn takes.
 
 Every job is pinned to rollout nodes, and all share the group's training nodes. When each job
 rolls out and trains once a turn, in one cyclic order, the schedule is a timed event graph, whose
@@ -31,19 +31,19 @@ from typing import NamedTuple
 from rollpacker.cluster.decide.job import ClusterJob, Times
 
 LINK_OVERHEAD = 1.17
-"""Seconds of weights on the link, over their bytes by the link's rate. Measured values of RollMux,
-Fig. 12."""
+"""Factor: seconds of sending weights over the link, divided by their bytes over the link's rate.
+Measured in RollMux, Fig. 12."""
 SPREAD_GB_S = 6.0
-"""Rate of weights between the nodes of a rollout pool, 1e9 bytes per second, fitted to the same
-figure."""
+"""Rate at which weights spread between the nodes of a rollout pool, in 1e9 bytes per second, fitted
+to the same figure of RollMux."""
 
 TAIL_MOVE_S = 3.0
-"""Seconds to bring a rollout's tail to the few devices that keep it. It is the largest value that
-the RollPacker paper names."""
+"""Seconds to move the last samples (tail) of a rollout to the few devices that go on with them. It
+is the largest value that the RollPacker paper names."""
 
 
 class Holds(NamedTuple):
-    """Seconds of one iteration in a group: how long each pool is held, and nothing."""
+    """Seconds of one iteration in a group: with the rollout or training pool held, and without."""
 
     rollout_s: float
     between_s: float
@@ -57,41 +57,42 @@ class Holds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """Factors and seconds that turn the times of a job alone into holds in its group."""
+    """Factors and seconds by which the times of a job alone become the times for which it holds
+    pools in its group."""
 
     rollout_scale: float = 1.0
-    """Rollout seconds here over those of the profile: other GPUs."""
+    """Rollout seconds on this pool over those of the profile, which other GPUs change."""
     train_scale: float = 1.0
-    """Training seconds here over those of the profile. More training nodes than the job asked for
-    make them fewer."""
+    """Training seconds on this pool over those of the profile: below 1 with faster GPUs, or with
+    more training nodes than the job asked for."""
     rollout_switch_s: float = 0.0
     train_switch_s: float = 0.0
-    """0 where nobody else uses the pool."""
+    """Seconds to park and to wake on the training pool. 0 where no other job uses the pool."""
     publish_s: float = 0.0
-    """Weights across the link, under the training pool."""
+    """Seconds in which weights cross the link after training, while the training pool is held."""
     tail: float = 0.0
-    """Part of a rollout for which the pool is already the next job's."""
+    """Share of a rollout, at its end, in which its pool is already the next job's."""
 
     def work_s(self, times: Times) -> float:
-        """Elapsed without any wait for a pool or for a switch: what a slowdown is measured by."""
+        """Seconds of an iteration without waits and switches, by which a slowdown is measured."""
         return sum(self.here(times))
 
     def here(self, times: Times) -> Times:
-        """Return the times here without waits and switches. Weights cross while the training pool
-        is held."""
+        """Return the times on these nodes, without waits and switches. Sending the weights is part
+        of training."""
         rollout_s = times.rollout_s * self.rollout_scale
         train_s = times.train_s * self.train_scale + self.publish_s
         return times._replace(rollout_s=rollout_s, train_s=train_s)
 
     def alone(self, here: Times) -> Times:
-        """The times of which `here` makes these, but for what was measured to cross faster."""
+        """Return the times alone from those measured on these nodes: the inverse of `here`."""
         rollout_s = here.rollout_s / self.rollout_scale
         train_s = max(here.train_s - self.publish_s, 0.0) / self.train_scale
         return here._replace(rollout_s=rollout_s, train_s=train_s)
 
     @property
     def tail_move_s(self) -> float:
-        """A switch: no work is done by it."""
+        """Seconds of moving a rollout's tail to few devices. 0 if the job releases none early."""
         return TAIL_MOVE_S if self.tail else 0.0
 
     def after_rollout_s(self, times: Times) -> float:
@@ -122,7 +123,7 @@ def sharing(
     link_gb_s: float = math.inf,
     tail_release: bool = True,
 ) -> Sharing:
-    """Return how a job shares nodes, on so many rollout nodes of a group with so many training
+    """Return how a job shares nodes, on this many rollout nodes of a group with this many training
     devices."""
     assert train_devices >= job.train_devices
     lanes = min(job.train_devices, job.rollout_devices)
@@ -143,11 +144,11 @@ def sharing(
 # -- the period --------------------------------------------------------------------
 
 Pins = Sequence[frozenset[object]]
-"""The rollout nodes of each job."""
+"""For each job, the set of its rollout nodes."""
 
 
 def cycle_s(holds: Sequence[Holds]) -> float:
-    """The longest iteration of any job."""
+    """Seconds of the longest iteration of any job."""
     return max(one.cycle_s for one in holds)
 
 
@@ -167,12 +168,12 @@ def load_s(holds: Sequence[Holds], pins: Pins) -> float:
 
 
 def closed_period_s(holds: Sequence[Holds], pins: Pins) -> float:
-    """A lower bound of the period everywhere; the period itself where `closed_form_holds`."""
+    """A lower bound of the period in seconds; the period itself where `closed_form_holds`."""
     return max(cycle_s(holds), load_s(holds, pins))
 
 
 def closed_form_holds(holds: Sequence[Holds], pins: Pins) -> bool:
-    """Whether the closed form is known to be exact; see above."""
+    """Whether the closed form of the period is known to be exact, by the module's conditions."""
     owner: dict[object, frozenset[object]] = {}
     if not all(owner.setdefault(node, pinned) == pinned for pinned in pins for node in pinned):
         return False
@@ -183,18 +184,18 @@ def closed_form_holds(holds: Sequence[Holds], pins: Pins) -> bool:
 
 
 def period_s(holds: Sequence[Holds], pins: Pins) -> float:
-    """Seconds of one turn of all jobs, each once, in the order given; exact for fixed holds."""
+    """Seconds in which all jobs have one turn each, in the order given; exact for fixed holds."""
     if closed_form_holds(holds, pins):
         return closed_period_s(holds, pins)
     return largest_cycle_mean(_event_graph(holds, pins))
 
 
 Edges = Mapping[tuple[int, int], tuple[float, int]]
-"""The edges of an event graph, from event to event: seconds, and how many turns later (tokens)."""
+"""For pairs of events, the seconds between them and by how many turns the second is later."""
 
 
 def _event_graph(holds: Sequence[Holds], pins: Pins) -> Edges:
-    """Events are begins: of job k's rollout (2k) and training (2k + 1)."""
+    """Return the event graph, whose events 2k and 2k + 1 begin job k's rollout and training."""
     edges: dict[tuple[int, int], tuple[float, int]] = {}
 
     def add(source: int, target: int, seconds: float, tokens: int) -> None:
@@ -218,7 +219,7 @@ def _event_graph(holds: Sequence[Holds], pins: Pins) -> Edges:
 
 
 def largest_cycle_mean(edges: Edges) -> float:
-    """Seconds over tokens of the worst cycle: Howard-like ascent from a cycle to a better one."""
+    """Return the largest mean of a cycle, its seconds over its tokens, by Howard-like ascent."""
     nodes = sorted({node for edge in edges for node in edge})
     mean = 0.0
     while True:
@@ -229,7 +230,7 @@ def largest_cycle_mean(edges: Edges) -> float:
 
 
 def _cycle_above(edges: Edges, nodes: Sequence[int], mean: float) -> float | None:
-    """The mean of a cycle that is larger than `mean`; None: there is none."""
+    """Return the mean of a cycle that is larger than `mean`, or None if there is none."""
     slack = 1e-13 * max(mean, *(seconds for seconds, _ in edges.values()))
     reach = dict.fromkeys(nodes, 0.0)
     before: dict[int, int] = {}

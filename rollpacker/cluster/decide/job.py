@@ -1,4 +1,4 @@
-"""A job as the cluster knows it: how long its phases take, what it needs, what it is promised.
+"""A job as the cluster plans with it: its phases' seconds, its needs, and its SLO.
 
 rollout (holds the rollout pool) -> between (verdicts; holds nothing)
   -> train (holds the training pool, until the weights are published) -> after (commit) -> again
@@ -21,7 +21,7 @@ Phase = Literal["rollout", "train"]
 
 
 class Times(NamedTuple):
-    """Seconds of one iteration, as a job alone would take them on devices that are always its."""
+    """Seconds of an iteration's parts, for a job that has its devices to itself."""
 
     rollout_s: float
     between_s: float
@@ -29,32 +29,32 @@ class Times(NamedTuple):
     after_s: float
 
     def longer(self, factor: float) -> Times:
-        """Return the times with both phases so many times as long."""
+        """Return the times with rollout and training longer by this factor."""
         return self._replace(rollout_s=self.rollout_s * factor, train_s=self.train_s * factor)
 
     def positive(self) -> Times:
-        """Return the times with at least a microsecond for each phase, also for one that took no
-        time by the clock or had nothing to train on."""
+        """Return the times with at least a microsecond for each phase, since a phase may have taken
+        no time by the clock."""
         rollout_s, between_s, train_s, after_s = self
         return Times(max(rollout_s, 1e-6), max(between_s, 0), max(train_s, 1e-6), max(after_s, 0))
 
 
 class RoundTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_unknown_fields=True):
-    """One kind of round, as a distribution: equally likely iterations, from short to long.
+    """Times of one kind of round, as a distribution: equally likely iterations, from short to long.
 
     Training is linear in the tokens of the rollout, so that the n-th shortest rollout is taken to
-    come with the n-th shortest training. Raises `ValueError` for what cannot be seconds."""
+    come with the n-th shortest training. Raises `ValueError` for wrong seconds."""
 
     kind: str = "plain"
     share: float = 1.0
     """Share of the job's iterations that are of this kind."""
     rollout_s: tuple[float, ...]
     train_s: tuple[float, ...]
-    """Seconds of training, as many as in `rollout_s`, or one."""
+    """Seconds of training of the iterations: as many as in `rollout_s`, or one for all."""
     between_s: float = 0.0
-    """Seconds from the end of generation to the begin of training, for verdicts."""
+    """Seconds from the end of generation to the begin of training, for rewards."""
     after_s: float = 0.0
-    """Seconds from the end of training to the next rollout, for commit and checkpoint."""
+    """Seconds from the end of training to the next rollout: commit and checkpoint."""
 
     def __post_init__(self) -> None:
         if not self.rollout_s or not self.train_s:
@@ -72,7 +72,7 @@ class RoundTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
             raise ValueError(f"share must be above 0 and at most 1, not {self.share}")
 
     def at(self, quantile: float) -> Times:
-        """The iteration at this quantile, from 0 to below 1."""
+        """Return the times of the iteration at this quantile, from 0 to below 1."""
         rollout, train = self.rollout_s, self.train_s
         return Times(
             rollout[int(quantile * len(rollout))],
@@ -99,40 +99,40 @@ SHARE_TOLERANCE = 1e-6
 
 
 class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_unknown_fields=True):
-    """One job, as it was submitted. Raises `ValueError` for what cannot be."""
+    """One job as it was submitted. Raises `ValueError` for values that are not possible."""
 
     name: str
     rounds: tuple[RoundTimes, ...]
-    """Kinds of round; their shares add up to 1."""
+    """Kinds of the job's rounds with their times; the shares add up to 1."""
     steps: int
-    """Number of iterations until it ends."""
+    """Number of iterations that the job has left to do."""
     steps_before: Omitted[int] = 0
-    """Iterations in the checkpoint of a run that goes on. They are no part of `steps`."""
+    """Iterations in the checkpoint that a resumed run goes on from. They are no part of `steps`."""
     slo: float
-    """Bound of the job's elapsed time over what that would be without waits for pools."""
+    """Highest slowdown promised: elapsed time over that without waits for pools. 1 or more."""
     priority: int = 0
-    """Head start among jobs that wait for nodes (`waiting.py`)."""
+    """Head start among jobs that wait for nodes (`waiting.py`); a higher one is earlier."""
     owner: str = ""
-    """The owner of the quota that the job counts against."""
+    """Name of the owner whose quota the job counts against. Empty if unknown."""
     rollout_devices: int = 8
     train_devices: int = 8
-    """Smallest number of devices that it trains on. In a group with a larger training pool its
+    """Smallest number of devices that the job trains on. In a group with a larger training pool its
     training is spread over all of it."""
     rollout_memory_gib: float = 0.0
-    """Host memory that its parked rollout keeps on each of its nodes."""
+    """GiB of host memory that the parked rollout keeps on each of the job's rollout nodes."""
     train_memory_gib: float = 0.0
-    """Host memory that its parked trainer keeps on each training node of its group."""
+    """GiB of host memory that the parked trainer keeps on each training node of the group."""
     model_gb: float = 0.0
-    """Weights that cross the link with each hand-over, 1e9 bytes."""
+    """Size of the weights that cross the link after each training, in 1e9 bytes."""
     rollout_switch_s: float = 0.0
     """Seconds to park on a rollout node and to wake there, together."""
     train_switch_s: float = 0.0
     cold_start_s: float = 0.0
-    """Seconds before its first iteration, and after each move."""
+    """Seconds from a start of the job to its first iteration, also after each move."""
     tail_share: float = 0.0
-    """The last part of a rollout that runs on few devices, while another job has the rest."""
+    """Share of a rollout, at its end, that runs on few devices while another job has the rest."""
     tail_devices_share: float = 0.125
-    """Share of the devices that keep the tail."""
+    """Share of the rollout's devices that run its tail (`tail_share`)."""
 
     def __post_init__(self) -> None:
         if not self.rounds:
@@ -161,7 +161,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
 
     @cached_property
     def mean(self) -> Times:
-        """The mean over all kinds of round, by their shares."""
+        """Mean seconds of an iteration, over all kinds of round by their shares."""
         sums = (
             math.fsum(one.share * seconds[part] for one, seconds in pairs)
             for pairs in [[(one, one.mean) for one in self.rounds]]
@@ -179,52 +179,52 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
         return list(itertools.accumulate(one.share for one in self.rounds))
 
     def draw(self, which: float, quantile: float) -> Times:
-        """An iteration for two numbers from 0 to below 1: which kind of round, how long of it."""
+        """Return the times of an iteration by two numbers from 0 to below 1: kind and length."""
         return self.round_at(which).at(quantile)
 
     def round_at(self, which: float) -> RoundTimes:
-        """The kind of round for a number from 0 to below 1."""
+        """Return the kind of round for a number from 0 to below 1, by the kinds' shares."""
         if len(self.rounds) == 1:
             return self.rounds[0]
         return self.rounds[min(bisect.bisect_right(self._ends, which), len(self.rounds) - 1)]
 
 
 EMPTY = "empty"
-"""The kind of an iteration in which nothing was trained on."""
+"""Kind of an iteration that trained on nothing."""
 EVALUATED = "+evaluation"
-"""The end of the kind of an iteration with an evaluation."""
+"""Suffix of the kind of an iteration that ended with an evaluation."""
 
 
 class Iteration(msgspec.Struct, frozen=True, kw_only=True):
-    """One step, in seconds, without waits for pools and switches."""
+    """One finished step of a job, with its seconds without waits for pools and switches."""
 
     step: int
     kind: str
-    """Kind of the step's longest round (a step that is refilled has several), or `EMPTY`, with
-    `EVALUATED` behind it if the step ended with an evaluation. An evaluation's generation takes as
-    long at the first step as at the last."""
+    """Kind of the step's longest round (plain, short, long; a refilled step has several rounds) or
+    `EMPTY`, followed by `EVALUATED` if the step ended with an evaluation. An evaluation's
+    generation takes as long at the first step as at the last."""
     rollout_s: float
-    """Seconds in which the rollout pool is held: from the commit before to the end of the last
-    sample, the same for refills from their launch on, and the generation of an evaluation. Fetching
-    prompts is part of them."""
+    """Seconds in which the rollout pool is held: from the commit before, or a refill's launch, to
+    the end of the last sample, and the generation of an evaluation. Fetching prompts is
+    included."""
     between_s: float
-    """Seconds in which verdicts, or the prompts of a refill, are awaited after generation. No pool
+    """Seconds after generation in which rewards, or the prompts of a refill, are awaited. No pool
     is held."""
     train_s: float
-    """Seconds in which the training pool is held: until the weights are published or handed over,
-    with gradients that were begun before. 0 in a step that had nothing to train on."""
+    """Seconds in which the training pool is held, until the weights are handed over, and those of
+    gradients computed before. 0 in a step that had nothing to train on."""
     after_s: float
-    """Seconds of commit, checkpoint, verdicts of an evaluation and callbacks."""
+    """Seconds of commit, checkpoint, rewards of an evaluation and callbacks."""
     last: bool | None = None
-    """Whether the process begins no other step after it. None if nobody says."""
+    """Whether the process ends after this step. None if that is not reported."""
 
     @property
     def is_empty(self) -> bool:
-        """Nothing was trained on."""
+        """Whether the step trained on nothing."""
         return self.kind.startswith(EMPTY)
 
     @property
     def times(self) -> Times:
-        """The step's times as the cluster counts them: each phase took some time
+        """The step's seconds by phase, each of rollout and training more than 0
         (`Times.positive`)."""
         return Times(self.rollout_s, self.between_s, self.train_s, self.after_s).positive()

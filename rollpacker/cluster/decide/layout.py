@@ -1,5 +1,5 @@
-"""A group as it is, or as it would be: its jobs, who is pinned where, what that costs and how fast
-it is. A value; placement makes candidates of it, and compares prices.
+"""A group as it is or might be: its jobs with their rollout nodes, its price and its speed. A
+layout never changes: placement makes candidates, and compares prices.
 
 The *price of work* is what placement lowers: the group's price per hour over how fast its jobs get
 on, each weighed by what it costs alone.
@@ -31,13 +31,13 @@ from rollpacker.cluster.decide.job import ClusterJob, Times
 from rollpacker.cluster.decide.nodes import Pool, memory_gib
 
 Pin = frozenset[object]
-"""Rollout nodes of a job; nodes that are not taken yet have numbers of their own."""
+"""Rollout nodes of a job. Nodes that are not taken yet are stood in for by negative numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Jobs of a group, their nodes and the pools. Jobs of more nodes come first, as in the
-    turns."""
+    """Jobs of a group with their nodes and pools. Jobs with more rollout nodes come first, as in
+    the turns."""
 
     rollout_pool: Pool
     train_pool: Pool
@@ -48,7 +48,7 @@ class Layout:
     tail_release: bool = True
 
     def plus(self, job: ClusterJob, pin: Pin) -> Layout:
-        """Return the layout with one job more."""
+        """Return the layout with this job added on these rollout nodes."""
         pairs = sorted(
             [*zip(self.jobs, self.pins, strict=True), (job, pin)], key=lambda p: -len(p[1])
         )
@@ -57,12 +57,12 @@ class Layout:
         )
 
     def minus(self, name: str) -> Layout:
-        """Return the layout without this job."""
+        """Return the layout without the job of this name."""
         kept = [(j, p) for j, p in zip(self.jobs, self.pins, strict=True) if j.name != name]
         return replace(self, jobs=tuple(j for j, _ in kept), pins=tuple(p for _, p in kept))
 
     def with_times(self, job: ClusterJob) -> Layout:
-        """Return the layout with other times of a job that is in it."""
+        """Return the layout with this job replacing the one of the same name (its times differ)."""
         return replace(self, jobs=tuple(job if j.name == job.name else j for j in self.jobs))
 
     # -- what it costs -----------------------------------------------------------------
@@ -79,7 +79,8 @@ class Layout:
         )
 
     def price_of_work(self, iteration_s: Sequence[float]) -> float:
-        """Return the price of work, for each job's seconds of an iteration here."""
+        """Return the price of work (price per hour over the jobs' weighed speeds) for these mean
+        seconds of an iteration, in the order of `jobs`."""
         value = progress = 0.0
         for job, seconds in zip(self.jobs, iteration_s, strict=True):
             own = self.value(job)
@@ -88,11 +89,11 @@ class Layout:
         return self.price_per_h * value / progress
 
     def value(self, job: ClusterJob) -> float:
-        """Price per hour of the nodes that the job would have alone in these pools."""
+        """Price per hour of the nodes that the job would need in these pools if it were alone."""
         return alone_price(job, self.rollout_pool, self.train_pool)
 
     def memory_fits(self) -> bool:
-        """Whether what parked processes keep has room on every node."""
+        """Whether every node has host memory for what the parked processes of its jobs keep."""
         if math.fsum(job.train_memory_gib for job in self.jobs) > self.train_pool.host_memory_gib:
             return False
         kept: dict[object, float] = {}
@@ -105,7 +106,7 @@ class Layout:
 
     @cached_property
     def sharings(self) -> tuple[Sharing, ...]:
-        """How each job shares its nodes."""
+        """For each job, the factors and seconds that come from sharing its nodes."""
         counts: dict[object, int] = {}
         for pin in self.pins:
             for node in pin:
@@ -130,15 +131,15 @@ class Layout:
         return [one.work_s(job.mean) for job, one in zip(self.jobs, self.sharings, strict=True)]
 
     def holds(self) -> list[Holds]:
-        """Return what each job holds in a mean iteration."""
+        """Return for each job the seconds for which it holds each pool in a mean iteration."""
         return [one.holds(job.mean) for job, one in zip(self.jobs, self.sharings, strict=True)]
 
     def period_s(self) -> float:
-        """Return the period of mean iterations in round robin."""
+        """Return the seconds in which each job has a turn, for mean iterations in round robin."""
         return period_s(self.holds(), self.pins)
 
     def closed_period_s(self) -> float:
-        """Return a lower bound of the period, which takes no time to find."""
+        """Return a lower bound of the period in seconds, which is quick to compute."""
         return closed_period_s(self.holds(), self.pins)
 
     def slowdowns(self) -> list[float]:
@@ -147,8 +148,8 @@ class Layout:
         return [period / work for work in self.works_s()]
 
     def bound(self) -> tuple[float, float, list[float]]:
-        """Cycle, load and each job's seconds alone as published: of the longest iterations,
-        with nothing but the two phases."""
+        """Return cycle, load and each job's seconds alone as RollMux defines them: for the longest
+        iterations, with only the two phases."""
         holds = [
             Holds(times.rollout_s * one.rollout_scale, 0.0, times.train_s * one.train_scale, 0.0)
             for times, one in zip(self._worst, self.sharings, strict=True)

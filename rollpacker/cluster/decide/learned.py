@@ -1,10 +1,10 @@
-"""Learns how long a job's phases take from its iterations. It begins with the profile, which fades.
+"""Learns how long a job's phases take from its iterations, which replace those of its profile.
 
-The last `WINDOW` iterations count, all alike; at the begin they are iterations of the profile, of
-which each one that is seen replaces one. So drift is followed with a lag of half a window, and a
-kind of round that comes more often, or is new, gets its share. Placement hears of it only where
-that changes the mean by more than `MATERIAL`, and by more than luck makes of so few iterations:
-noise moves nobody.
+The last `WINDOW` iterations count, all alike. At first they are drawn from the profile, and each
+measured iteration replaces one of these. So drift is followed with a lag of half a window, and a
+kind of round that comes more often, or is new, gets its share. Placement is told only of changes of
+the mean by more than `MATERIAL`, and by more than luck makes of so few iterations: noise moves no
+job.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from msgspec.structs import replace
 from rollpacker.cluster.decide.job import ClusterJob, RoundTimes, Times
 
 WINDOW = 32
-"""Number of the latest iterations that count."""
+"""Number of a job's latest iterations from which its times are learned."""
 MATERIAL = 0.04
-"""Share of an iteration's mean seconds by which a change is worth telling."""
+"""Share of an iteration's mean seconds that a change must exceed to be reported."""
 SURE = 3.0
-"""Number of standard errors beyond which a change is more than luck."""
+"""Number of standard errors that a change must exceed to count as more than luck."""
 ENOUGH = 4
-"""Iterations of a kind of round, to say how long it takes."""
+"""Fewest iterations of a kind of round by which its times are judged."""
 _STEP = (0.7548776662466927, 0.5698402909980532)
-"""Steps of the additive sequence that fills a square most evenly; its points say which iterations
-of the profile are taken."""
+"""Steps of the additive sequence that fills a square most evenly; its points choose the iterations
+drawn from the profile."""
 
 
 class LearnedTimes:
-    """The learned times of one job. They follow from the iterations that were seen alone."""
+    """The learned times of one job, which depend only on its profile and on the iterations seen."""
 
     def __init__(self, job: ClusterJob) -> None:
         self._job = job
@@ -40,8 +40,8 @@ class LearnedTimes:
         )
 
     def saw(self, kind: str, times: Times) -> ClusterJob | None:
-        """Take in an iteration, in seconds on the devices that the profile is of. Returns the job
-        as it is now known, if that has changed materially."""
+        """Take in an iteration, in seconds on the profile's devices. Returns the job with new times
+        if they have changed materially, else None."""
         self._seen.append((kind, times.positive()))
         if not self._has_changed():
             return None
@@ -49,7 +49,7 @@ class LearnedTimes:
         return self._job
 
     def _has_changed(self) -> bool:
-        """Whether the share of a kind of round has changed, or how long it takes."""
+        """Whether the share of a kind of round, or its times, have changed by more than luck."""
         least = MATERIAL * math.fsum(self._job.mean)
         known = {one.kind: one for one in self._job.rounds}
         seen = self._by_kind()
@@ -89,7 +89,7 @@ class LearnedTimes:
 
 
 def _differs(seconds: Sequence[float], known_s: float, least: float) -> bool:
-    """Whether their mean does by more than `least`, and by more than luck."""
+    """Whether the mean of the seconds differs from `known_s` by more than `least` and than luck."""
     mean = math.fsum(seconds) / len(seconds)
     change = abs(mean - known_s)
     if change <= least:

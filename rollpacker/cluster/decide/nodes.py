@@ -1,4 +1,4 @@
-"""Pools of nodes: which are free, and what host memory the parked processes of jobs keep there."""
+"""Keeps track of which nodes are free, and of the host memory that parked jobs keep on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollpacker.cluster.decide.job import ClusterJob, Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """Nodes of one kind, for one phase."""
+    """A pool of equal nodes for one phase."""
 
     name: str
     phase: Phase
@@ -20,9 +20,9 @@ class Pool:
     devices_per_node: int
     price_per_device_h: float
     host_memory_gib: float
-    """Host memory of one node."""
+    """GiB of host memory of one node."""
     scale: float = 1.0
-    """Seconds of a phase here over those in the job's profile."""
+    """Seconds of a phase on this pool over those in a job's profile: above 1 is slower."""
 
     @property
     def node_price_per_h(self) -> float:
@@ -33,7 +33,7 @@ class Pool:
 
 
 class Node(NamedTuple):
-    """One node of a pool, numbered from 0."""
+    """A node: the pool that it belongs to, and its number there, from 0."""
 
     pool: str
     number: int
@@ -45,7 +45,7 @@ def memory_gib(job: ClusterJob, phase: Phase) -> float:
 
 
 class Nodes:
-    """All nodes of all pools, and the jobs on each. A node belongs to one group, or is free."""
+    """All nodes of all pools, with the jobs on them. A node is free, or belongs to one group."""
 
     def __init__(self, pools: Sequence[Pool]) -> None:
         self.pools = {pool.name: pool for pool in pools}
@@ -53,12 +53,12 @@ class Nodes:
             pool.name: list(range(pool.nodes - 1, -1, -1)) for pool in pools
         }
         self._jobs: dict[Node, dict[str, float]] = {}
-        """For each node that is not free, its jobs with the GiB that each keeps. Copies share the
-        inner dictionaries, which are replaced and never changed."""
+        """For each node that is not free, its jobs with the GiB of host memory that each keeps.
+        Copies share the inner dictionaries, which are replaced and never changed."""
         self._drained: set[Node] = set()
 
     def copy(self) -> Nodes:
-        """Return a copy to try something out on."""
+        """Return a copy on which changes can be tried."""
         other = Nodes(())
         other.pools = self.pools
         other._free = {pool: [*free] for pool, free in self._free.items()}
@@ -67,7 +67,7 @@ class Nodes:
         return other
 
     def grow(self, pool: str, nodes: int) -> None:
-        """Have the pool have so many nodes, of which the new ones are free. Raises `ValueError`."""
+        """Enlarge the pool to so many nodes. Raises `ValueError` for fewer or an unknown pool."""
         own = self.pools.get(pool)
         if own is None:
             raise ValueError(f"there is no pool {pool}; there are {', '.join(self.pools)}")
@@ -80,14 +80,14 @@ class Nodes:
         self.pools = {**self.pools, pool: replace(own, nodes=nodes)}
 
     def hide_free(self) -> None:
-        """Take all free nodes away, in a copy that something is tried out on."""
+        """Take away all free nodes: used on a copy, to see what fits without them."""
         self._free = {pool: [] for pool in self._free}
 
     def num_free(self, pool: str) -> int:
         return len(self._free[pool])
 
     def take(self, pool: str, count: int) -> tuple[Node, ...]:
-        """Take so many free nodes, which are free no more."""
+        """Take this many free nodes of the pool, and return them."""
         free = self._free[pool]
         assert len(free) >= count, (pool, count)
         taken = tuple(Node(pool, free.pop()) for _ in range(count))
@@ -102,8 +102,8 @@ class Nodes:
                 self._free[node.pool].append(node.number)
 
     def drain(self, node: Node) -> None:
-        """Have the node free no more, at once or when it is given back. Raises `ValueError` for a
-        node that is not there."""
+        """Keep jobs off the node: it is not free from now on, or once it is given back. Raises
+        `ValueError` for a node that does not exist."""
         pool = self.pools.get(node.pool)
         if pool is None or not 0 <= node.number < pool.nodes:
             known = ", ".join(f"{one.name}/0 to {one.nodes - 1}" for one in self.pools.values())
@@ -113,7 +113,7 @@ class Nodes:
             self._free[node.pool].remove(node.number)
 
     def restore(self, node: Node) -> None:
-        """Have jobs come to a drained node again."""
+        """Undo `drain`: the node may be free and have jobs again."""
         if node in self._drained:
             self._drained.remove(node)
             if node not in self._jobs:
@@ -123,7 +123,7 @@ class Nodes:
         return node in self._drained
 
     def settle(self, job: str, nodes: Iterable[Node], gib: float) -> None:
-        """Put a job on these nodes, on each of which it keeps so much host memory."""
+        """Put a job on these nodes, each of which keeps this many GiB of host memory for it."""
         for node in nodes:
             self._jobs[node] = {**self._jobs[node], job: gib}
             assert self.free_gib(node) >= 0, (node, self._jobs[node])
@@ -136,12 +136,12 @@ class Nodes:
         return list(self._jobs.get(node, ()))
 
     def free_gib(self, node: Node) -> float:
-        """Return the GiB of the node's host memory that nobody keeps."""
+        """Return the GiB of the node's host memory that no job keeps."""
         return self.pools[node.pool].host_memory_gib - math.fsum(self._jobs[node].values())
 
 
 def pairs(pools: Iterable[Pool]) -> list[tuple[Pool, Pool]]:
-    """Return each rollout pool with each training pool, in the order given."""
+    """Return all pairs of a rollout pool and a training pool, in the order given."""
     pools = list(pools)
     return [
         (rollout, train)
@@ -155,11 +155,11 @@ FEWER: Mapping[Phase, str] = {
     "rollout": "rollout_devices (of a run: rollout.engines)",
     "train": "train_devices (of a run: train.processes)",
 }
-"""The settings to lower, by phase, for a job to need fewer devices."""
+"""By phase, the settings that a user can lower for a job to need fewer devices."""
 
 
 def check_job(job: ClusterJob, pools: Sequence[Pool]) -> None:
-    """Raises `ValueError` if the job fits on no nodes, even alone."""
+    """Raises `ValueError` if no pool has enough devices or host memory for the job, even alone."""
     phases: tuple[Phase, ...] = ("rollout", "train")
     for phase in phases:
         there = [pool for pool in pools if pool.phase == phase]

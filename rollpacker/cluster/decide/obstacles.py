@@ -1,8 +1,8 @@
-"""Says what keeps a waiting job from every node: whose SLO would break, and which SLO of its own
-would be kept now.
+"""Explains what keeps a waiting job from every node: which SLOs would break, and with which SLO of
+its own it could start now.
 
-Nothing is decided by it, and nothing that a decision looks at is found out by it: who replays the
-events of a cluster does not know when somebody asked."""
+It changes no state that decisions use, because a replay of the cluster's events does not know when
+an explanation was asked for."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from rollpacker.cluster.decide.placement import Standing, State
 from rollpacker.cluster.decide.turns import Order
 
 MAX_CANDIDATES = 6
-"""Number of places that are looked at: those in groups whose jobs have most room."""
+"""Number of places that are examined: those in groups whose jobs have most room."""
 _NUM_TRIES = 3
-"""Some orders of turns look at the SLO itself."""
+"""Number of SLOs tried for a job, since some orders of turns depend on the SLO itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """The job as it would be in a group, in an order of turns."""
+    """The job as it would be in a group, with one order of turns."""
 
     layout: Layout
     order: Order
     rest: Mapping[str, Rest]
-    """The rest of life of all jobs in the group."""
+    """What is left of the lives of the group's jobs, by name, where that is known."""
     breaks: Mapping[str, tuple[float, float]]
-    """Jobs whose SLO would break, as `broken` returns them."""
+    """Jobs whose SLO would break, with their slowdown and the highest one allowed."""
 
     @property
     def excess(self) -> float:
@@ -44,8 +44,8 @@ class _Try:
 def obstacle(
     state: State, job: ClusterJob, rest: Rest | None, *, confidence: float, orders: Sequence[Order]
 ) -> str:
-    """Say what keeps a job from all nodes. Empty if nothing was found. `rest` is that of its life,
-    if it has waited or run."""
+    """Return words on what keeps a job from all nodes. Empty if nothing was found. `rest`: what is
+    left of its life, if it has waited or run; else None."""
     if next(state.alone(job), None) is not None:
         return ""
     tries = list(_tries(state, job, rest, confidence, orders))
@@ -83,7 +83,7 @@ def _tries(
 def _breaks(
     layout: Layout, order: Order, rest: Mapping[str, Rest], confidence: float
 ) -> dict[str, tuple[float, float]]:
-    """Return what `broken` does, by the short run or by the longer one: placement believes both."""
+    """Return the SLOs that break in the short or the longer simulation, with the worse slowdown."""
     outlook = Outlook(layout, order)
     found = broken(layout, outlook.forecasts(), rest, confidence)
     for name, (slowdown, limit) in broken(layout, outlook.confirmed(), rest, confidence).items():
@@ -92,15 +92,15 @@ def _breaks(
 
 
 def _load(layout: Layout) -> float:
-    """Return the share of the training nodes' time that the jobs take, if each is slowed down as
-    far as allowed."""
+    """Return the share of the training nodes' time that the jobs take, if each is as slow as its
+    SLO allows."""
     pairs = zip(layout.jobs, layout.holds(), layout.works_s(), strict=True)
     return math.fsum(holds.train_s / work / job.slo for job, holds, work in pairs)
 
 
 def _possible(one: _Try, job: ClusterJob, confidence: float) -> float | None:
-    """Return the SLO with which the job, submitted anew, would break none there. None if there is
-    none."""
+    """Return the lowest SLO found with which the job, submitted anew, would break no SLO in that
+    group. None if none was found."""
     rest = {name: known for name, known in one.rest.items() if name != job.name}
     slo, layout = job.slo, one.layout
     for _ in range(_NUM_TRIES):
@@ -115,7 +115,7 @@ def _possible(one: _Try, job: ClusterJob, confidence: float) -> float | None:
 
 
 def _refusals(state: State, job: ClusterJob) -> Counter[str]:
-    """Count the groups that cannot take the job whatever its SLO is, by the reason."""
+    """Count, by the reason in words, the groups that cannot take the job whatever its SLO is."""
     return Counter(_refusal(state, standing, job) for standing in state.groups.values())
 
 

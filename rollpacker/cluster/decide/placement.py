@@ -23,29 +23,29 @@ from rollpacker.cluster.decide.turns import Order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The place where a job goes."""
+    """The group and the rollout nodes that a policy has chosen for a job."""
 
     group: int | None
-    """Number of the group. None for a new one."""
+    """Number of the group that the job joins. None for a new group."""
     layout: Layout
-    """The group with the job in it; nodes that are not taken yet have negative numbers."""
+    """The group with the job in it. Nodes that are not taken yet have negative numbers."""
     pin: Pin
     """The job's own rollout nodes."""
     order: Order
 
     @property
     def new_nodes(self) -> int:
-        """Number of rollout nodes that are to be taken."""
+        """Number of free rollout nodes that the job would take."""
         return sum(is_new(node) for node in self.pin)
 
     @property
     def takes_nodes(self) -> bool:
-        """Whether nodes are taken that nobody has."""
+        """Whether the choice takes nodes that are free now."""
         return self.group is None or self.new_nodes > 0
 
 
 def new_node(number: int) -> object:
-    """Stands for a rollout node that is free now."""
+    """Return a stand-in for a rollout node that is free now and not chosen yet."""
     return Node("", -1 - number)
 
 
@@ -55,8 +55,8 @@ def is_new(node: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The numbers of a group that can be had in a microsecond. They say which groups are worth a
-    closer look."""
+    """Numbers of a group that take a microsecond to have. They show which groups are worth a closer
+    look."""
 
     price_of_work: float
     price_per_h: float
@@ -72,7 +72,7 @@ class Summary:
     spare_devices: int
 
     def could_take(self, job: ClusterJob) -> bool:
-        """False: no order of turns keeps all SLOs with this job."""
+        """Whether the job might join. False: no order of turns would keep all SLOs."""
         mean = job.mean
         return (
             job.train_devices <= self.spare_devices
@@ -80,7 +80,7 @@ class Summary:
         )
 
     def rise(self, job: ClusterJob) -> float:
-        """Return about how much the price of work rises with this job, packed or with new nodes."""
+        """Return roughly how much the price of work rises with this job, at its best place here."""
         mean = job.mean
         whole = sum(mean)
         train = self.train_share + mean.train_s / whole * self._spread(job)
@@ -94,7 +94,7 @@ class Summary:
 
 
 def summary_of(layout: Layout, rest: Mapping[str, Rest], iteration_s: Sequence[float]) -> Summary:
-    """Return the summary of a group, for each job's seconds of an iteration as they are."""
+    """Return the summary of a group, given the mean seconds of each job's iterations."""
     holds, works = layout.holds(), layout.works_s()
     busy: dict[object, float] = {}
     for pin, one, work in zip(layout.pins, holds, works, strict=True):
@@ -117,20 +117,20 @@ def summary_of(layout: Layout, rest: Mapping[str, Rest], iteration_s: Sequence[f
 
 @dataclass(slots=True)
 class Standing:
-    """A group as it stands."""
+    """A group with its layout, its order of turns and what was computed about it."""
 
     layout: Layout
     order: Order
     train_nodes: tuple[Node, ...]
     rest: dict[str, Rest] = field(default_factory=dict)
-    """The rest of life of the jobs that have committed an iteration."""
+    """What is left of the lives of jobs that have run or waited, by name."""
     tried: dict[str, int] = field(default_factory=dict)
-    """Iterations that jobs had left when they last tried to save a promise that is in danger."""
+    """By name, the iterations that a job had left when it last tried to save an endangered SLO."""
     _forecasts: list[Forecast] | None = None
     _summary: Summary | None = None
     _without: dict[str, float] = field(default_factory=dict)
     _outlooks: dict[tuple[str, Pin, Order], Outlook] = field(default_factory=dict)
-    """Outlooks of the group with one job more, by that job, its nodes and the order of turns."""
+    """Forecasts of the group with one job more, by that job, its nodes and the order of turns."""
 
     @property
     def summary(self) -> Summary:
@@ -141,19 +141,19 @@ class Standing:
 
     @property
     def forecasts(self) -> list[Forecast]:
-        """Each job's forecast in the group as it is."""
+        """Forecast of each job's slowdown in the group as it is."""
         if self._forecasts is None:
             self._forecasts = foresee(self.layout, self.order)
         return self._forecasts
 
     def with_layout(self, layout: Layout, order: Order) -> Standing:
-        """The group with other jobs in it, of which nothing is found out yet."""
+        """Return a group with other jobs, about which nothing has been computed yet."""
         names = {job.name for job in layout.jobs}
         rest = {name: one for name, one in self.rest.items() if name in names}
         return Standing(layout, order, self.train_nodes, rest)
 
     def changed(self) -> None:
-        """Forget what was found out about the group; it is made anew when it is next asked for."""
+        """Forget all that was computed about the group, for it to be computed anew when needed."""
         self._summary = self._forecasts = None
         self._without.clear()
         self.tried.clear()
@@ -171,8 +171,8 @@ class Standing:
         return self._without[job]
 
     def outlook(self, choice: Choice, job: ClusterJob, order: Order) -> Outlook:
-        """Return the outlook of the group if the job came. A job looks around after each change of
-        the cluster, and most changes are of other groups than those it looks at."""
+        """Return the forecasts of the group if the job came. They are kept, because jobs look again
+        after each change of the cluster, and most changes are in other groups."""
         key = (job.name, choice.pin, order)
         found = self._outlooks.get(key)
         if found is None or found.layout != choice.layout:  # another job of that name
@@ -181,29 +181,28 @@ class Standing:
 
 
 class Settled(NamedTuple):
-    """The place where a job is now."""
+    """The group and the nodes that a job was given."""
 
     group: int
     rollout_nodes: tuple[Node, ...]
     train_nodes: tuple[Node, ...]
     opened: tuple[Node, ...]
-    """Those of the nodes that were free before."""
+    """Those of the job's nodes that were free before."""
 
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """The nodes and groups that there are when a job comes."""
+    """The nodes and groups of a cluster, among which a policy chooses."""
 
     nodes: Nodes
     groups: dict[int, Standing] = field(default_factory=dict)
     link_gb_s: float = math.inf
     max_group: int = 5
     num_groups: int = 0
-    """Number of groups that there ever were. It is the number of the next one."""
+    """Number of groups made so far, which is the number of the next group."""
 
     def copy(self) -> State:
-        """Return a copy to try something out on. Groups that do not change are shared, with what is
-        known of them."""
+        """Return a copy on which changes can be tried. Both share the groups that do not change."""
         return replace(self, nodes=self.nodes.copy(), groups=dict(self.groups))
 
     def as_if_full(self) -> State:
@@ -215,7 +214,7 @@ class State:
     def settle(
         self, job: ClusterJob, choice: Choice, *, tail_release: bool, rest: Rest | None = None
     ) -> Settled:
-        """The job goes where it was chosen to. `rest`: of its life, where it has waited or run."""
+        """Put the job where it was chosen to go. `rest`: what is left of its life; None: all."""
         layout, nodes = choice.layout, self.nodes
         taken = opened = nodes.take(layout.rollout_pool.name, choice.new_nodes)
         named = dict(zip(sorted((n for n in choice.pin if is_new(n)), key=str), taken, strict=True))
@@ -243,7 +242,7 @@ class State:
         return Settled(number, rollout_nodes, standing.train_nodes, opened)
 
     def unsettle(self, name: str, number: int) -> tuple[Node, ...]:
-        """The job leaves its group. Returns the nodes that nobody has any more."""
+        """Take the job off its group. Returns the nodes that are free again."""
         standing, nodes = self.groups[number], self.nodes
         layout = standing.layout
         pin = next(
@@ -260,7 +259,7 @@ class State:
         return tuple(closed)
 
     def alone(self, job: ClusterJob) -> Iterator[Choice]:
-        """A group of its own, in each pair of pools that has room."""
+        """Yield a group of its own for the job, in each pair of pools with enough free nodes."""
         for rollout, train in pairs(self.nodes.pools.values()):
             pin = Pin(new_node(n) for n in range(rollout.nodes_for(job.rollout_devices)))
             layout = Layout(
@@ -279,8 +278,8 @@ class State:
                 yield Choice(group=None, layout=layout, pin=pin, order="round_robin")
 
     def in_group(self, number: int, job: ClusterJob) -> Iterator[Choice]:
-        """Packed into the least loaded rollout nodes of the group, then with one, two, ... new ones
-        instead, as far as memory and free nodes allow."""
+        """Yield choices in the group: packed into its least loaded rollout nodes, then with one,
+        two and more new nodes instead, as far as memory and free nodes allow."""
         standing = self.groups[number]
         layout = standing.layout
         if len(layout.jobs) >= self.max_group:
@@ -311,38 +310,38 @@ class State:
 
 
 class Policy(Protocol):
-    """Chooses where a job goes."""
+    """Chooses the nodes of jobs when they start, and whether they move later."""
 
     @property
     def tail_release(self) -> bool:
-        """Whether a rollout's tail leaves the nodes to the next job."""
+        """Whether a rollout's last part (tail) leaves most of its nodes to the next job."""
 
     def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
-        """Choose where a job goes, or None if it has to wait for nodes. `rest` is that of its life,
-        if it has waited or run."""
+        """Choose where a job goes. None: it has to wait for nodes. `rest`: the rest of its life, if
+        it has waited or run."""
 
     def obstacle(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> str:
-        """Say what keeps a job, for which `place` finds no nodes, from all of them. Empty if nobody
-        says."""
+        """Return words on what keeps a job, for which `place` finds no nodes, from all of them.
+        Empty if the policy does not say."""
 
     @property
     def makes_room(self) -> bool:
-        """Whether running jobs move, or are stopped, for one that waits (`room.py`)."""
+        """Whether running jobs move or are stopped, so that a waiting one can start (`room.py`)."""
 
     @property
     def learns(self) -> bool:
-        """Whether what iterations show replaces a job's profile."""
+        """Whether the measured times of iterations replace those of a job's profile."""
 
     def is_endangered(self, standing: Standing) -> bool:
-        """Whether a promise is likely to be broken if everybody stays."""
+        """Whether an SLO in the group is likely to be missed if all jobs stay."""
 
     def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:
-        """Choose where a job of the group goes at a commit, or None if it stays. A choice of its
-        own group is one of another order of turns there."""
+        """Choose where a job of the group goes at a commit. None: it stays. A choice of its own
+        group changes only the order of turns there."""
 
 
 class Stays:
-    """The part of a policy that never moves a job."""
+    """Base of policies that never move a job."""
 
     learns = False
     makes_room = False

@@ -1,13 +1,13 @@
-"""Room for a job that waits for nodes, made at the commit of one that runs.
+"""Makes room for a job that waits for nodes, at the commit of one that runs.
 
     by_moving     the one that runs goes elsewhere, so that both fit: its restart is charged, and
                   every SLO is kept with it
     by_stopping   of two jobs the one with the lower priority waits instead, if the other would have
                   come before it in the queue (`waiting.py`)
 
-Each restart starts a job that waits, so that there are no more of them than jobs. A job is stopped
-only for those of higher priority, and these never for it: no two jobs take each other's place. And
-only for those that the queue lets overtake it, by its bound: nobody starves.
+Each restart starts a job that waits, so that there are no more restarts than jobs. A job is stopped
+only for jobs of higher priority, which are never stopped for it: no two jobs take each other's
+place. They must also be allowed to overtake it in the queue: no job starves.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.cluster.decide.placement import Choice, Policy, State
 
 WORTH = 2.0
-"""Room is made if the wait that it saves is worth so many restarts."""
+"""Room is made if the wait that it saves is worth at least this many times the restarts' cost."""
 MAX_STOPPED = 4
-"""Jobs that are looked at for one to stop: those that come last in the queue."""
+"""Number of jobs that are considered for being stopped: those that come last in the queue."""
 
 
 class Late(NamedTuple):
-    """A job that has to be started, with what its waits and its restart leave of its SLO."""
+    """A job to be started, with what its waits and its restart leave of its SLO."""
 
     job: ClusterJob
     rest: Rest | None
-    """The rest of its life. None if it has not waited."""
+    """What is left of the job's life. None if the job has not waited."""
 
 
 def bearable(job: ClusterJob, rest: Rest) -> Rest:
-    """Return the rest of life of a job that has waited for nodes. Where the wait has broken its
-    promise, the promise binds nobody any more, and what is left of its life goes as its SLO says:
-    else nobody could join it, and everybody else would wait the longer."""
+    """Return the rest of life of a job that has waited for nodes. If the wait has already broken
+    the SLO, the rest starts afresh: an SLO that cannot be kept would let no other job share with
+    this one."""
     if rest.slowdown(job.slo, math.fsum(job.mean)) < 1:
         return Rest(0.0, rest.iterations)
     return rest
 
 
 def restarted(job: ClusterJob, rest: Rest) -> Rest:
-    """Return the rest of the job's life after one more cold start."""
+    """Return the rest of the job's life after one more cold start, whose seconds it has to wait."""
     return rest._replace(spare_s=rest.spare_s - job.cold_start_s)
 
 
 def pays(state: State, number: int, job: ClusterJob, waits: ClusterJob, restarts: float) -> bool:
-    """Whether so many restarts of a job of the group cost less than to have the other one wait
-    until the next job ends, at least."""
+    """Whether this many restarts of `job`, in this group, cost less than for `waits` to wait until
+    the next job of the cluster ends."""
     layout = state.groups[number].layout
     soonest_s = min(
         rest_of(one, standing.rest).iterations * math.fsum(one.mean)
@@ -64,8 +64,8 @@ def pays(state: State, number: int, job: ClusterJob, waits: ClusterJob, restarts
 def by_moving(
     policy: Policy, state: State, number: int, job: ClusterJob, rest: Rest, waits: Late
 ) -> Sequence[tuple[Late, Choice]]:
-    """Return where both go, in this order, once the job has left its group. Empty if they do not
-    fit, or if the job's restart would break its own promise."""
+    """Return the two jobs with their new places, in this order, for when the job has left its
+    group. Empty if they do not fit, or if the job's restart would break its own SLO."""
     moved = Late(job, restarted(job, rest))
     without = state.copy()
     without.unsettle(job.name, number)
@@ -82,9 +82,8 @@ def by_moving(
 def _in_turn(
     policy: Policy, state: State, jobs: Sequence[Late], packs: bool
 ) -> Sequence[tuple[Late, Choice]]:
-    """Return where these jobs go, one after the other. Empty if one of them fits nowhere. With
-    `packs` the first one leaves the free nodes to the others, though it may be cheaper on some of
-    them."""
+    """Return these jobs with their places, found one after the other. Empty if one fits nowhere.
+    With `packs` the first job takes no free nodes, which are left to the others."""
     found: list[tuple[Late, Choice]] = []
     for n, one in enumerate(jobs):
         there = state.as_if_full() if packs and n == 0 else state
@@ -97,7 +96,7 @@ def _in_turn(
 
 
 def _survives(found: Iterable[tuple[Late, Choice]], moved: Late, before: Rest) -> bool:
-    """Whether the job's promise can be kept in spite of its restart, if it could without."""
+    """Whether the job's SLO can be kept in spite of the restart, or could not even without it."""
     assert moved.rest is not None
     choice = next(choice for one, choice in found if one is moved)
     layout, name = choice.layout, moved.job.name
@@ -110,9 +109,9 @@ def _survives(found: Iterable[tuple[Late, Choice]], moved: Late, before: Rest) -
 def by_stopping(
     policy: Policy, state: State, behind: Mapping[str, int], waits: Late
 ) -> tuple[str, Choice] | None:
-    """Choose the job that is to be stopped, and where the one that waits goes then; None if that
-    helps nobody. `behind` has the jobs of lower priority that come after it in the queue, with
-    their groups, the last one first."""
+    """Return the job to stop, and the place that the waiting one gets then; None if no stop helps.
+    `behind`: groups of the jobs of lower priority that come after it in the queue, by name, the
+    last job first."""
     for name, number in list(behind.items())[:MAX_STOPPED]:
         without = state.copy()
         without.unsettle(name, number)

@@ -2,8 +2,8 @@
 
     ask(job, phase) -> waits -> granted: all its nodes of that phase at once -> leave(job, phase)
 
-A job holds the nodes of one phase at most, so nobody who holds anything waits for anything: there
-is no circular wait. Orders:
+A job holds the nodes of one phase at most, so no job that holds nodes waits for any: there is no
+circular wait. Orders:
 
     round_robin   each job once a turn, in one fixed order on every node; who is not there yet is
                   waited for (`awaited`). Its period has a closed form (`group.period_s`). What a
@@ -27,7 +27,7 @@ Order = Literal["round_robin", "first_come", "least_slack"]
 ORDERS: tuple[Order, ...] = ("round_robin", "first_come", "least_slack")
 
 TRAINING = "training"
-"""The group's training nodes, which are held together."""
+"""Stands for the group's training nodes, which are held together, as if they were one node."""
 
 Node = Hashable
 
@@ -35,41 +35,41 @@ Node = Hashable
 @dataclass(slots=True)
 class _Member:
     rank: tuple[int, int]
-    """Place in the cyclic order."""
+    """Place of the job in the cyclic order, the lowest first."""
     nodes: Mapping[Phase, tuple[Node, ...]]
     slo: float
     turns: dict[Phase, int]
-    """Number of turns that it was granted in each phase, counted from those of the others when it
+    """Number of turns granted to the job in each phase, counted on from those of the others when it
     joined."""
     waits_for: Phase | None = None
     is_extra: bool = False
-    """Whether what it waits for is no part of its turn."""
+    """Whether the phase that the job waits for is no part of its turn, such as a refill."""
     holds: Phase | None = None
     asked: int = 0
-    """Number of its last ask, among all asks of the group."""
+    """Number of the job's last ask among all asks of the group. 0 if it has not asked."""
     asked_s: float = 0.0
     since_s: float = 0.0
-    """Time of its first ask."""
+    """Time of the job's first ask in seconds."""
     away_since_s: float = 0.0
-    """Time when it last let go of nodes, or of its wait for some."""
+    """Time when the job last let go of nodes, or gave up waiting for some."""
     waited_s: float = 0.0
 
 
 @dataclass(slots=True)
 class _Seat:
-    """A node, or the training nodes."""
+    """A rollout node, or all training nodes together, with the job that holds it."""
 
     members: list[_Member] = field(default_factory=list)
-    """The members that use the node."""
+    """The jobs that use the node."""
     holder: str | None = None
 
     def due(self, phase: Phase) -> _Member:
-        """Return whose turn it is in round robin: the member that had the fewest."""
+        """Return the job whose turn it is in round robin: the one that had the fewest."""
         return min(self.members, key=lambda one: (one.turns[phase], one.rank))
 
 
 class Turns:
-    """The turns of one group. All decisions are functions of what was asked, left and when."""
+    """The turns of one group. They depend only on what jobs asked for and left, and when."""
 
     def __init__(self, order: Order = "round_robin") -> None:
         self._order: Order = order
@@ -85,7 +85,7 @@ class Turns:
 
     @order.setter
     def order(self, order: Order) -> None:
-        """Set the order of turns. In round robin they are counted from now on, whoever has had more
+        """Set the order of turns. In round robin they are counted afresh, whatever jobs had
         before."""
         if order == "round_robin" != self._order:
             for one in self._members.values():
@@ -98,13 +98,13 @@ class Turns:
         return list(self._members)
 
     def holder(self, node: Node) -> str | None:
-        """Return the job that has the node, or None."""
+        """Return the job that holds the node, or None."""
         seat = self._seats.get(node)
         return None if seat is None else seat.holder
 
     def join(self, job: str, rollout_nodes: Sequence[Node], slo: float) -> None:
-        """The job takes part in turns from now on, which begins with a rollout. Jobs of more nodes
-        come earlier in the cyclic order. Its first turn is the next that nobody has begun, so that
+        """Let the job take part in turns, of which its first is a rollout. Jobs of more nodes come
+        earlier in the cyclic order. Its first turn is the next that no job has begun, so that
         rollouts and trainings stay in one order."""
         assert job not in self._members and rollout_nodes
         self._num_joined += 1
@@ -120,8 +120,8 @@ class Turns:
             self._seats.setdefault(node, _Seat()).members.append(member)
 
     def remove(self, job: str, now_s: float) -> list[tuple[str, Phase]]:
-        """The job takes part no more, whatever it waits for or holds. Returns what is granted to
-        others by that."""
+        """Take the job out of the turns, whatever it waits for or holds. Returns the phases that
+        are granted to other jobs by that."""
         member = self._members.pop(job)
         self._waiting.pop(job, None)
         for node in (*member.nodes["rollout"], TRAINING):
@@ -134,7 +134,7 @@ class Turns:
         return self._grant(now_s)
 
     def ask(self, job: str, phase: Phase, now_s: float) -> list[tuple[str, Phase]]:
-        """The job wants the nodes of a phase. Returns what is granted, to it or to others."""
+        """Take in that the job wants a phase's nodes. Returns the jobs and phases granted now."""
         member = self._members[job]
         assert member.waits_for is None and member.holds is None, job
         if member.asked == 0:
@@ -147,14 +147,14 @@ class Turns:
         return self._grant(now_s)
 
     def withdraw(self, job: str, now_s: float) -> list[tuple[str, Phase]]:
-        """The job waits for nothing any more. Returns what is granted to others by that."""
+        """Take in that the job waits no more. Returns the jobs and phases granted now."""
         if self._waiting.pop(job, None) is not None:
             self._members[job].waits_for = None
             self._members[job].away_since_s = now_s
         return self._grant(now_s)
 
     def leave(self, job: str, phase: Phase, now_s: float) -> list[tuple[str, Phase]]:
-        """The job is done with the nodes, or gives them up at its tail. Returns what is granted."""
+        """Take in that the job has left its nodes. Returns the jobs and phases granted now."""
         member = self._members[job]
         assert member.holds == phase, (job, phase, member.holds)
         member.holds, member.away_since_s = None, now_s
@@ -163,8 +163,8 @@ class Turns:
         return self._grant(now_s)
 
     def awaited(self, now_s: float) -> dict[str, float]:
-        """Jobs for which free nodes are kept from others that want them, and for how long they have
-        neither held nor wanted any."""
+        """Return the jobs for which free nodes are kept while others want them, with the seconds
+        since each last held or wanted any."""
         if self._order != "round_robin":
             return {}
         away = {
@@ -183,8 +183,8 @@ class Turns:
         return found
 
     def kept_for(self, job: str) -> str | None:
-        """Return whose turn it is on the nodes that the job waits for, if nobody holds any of them.
-        None if it is nobody else's, or if the job waits for nothing."""
+        """Return the other job whose turn it is on the nodes that the job waits for, if all are
+        free. None if it is no other job's turn, or if the job waits for nothing."""
         member = self._waiting.get(job)
         if member is None or member.waits_for is None or member.is_extra:
             return None
@@ -222,7 +222,7 @@ class Turns:
         return granted
 
     def _is_due(self, member: _Member) -> bool:
-        """Whether its nodes are free, and in round robin it is its turn."""
+        """Whether the job's nodes are free, and in round robin the turn is its own."""
         phase = member.waits_for
         assert phase is not None
         is_in_turn = self._order == "round_robin" and not member.is_extra
@@ -263,7 +263,7 @@ class Turns:
 
 
 def _slack(member: _Member, now_s: float) -> float:
-    """Seconds that the job may still wait, over what it has worked: below 0 its SLO is broken."""
+    """Seconds for which the job may still wait by its SLO. Below 0 the SLO is broken by now."""
     elapsed_s = now_s - member.since_s
     waited_s = member.waited_s + now_s - member.asked_s
     return (member.slo - 1) * (elapsed_s - waited_s) - waited_s

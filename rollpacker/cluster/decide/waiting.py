@@ -1,4 +1,4 @@
-"""Jobs that wait for nodes: who is next, and who has to wait because of a quota.
+"""Orders the jobs that wait for nodes: which is next, and which a quota keeps waiting.
 
     came(job) = when it was submitted
                 - ageing x priority                    one more: as if it came so much earlier
@@ -6,11 +6,11 @@
 
 The earliest comes first. All age alike, so that priority is a head start and no rank: a job is
 overtaken only by those that come less than `ageing x (what they have more of priority + 1)` after
-it, and none starves. The share is that of the phase of which the owner has more; who has no quota
-has one of all devices.
+it, and none starves. The share is that of the phase of which the owner has more; an owner without a
+quota has one of all devices.
 
 A quota bounds the devices that the running jobs of an owner asked for, shared or not. A job beyond
-it waits and keeps nobody up. A job within it that fits on no nodes keeps everybody up that comes
+it waits and holds up no other. A job within it that fits on no nodes holds up all jobs that come
 after it: a smaller one that overtook it would hold nodes that it waits for, and one that is packed
 into a group keeps that group's nodes from being free.
 """
@@ -24,14 +24,14 @@ from rollpacker.cluster.decide.job import ClusterJob, Phase
 from rollpacker.cluster.decide.nodes import FEWER, Pool
 
 AGEING_H = 4.0
-"""Hours of waiting that one more priority is worth."""
+"""Hours of waiting that one unit of priority is worth."""
 PHASES: tuple[Phase, ...] = ("rollout", "train")
 Devices = Mapping[Phase, int]
-"""Numbers of devices by phase."""
+"""Numbers of devices, by phase."""
 
 
 class Waiting:
-    """The jobs that wait."""
+    """The jobs that wait for nodes."""
 
     def __init__(
         self,
@@ -39,17 +39,17 @@ class Waiting:
         quotas: Mapping[str, Devices] | None = None,
         ageing_s: float = AGEING_H * 3600,
     ) -> None:
-        """`quotas`: by owner; a phase that is not there has no bound."""
+        """`quotas`: most devices by owner and phase; a phase that is absent has no bound."""
         assert math.isfinite(ageing_s) and ageing_s >= 0, ageing_s
         self.grow(pools)
         self._quotas = quotas or {}
         self._ageing_s = ageing_s
         self._jobs: dict[str, tuple[ClusterJob, float]] = {}
-        """The jobs that wait, by name in the order in which they came, each with the time when it
-        came."""
+        """The waiting jobs by name, in the order in which they came, each with the time in seconds
+        when it came."""
 
     def grow(self, pools: Sequence[Pool]) -> None:
-        """Take in the pools as they are now."""
+        """Take in pools that may have grown, for the share of all devices in use."""
         self._all = {
             phase: sum(pool.nodes * pool.devices_per_node for pool in pools if pool.phase == phase)
             for phase in PHASES
@@ -63,7 +63,7 @@ class Waiting:
         return iter([job for job, _ in self._jobs.values()])
 
     def add(self, job: ClusterJob, at_s: float) -> None:
-        """Raises `ValueError` for a job that its owner's quota never lets start."""
+        """Add a job. Raises `ValueError` if it asks for more than its owner's whole quota."""
         check_quota(job, self._quotas)
         self._jobs[job.name] = (job, at_s)
 
@@ -72,13 +72,12 @@ class Waiting:
         self._jobs.pop(name, None)
 
     def take(self, name: str) -> float:
-        """Remove one that waits, which has its nodes now. Returns when it came."""
+        """Remove a waiting job that has been given nodes. Returns the time when it came."""
         return self._jobs.pop(name)[1]
 
     def behind(self, job: ClusterJob, running: Sequence[tuple[ClusterJob, float]]) -> list[str]:
-        """Return the running jobs of lower priority that the waiting job would come before if they
-        waited too, the one that would come last first. `running` has the jobs that run, with when
-        they came."""
+        """Return the running jobs of lower priority that would come after the waiting job if they
+        waited too, the last first. `running`: the running jobs, with the times when they came."""
         used = _used(one for one, _ in running)
         behind: list[tuple[float, str]] = []
         for one, at_s in running:
@@ -91,19 +90,19 @@ class Waiting:
         return [name for _, name in sorted(behind, reverse=True)]
 
     def in_order(self, running: Iterable[ClusterJob]) -> list[ClusterJob]:
-        """Return all jobs that wait, the next one first, while these jobs run."""
+        """Return all waiting jobs, the next one first, given the jobs that run."""
         return self._in_order(_used(running)) if self._jobs else []
 
     def next(self, running: Iterable[ClusterJob]) -> ClusterJob | None:
-        """The first with which its owner is within the quota; None: there is none."""
+        """Return the first waiting job that fits its owner's quota, or None."""
         if not self._jobs:
             return None
         used = _used(running)
         return next((job for job in self._in_order(used) if self._is_within(job, used)), None)
 
     def why_not_next(self, name: str, running: Iterable[ClusterJob]) -> str:
-        """Say why a waiting job would not be given nodes even if there were some. Empty if it
-        would."""
+        """Return the reason why a waiting job would get no nodes even if some were free, in words.
+        Empty if there is none."""
         if name not in self._jobs:
             return ""
         running = list(running)
@@ -129,7 +128,7 @@ class Waiting:
         return [job for job, _ in entries]
 
     def _share(self, owner: str, used: Mapping[str, Devices]) -> float:
-        """Jobs on shared nodes may have asked for more devices than there are."""
+        """Return the share of the quota that the owner uses: at most 1, even on shared nodes."""
         if owner not in used:
             return 0.0
         most = {**self._all, **self._quotas.get(owner, {})}
@@ -144,7 +143,7 @@ class Waiting:
 
 
 def check_quota(job: ClusterJob, quotas: Mapping[str, Devices]) -> None:
-    """Raises `ValueError` for a job that its owner's quota never lets start."""
+    """Raises `ValueError` for a job that asks for more than its owner's whole quota."""
     for phase, most in quotas.get(job.owner, {}).items():
         if devices(job, phase) > most:
             raise ValueError(
@@ -159,7 +158,7 @@ def devices(job: ClusterJob, phase: Phase) -> int:
 
 
 def _used(running: Iterable[ClusterJob]) -> dict[str, dict[Phase, int]]:
-    """Devices that the jobs asked for, by owner."""
+    """Return the numbers of devices that the jobs asked for, by owner and phase."""
     used: dict[str, dict[Phase, int]] = {}
     for job in running:
         has = used.setdefault(job.owner, dict.fromkeys(PHASES, 0))

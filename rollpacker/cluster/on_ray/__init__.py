@@ -1,1 +1,1 @@
-"""The cluster's jobs and letters on the hosts of a ray cluster."""
+"""Starts a cluster's jobs, and carries its messages, on the hosts of a ray cluster."""

@@ -1,4 +1,4 @@
-"""A cluster's letters in one process's memory: that of an actor behind ray (`ray_mail.py`)."""
+"""Keeps a cluster's messages (letters) in the memory of one process, a ray actor (`mail.py`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from rollpacker.cluster.seats.mailbox import Letter
 
 NUM_KEYS = 100_000
-"""Keys that are remembered, so that a letter which is posted again is not put in twice: whoever
-does that does so within seconds."""
+"""Number of keys that are remembered, so that a letter that is posted again is not added twice:
+senders repeat one within seconds."""
 
 
 class Boxes:
-    """See `Mailbox`. All methods run in one event loop; each answers with the epoch, too."""
+    """The boxes of a `Mailbox`. All methods run in one event loop, and return its epoch, too."""
 
     def __init__(self) -> None:
         self._epoch = secrets.token_hex(8)

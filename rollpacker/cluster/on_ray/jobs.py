@@ -2,17 +2,17 @@
 
     service -- Runner --> RayRunner --> warden of a host --> keeper --> `rollpacker train ...`
 
-Wardens and jobs outlive the service: the next one finds them by name. Jobs are no jobs of ray's own
-(`ray job submit`), for which every cluster needs ray's dashboard: an HTTP server, and two dozen
-packages. That could not promise what a lease needs either: that all of a job is gone, on every
-host, when `kill` returns.
+Wardens and jobs outlive the service: the next service finds them by name. Jobs are no jobs of ray's
+own (`ray job submit`), for which every cluster needs ray's dashboard: an HTTP server, and two dozen
+packages. Nor could those promise what a lease needs: that all of a job is gone, on every host, when
+`kill` returns.
 
-Of a host that ray does not have nobody can say what runs there. A job counts as gone from it when
-it was away for so long that its keepers have ended everything (`Wardens.is_empty`), and not before.
+What runs on a host that ray has lost is unknown. A job counts as gone from it when it was away for
+so long that its keepers have ended everything (`Wardens.is_empty`), and not before.
 
 Which hosts are a pool's nodes follows from ray's resources: a host was started with
-`--resources='{"pool_NAME": 1}'`. Where no host has any such, and a phase has no more than one node,
-both nodes are the host of the head.
+`--resources='{"pool_NAME": 1}'`. Where no host has such a resource, and a phase has no more than
+one node, both nodes are the host of the head.
 """
 
 from __future__ import annotations
@@ -39,51 +39,51 @@ if TYPE_CHECKING:
     from rollpacker.cluster.service.runner import JobOrder
 
 NODES_FILE = "nodes.json"
-"""File of the cluster's folder that says which host is which node."""
+"""File of the cluster's folder with the host of each node."""
 STARTS_FILE = "starts.jsonl"
-"""File of the cluster's folder that says on which hosts each job was started, how it has ended, and
-from which hosts it was gone while nobody could reach them."""
+"""File of the cluster's folder, one JSON object a line: on which hosts each job was started, with
+which exit code it ended, and which of its hosts were cut off then."""
 BEGIN_S, KILL_S = 3.0, 2.0
-"""Seconds for which a call waits for a start, and for a kill."""
+"""Seconds for which a call waits for a job to start, and to be killed."""
 CODES_S = 0.02
-"""Seconds for which a warden's exit codes count as new."""
+"""Seconds for which the exit codes that a warden returned are used again."""
 
 
 def pool_resource(pool: str) -> str:
-    """Return the name of the ray resource that the hosts of this pool have."""
+    """Return the name of the ray resource that marks the hosts of this pool."""
     return f"pool_{pool}"
 
 
 class RayRunner:
-    """See `Runner`. This process is connected to ray."""
+    """Starts and ends jobs on ray's hosts; see `Runner`. This process must be connected to ray."""
 
     def __init__(self, name: str, *, head: str, folder: str | Path, one_host: bool = False) -> None:
-        """`name`: of the cluster, for its wardens. `head`: ray's, as all hosts reach it. What is
-        known of jobs, and what they print, is in `folder`, on the host of each. `one_host`: nodes
-        may be the head's host where no host says which pool it is of. Never of a phase that has
-        several: two jobs would be on the same devices at once."""
+        """`name`: that of the cluster, for its wardens. `head`: address of ray's head for all
+        hosts. `folder`, on every host: for records of jobs and what they print. `one_host`: nodes
+        may be the head's host where no host says which pool it is of. Set it only if no phase has
+        several nodes: two jobs would be on the same devices."""
         self._folder = Path(folder).resolve()
         self._head = head
         self._one_host = one_host
         self._folder.mkdir(parents=True, exist_ok=True)
         self._wardens = Wardens(name, head=head, folder=self._folder)
         self._nodes: dict[str, str] = {}
-        """Addresses of nodes, by POOL/NUMBER."""
+        """Address of the host of each node, by POOL/NUMBER."""
         with contextlib.suppress(FileNotFoundError):
             self._nodes = json.loads((self._folder / NODES_FILE).read_text())
         self._places: dict[Start, tuple[str, ...]] = {}
-        """The addresses of all hosts where it may have processes, first of which is the one that it
-        was started on."""
+        """For each start, the addresses of all hosts where it may have processes, first of all the
+        one on which it was started."""
         self._codes: dict[Start, int] = {}
         """Exit codes of the starts that have ended."""
         self._left: dict[str, set[Start]] = {}
-        """For each host, the starts that were gone from it while nobody could reach it. Whoever
-        comes there looks."""
+        """For each host, the starts that ended while it was cut off. They are killed there before
+        another job is started on it."""
         self._read_starts()
         self._gone_s: dict[Start, float] = {}
-        """Times since when the first process of a start is known to be gone."""
+        """Times in seconds since when the first process of a start is known to be gone."""
         self._said_codes: dict[str, tuple[float, Mapping[Start, int | None]]] = {}
-        """For each host, when its warden last named exit codes, and which."""
+        """For each host, the time when its warden last returned exit codes, and these codes."""
 
     def _read_starts(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -109,13 +109,13 @@ class RayRunner:
     # -- where ---------------------------------------------------------------------------
 
     def hosts(self, *, fresh: bool = True) -> dict[str, dict[str, float]]:
-        """See `Wardens.hosts`."""
+        """Address and resources of ray's hosts; see `Wardens.hosts`."""
         return self._wardens.hosts(fresh=fresh)
 
     def host_of(self, node: Node) -> str | None:
-        """The node's address, which stays its own while that host is there, or until another one
-        takes its place; what runs on the host that had it keeps that one from becoming another
-        node. None: ray has no more free hosts of the pool. Raises `OSError`."""
+        """Return the address of the node's host, chosen once and kept while that host is there. A
+        host on which an earlier start may still run is not chosen anew. None: ray has no more free
+        hosts of the pool. Raises `OSError` if ray does not answer."""
         hosts = self.hosts()
         is_marked = any(
             name.startswith(pool_resource("")) for one in hosts.values() for name in one
@@ -149,14 +149,14 @@ class RayRunner:
         return address
 
     def has_host(self, node: Node) -> bool:
-        """See `Runner`."""
+        """Whether the node has a host now. Raises `OSError` if ray does not answer."""
         return self.host_of(node) is not None
 
     # -- jobs ----------------------------------------------------------------------------
 
     def start(self, order: JobOrder) -> None:
-        """See `Runner`. The job's first process is on the host of its first training node, which
-        writes its checkpoints."""
+        """Start the job, unless that was done before. Its first process is on the host of its first
+        training node, which writes its checkpoints."""
         start = (order.job, order.incarnation)
         rollout = [self._address(node) for node in order.rollout_nodes]
         train = [self._address(node) for node in order.train_nodes]
@@ -184,21 +184,21 @@ class RayRunner:
         self._said_codes.pop(address, None)
 
     def _clear(self, address: str) -> None:
-        """End what was left on a host that was away. Keepers have done that, but for one that was
-        killed, or stopped with its job."""
+        """Kill on a host that was cut off what may be left of earlier jobs. Their keepers have done
+        that, unless a keeper was killed or stopped with its job."""
         for start in sorted(self._left.get(address, ())):
             self._wardens.tell([address], "kill", *start, key=start, within_s=KILL_S)
         self._left.pop(address, None)
 
     def stop(self, job: str, incarnation: int) -> None:
-        """See `Runner`."""
+        """Ask the job to end at its next commit, with a checkpoint."""
         start = (job, incarnation)
         if start in self._places and start not in self._codes:
             self._wardens.tell([self._places[start][0]], "stop", job, incarnation, key=start)
 
     def kill(self, job: str, incarnation: int) -> None:
-        """See `Runner`. Other hosts than those of its nodes are told, but not waited for: a job has
-        no business there. Raises `OSError` as long as one of its own is cut off."""
+        """Kill all processes of the job. Other hosts than those of its nodes are asked too, but not
+        waited for. Raises `OSError` as long as one of its own hosts is cut off."""
         start, hosts = (job, incarnation), self.hosts()
         if start in self._codes or start not in self._places:
             return
@@ -233,8 +233,8 @@ class RayRunner:
             self._left.setdefault(address, set()).add(start)
 
     def ended(self, job: str, incarnation: int) -> int | None:
-        """See `Runner`. Once it says a code, nothing of the job is on any host. None also of a job
-        whose hosts do not answer: its lease ends if it is silent, too."""
+        """Return the job's exit code; then no host has any process of it. None while it runs, or
+        while its hosts do not answer; -1 for an unknown start."""
         start = (job, incarnation)
         if start not in self._places:
             return -1
@@ -264,7 +264,7 @@ class RayRunner:
         return codes.get(start)
 
     def last_lines(self, job: str) -> str:
-        """See `Runner`: of its last start."""
+        """Return the end of what the job's last start has printed. Empty if that is unreadable."""
         places = {start[1]: places[0] for start, places in self._places.items() if start[0] == job}
         if not places or (address := places[max(places)]) not in self.hosts(fresh=False):
             return ""
@@ -273,6 +273,6 @@ class RayRunner:
         return ""
 
     def want(self, num_nodes: Mapping[str, int]) -> None:
-        """See `Runner`. Ray's autoscaler is told, where there is one."""
+        """Ask ray's autoscaler, where there is one, for this many nodes of each pool."""
         bundles = [{pool_resource(pool): 1} for pool, n in num_nodes.items() for _ in range(n)]
         self._wardens.ask_ray(request_resources, None, bundles)

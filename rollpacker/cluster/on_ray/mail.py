@@ -1,8 +1,8 @@
 """The mailbox of a cluster that runs on ray: a detached actor on the head's host.
 
-It outlives service and jobs, and not ray's head: then its letters are gone, and the one that is
-made anew has another epoch. Ray neither restarts it nor repeats a call: who gets no answer asks
-again, which every call of a mailbox allows.
+The mailbox outlives service and jobs, but not ray's head: then its letters are gone, and a new
+mailbox has another epoch. Ray neither restarts the actor nor repeats a call: a caller without an
+answer calls again, which every method of a mailbox allows.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rollpacker.workers.hosts.ray_connection import (
 NAMESPACE = "rollpacker"
 SCHEME = "ray:"
 ANSWER_S = 5.0
-"""Seconds within which the actor answers, besides those that a reader waits for."""
+"""Seconds within which the actor answers a call, besides those that a read may wait."""
 START_S = 30.0
-"""Seconds within which ray has made the actor."""
+"""Seconds within which ray must have made the actor."""
 MAX_CALLS = 10_000
-"""Number of calls that may wait for letters at once; each is a coroutine."""
+"""Most calls that may wait for letters in the actor at once; each is a coroutine."""
 
 _Actor: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=MAX_CALLS)(
     Boxes
@@ -39,11 +39,11 @@ _Actor: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_con
 
 
 class RayMailbox:
-    """See `Mailbox`. This process must be connected to ray, or is, by `open_mailbox`."""
+    """The mailbox of a cluster on ray; see `Mailbox`. This process must be connected to ray."""
 
     def __init__(self, name: str) -> None:
-        """`name`: of the cluster's boxes, in ray's namespace `rollpacker`. They are made if there
-        are none. Raises `OSError` if ray cannot make them."""
+        """`name`: that of the actor with the boxes, in ray's namespace `rollpacker`; one is made if
+        there is none. Raises `OSError` if ray cannot do that."""
         self._name = name
         self._head = head_address()
         self._lock = threading.Lock()
@@ -57,15 +57,15 @@ class RayMailbox:
 
     @property
     def epoch(self) -> str:
-        """See `Mailbox`: what the last answer said."""
+        """Name of the mailbox's life as of the last answer; see `Mailbox`."""
         return self._epoch
 
     def post(self, box: str, sender: str, key: str, kind: str, facts: Mapping[str, Any]) -> None:
-        """See `Mailbox`."""
+        """Put a letter into a box, once for each key of its sender; see `Mailbox`."""
         self._epoch = self._call("post", box, sender, key, kind, dict(facts))
 
     def read(self, box: str, after: int, within_s: float) -> list[Letter]:
-        """See `Mailbox`."""
+        """Return the box's letters with higher numbers, as soon as any come; see `Mailbox`."""
         waited_s = ANSWER_S + within_s
         epoch, letters = self._call("read", box, after, within_s, within_s=waited_s)
         self._epoch = epoch
@@ -73,7 +73,7 @@ class RayMailbox:
         return found
 
     def forget(self, box: str, upto: int) -> None:
-        """See `Mailbox`."""
+        """Drop the box's letters up to this number; see `Mailbox`."""
         self._epoch = self._call("forget", box, upto)
 
     def _call(self, method: str, *arguments: Any, within_s: float = ANSWER_S) -> Any:
@@ -106,15 +106,15 @@ class RayMailbox:
             return self._actor
 
     def remove(self) -> None:
-        """End the actor, and with it all letters."""
+        """End the actor, with which all letters are lost."""
         with contextlib.suppress(Exception):  # it is gone, or cannot be reached
             ray.kill(self._boxes())
         self._actor = None
 
 
 def open_mailbox(address: str) -> RayMailbox:
-    """The mailbox with this address, from a process that is connected to its ray or to none yet.
-    Raises `OSError` if it cannot be reached, and `ValueError` for no such address."""
+    """Connect to the ray cluster of this address, and return its mailbox. Raises `OSError` if it
+    cannot be reached, and `ValueError` if the address is none of a mailbox behind ray."""
     head, _, name = address.removeprefix(SCHEME).partition("/")
     if not address.startswith(SCHEME) or not head or not name:
         raise ValueError(f"{address} is no mailbox behind ray: {SCHEME}HOST:PORT/NAME")

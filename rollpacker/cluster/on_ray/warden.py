@@ -1,4 +1,4 @@
-"""Starts and ends a cluster's jobs on one host, for a service that may be on another one."""
+"""Starts and ends a cluster's jobs on one host, for a service that may run on another host."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ if TYPE_CHECKING:
     from rollpacker.cluster.service.runner import JobOrder
 
 HOSTS = {"rollout": "ROLLPACKER_ROLLOUT_HOSTS", "train": "ROLLPACKER_TRAIN_HOSTS"}
-"""Variables of the environment of a job's first process, by role. They have the addresses of its
-nodes, with commas, and are not set where every node is the same host."""
+"""Variables of the environment of a job's first process, by role. Each has the addresses of the
+role's nodes, with commas, and is absent if all nodes are one host."""
 
 CONTACT_S = 1.0
-"""Seconds between two looks whether this host is one of the cluster's."""
+"""Seconds between two checks whether this host still belongs to the cluster."""
 
 Start = tuple[str, int]
-"""A job's name, and its incarnation."""
+"""Name of a job, and the number of the start among its starts."""
 
 
 class Warden(LocalRunner):
-    """Behind ray an actor (`ray_jobs.py`). It keeps nothing, so that another one can go on in its
-    place: a job outlives it, and is known by its folder. What a job has started on other hosts is
-    found there by its mark, which its processes hand on (`run/parts/hosts.py`).
+    """Starts and ends jobs on this host, as a ray actor (`jobs.py`). It has no state of its own, so
+    that another warden can go on in its place: a job outlives it, and is known by its folder. What
+    a job has started on other hosts is found there by its mark, a variable of the environment that
+    its processes hand on (`run/parts/hosts.py`).
 
-    A host that is not the cluster's for `keeper.FENCE_S` has no job any more: nobody could end what
-    is left there, and the job is started elsewhere."""
+    A host that is cut off for `keeper.FENCE_S` ends its jobs by itself, because they are started
+    elsewhere."""
 
     def __init__(self, folder: Path, host: str, is_member: Callable[[], bool]) -> None:
-        """`is_member`: whether those who look for hosts find this one; asked in a thread."""
+        """`is_member`: whether ray's head still counts this host in; called in a thread."""
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__(folder, folder / f"contact-{host}")
         self._is_member = is_member
@@ -44,8 +45,8 @@ class Warden(LocalRunner):
         threading.Thread(target=self._look_on, name="contact", daemon=True).start()
 
     def begin(self, order: JobOrder, ray: Mapping[str, str]) -> None:
-        """See `start`. Of ray's variables the job has these and none of this process's, which are
-        an actor's. Raises `OSError` on a host that is cut off."""
+        """Start the job. Its environment has these variables for ray in place of this actor's own.
+        Raises `OSError` if this host is cut off from the cluster."""
         if keeper.silent_s(self._contact) > keeper.FENCE_S:
             raise OSError("it is cut off from ray's head")
         without = [f"--unset={name}" for name in os.environ if name.startswith("RAY_")]
@@ -53,7 +54,7 @@ class Warden(LocalRunner):
         self.start(replace(order, command=["/usr/bin/env", *without, *own, *order.command]))
 
     def codes(self, starts: Sequence[Start]) -> dict[Start, int | None]:
-        """See `ended`: of each."""
+        """Return for each start its exit code, or None while it runs."""
         return {start: self.ended(*start) for start in starts}
 
     def _look_on(self) -> None:
@@ -62,8 +63,8 @@ class Warden(LocalRunner):
             self._look()
 
     def _look(self) -> None:
-        """Write down that this host is one of the cluster's, with the time of the question and not
-        of the answer: nothing later is then written for a host that was not found later."""
+        """Write down that this host belongs to the cluster, with the time before the check: the
+        time of a later answer might be after the host was cut off."""
         asked_s = keeper.now_s()
         try:
             if self._is_member():

@@ -1,13 +1,13 @@
 """The hosts of a cluster on ray, and on each a detached actor that starts and ends jobs: a *warden*
 (`warden.py`).
 
-Who calls is never kept waiting by a host that does not answer: a call goes on, and who asks the
-same once more gets its answer. Ray takes up to a minute to give such a host up.
+A host that does not answer keeps no caller waiting: its call goes on, and the same call made again
+later returns the answer. Ray takes up to a minute to give such a host up.
 
-Whether a host is one of the cluster's, ray's head says, to the service and to the host's own
-warden alike. A raylet that it has given up it never takes back: so what a host without any has was
-last known to be the cluster's before, and is ended by its keepers `keeper.FENCE_S` later, whether
-or not anybody can reach it.
+Whether a host belongs to the cluster is known from ray's head, for the service and for the host's
+own warden alike. Ray never takes back a raylet (its process on a host) that it has given up: so the
+keepers of a host without any end its jobs `keeper.FENCE_S` later, even if the host cannot be
+reached.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rollpacker.workers.hosts.ray_connection import check_answers, say_short
 
 ANSWER_S = 1.0
 MUTE_S = 1.0
-"""A host that has not answered for so long is not waited for any more."""
+"""Seconds without an answer after which calls no longer wait for a host."""
 HOSTS_S = 1.0
-"""Seconds for which ray's list of hosts counts as new where nothing hangs on it."""
+"""Seconds for which ray's list of hosts is used again where it need not be the newest."""
 MARGIN_S = 5.0
-"""Keepers look once a second, and what they end is gone a little later."""
+"""Seconds added to `FENCE_S` until a lost host counts as empty, because kills take a while."""
 
 # Ray starts it again, also without a service: jobs end where none is for `FENCE_S`.
 _Actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=16)(
@@ -42,27 +42,27 @@ _Actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_co
 
 
 class Wardens:
-    """This process is connected to ray. All methods raise `OSError` where ray's head does not
-    answer."""
+    """Calls the wardens of a cluster. This process must be connected to ray. All methods raise
+    `OSError` if ray's head does not answer."""
 
     def __init__(self, name: str, *, head: str, folder: Path) -> None:
-        """`name`: of the cluster. `head`: ray's address. `folder`: on each host, for jobs."""
+        """`name`: that of the cluster. `head`: ray's address. `folder`: for jobs, on each host."""
         self._name, self._head, self._folder = name, head, folder
         self._actors: dict[str, Any] = {}
         self._calls: dict[tuple[str, str, Hashable], tuple[Any, float]] = {}
-        """Calls that are not answered yet, by host, method and key, with the times when they
-        began."""
+        """Calls that are not answered yet, by host, method and key, with the times in seconds when
+        they began."""
         self._hosts: dict[str, dict[str, float]] = {}
         self._looked_s = -math.inf
         self._away: dict[str, tuple[frozenset[str], float]] = {}
-        """Hosts that ray does not have: the raylets that it knew there, and since when it is known
-        that all of them are given up."""
+        """For each host that ray has lost: the raylets that it had, and the time since when all of
+        these are known to be lost."""
 
     # -- hosts ---------------------------------------------------------------------------
 
     def hosts(self, *, fresh: bool = True) -> dict[str, dict[str, float]]:
-        """Address and resources of the hosts that ray takes to be there, the head's first.
-        `fresh`: not as they were a second ago."""
+        """Return address and resources of the hosts that ray believes alive, the head's first.
+        `fresh`: ask ray, even if the last answer is less than `HOSTS_S` old."""
         if fresh or time.monotonic() - self._looked_s > HOSTS_S:
             nodes = self.ask_ray(ray.nodes)
             head = "node:__internal_head__"
@@ -84,7 +84,7 @@ class Wardens:
         return known if known and known[0] == raylets else (raylets, self._looked_s)
 
     def is_empty(self, address: str) -> bool:
-        """Whether the host is away for so long that no job is there any more."""
+        """Whether the host is lost for so long that its keepers have ended all jobs there."""
         if address in self.hosts(fresh=False):
             return False
         _, since_s = self._away.setdefault(address, (frozenset(), time.monotonic()))
@@ -95,8 +95,8 @@ class Wardens:
     # -- calls ---------------------------------------------------------------------------
 
     def begin(self, address: str, method: str, *arguments: Any, key: Hashable = None) -> None:
-        """Call a method of this host's warden, unless such a call is not answered yet. `key`: what
-        tells it from other calls of the method."""
+        """Begin a call of the method of this host's warden, unless the same call is not answered
+        yet. `key`: distinguishes calls of one method with other arguments."""
         call = (address, method, key)
         if call not in self._calls:
             function = getattr(self._actor(address), method)
@@ -110,8 +110,8 @@ class Wardens:
         key: Hashable = None,
         within_s: float = ANSWER_S,
     ) -> list[Any]:
-        """See `begin`. Returns the answers, each of which is given once. Raises `OSError` for the
-        first that there is none of yet, or that is an error."""
+        """Begin the call on these hosts and return their answers, once. Raises `OSError` for the
+        first host that has not answered yet, or has answered with an error."""
         for address in addresses:
             self.begin(address, method, *arguments, key=key)
         mute = self._mute()
@@ -126,7 +126,7 @@ class Wardens:
         return [self._answer(address, method, key) for address in addresses]
 
     def forget(self, address: str, method: str, key: Hashable = None) -> None:
-        """Forget a call whose answer nobody wants any more."""
+        """Drop a call whose answer is not needed any more."""
         self._calls.pop((address, method, key), None)
 
     def _answer(self, address: str, method: str, key: Hashable) -> Any:
@@ -154,7 +154,7 @@ class Wardens:
         return {old[reference] for reference in unanswered}
 
     def ask_ray(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call one of ray's own functions."""
+        """Call one of ray's own functions. Raises `OSError` if ray's head does not answer."""
         try:
             check_answers(self._head)
             return function(*arguments)
@@ -164,7 +164,7 @@ class Wardens:
     # -- wardens -------------------------------------------------------------------------
 
     def make(self, address: str) -> None:
-        """Have one on this host before it is needed: ray takes seconds for that."""
+        """Make the warden of this host before it is needed, since ray takes seconds for that."""
         self._actor(address)
 
     def _actor(self, address: str) -> Any:
@@ -183,6 +183,6 @@ class Wardens:
 
 
 def _is_member() -> bool:
-    """Whether ray's head has the raylet of the process that asks."""
+    """Whether ray's head believes the raylet of this process's host alive."""
     own = ray.get_runtime_context().get_node_id()
     return any(node["NodeID"] == own and node["Alive"] for node in ray.nodes())

@@ -1,1 +1,1 @@
-"""Finds out how long a job's phases take, from its event log."""
+"""Measures, from a run's event log, how long the phases of a job take."""

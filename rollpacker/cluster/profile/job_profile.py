@@ -1,10 +1,10 @@
-"""A job as a cluster plans with it, of what a run's log shows.
+"""Makes the description of a job that a cluster plans with, from the log of a run.
 
     events.jsonl -> iterations (`phase_times.py`) -> without warm-up -> by kind of round
     checkpoint   -> bytes of the weights and of the trainer's state -> host memory, switches, link
     config.yaml  -> devices, steps
 
-What the log does not know is stated: `WAKE_GB_S`, and `COLD_START_S` where no start was logged.
+What the log does not have is assumed: `WAKE_GB_S`, and `COLD_START_S` if no start was logged.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from rollpacker.report.log import EventLog, events_path
 CONFIG_FILE = "config.yaml"
 MIN_ITERATIONS = 3
 MAX_ITERATIONS = 300
-"""Largest number of iterations that count, the latest ones: the length of responses changes over a
+"""Most iterations that count, the latest ones, because the length of responses changes over a
 run."""
 WARM_FACTOR = 1.5
 MAX_WARM = 3
 WAKE_GB_S: Mapping[Phase, float] = {"rollout": 25.0, "train": 10.0}
-"""Rate between host memory and each device, 1e9 bytes per second. Parking takes as long as waking.
-Published warm starts (RollMux, arXiv 2512.11306) come to 18 to 39 and to 8 to 12."""
+"""Rate of copying between host memory and each device, in 1e9 bytes per second, the same for
+parking and waking. Published warm starts (RollMux, arXiv 2512.11306) come to 18 to 39 for rollout,
+8 to 12 for training."""
 COLD_START_S = 60.0
 GIB, GB = 2**30, 1e9
 SHAPING = (
@@ -45,24 +46,25 @@ SHAPING = (
     *("rollout.dynamic_sampling", "environment"),
     *("rollout.engine.name", "rollout.engines", "train.processes", "train.pipeline.stages"),
 )
-"""Keys of a run's config without which another run's phases take another time."""
+"""Keys of a run's config that change how long phases take: two runs must agree in them for a
+profile of one to hold for the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProfile:
-    """The iterations and the size of a run, as its folder says."""
+    """The iterations and the sizes of a run, as read from its folder."""
 
     folder: Path
     config: RunConfig
     rounds: tuple[RoundTimes, ...]
     num_iterations: int
-    """Number of iterations that `rounds` are made of."""
+    """Number of iterations that `rounds` were computed from."""
     num_warm: int
-    """Iterations at the begin that were left out."""
+    """Number of warm-up iterations at the begin that were left out."""
     switch_s: Mapping[PoolName, float]
-    """Mean seconds to wake and to park on a pool, together, where the run shared pools."""
+    """Seconds to wake and to park on a pool, together, by pool. Empty if none was shared."""
     start_s: float | None
-    """Seconds of the last start. None if the log does not say."""
+    """Seconds of the run's last start. None if the log does not have them."""
     model_bytes: int
     """Bytes of the weights in the newest checkpoint. 0 if there is none."""
     trainer_bytes: int
@@ -80,12 +82,12 @@ def job_of_run(
     pools: Sequence[Pool] = (),
     **given: Any,
 ) -> ClusterJob:
-    """The job that a run is, or will be, by the log of this one.
+    """Return the job that a run is, or will be, by the log of the run in `folder`.
 
-    `steps`: until it ends; None: as many as its config says. `config`: of the run that will be; its
-    phases must be those of the log. `on_gpus`: the pools have GPUs. `pools`: on whose nodes it will
-    be. `given`: fields of `ClusterJob` that are known better. Raises `ValueError` with one message
-    for a folder that tells too little, or of another run."""
+    `steps`: number of steps; None: that of the config. `config`: that of the run to come, None for
+    the same run; its phases must take as long as the log's. `on_gpus`: whether the pools have GPUs.
+    `pools`: those that it may run on. `given`: fields of `ClusterJob` that are known better. Raises
+    `ValueError` for a folder with too few iterations, or of a different run."""
     profile = read_profile(folder)
     if config is not None:
         check_profile(profile, config)
@@ -103,7 +105,7 @@ def job_of_run(
 
 
 def steps_of(config: RunConfig, steps: int | None, folder: str | Path) -> int:
-    """Raises `ValueError` where only the data says when the run ends."""
+    """Return the number of steps. Raises `ValueError` if only the size of the data decides."""
     steps = config.train.steps if steps is None else steps
     if steps is None:
         raise ValueError(
@@ -114,10 +116,10 @@ def steps_of(config: RunConfig, steps: int | None, folder: str | Path) -> int:
 
 
 def run_needs(profile: RunProfile, pools: Sequence[Pool] = ()) -> dict[str, Any]:
-    """Devices, memory, switches and start, as fields of `ClusterJob`. Memory and switches follow
-    from the sizes of the checkpoint's files: of weights and optimizer alone, without what the
-    processes take for themselves. What is published is part of the training of a run that shared
-    pools, and does not cross the link once more."""
+    """Return devices, memory, switches and start, as fields of `ClusterJob`. Memory and switches
+    follow from the sizes of the checkpoint's files, of weights and optimizer, without what
+    processes need besides. In a run that shared pools sending the weights was part of training, so
+    that its size is set to 0."""
     needs = needs_of(
         model_bytes=profile.model_bytes,
         trainer_bytes=profile.trainer_bytes,
@@ -139,9 +141,9 @@ def needs_of(
     num_copies: int,
     pools: Sequence[Pool] = (),
 ) -> dict[str, Any]:
-    """Devices, memory and switches as fields of `ClusterJob`. The engines keep `num_copies` of the
-    weights, spread over their devices; the trainer's state is spread over its own. `pools`: on the
-    nodes of which the job will be."""
+    """Return devices, memory and switches as fields of `ClusterJob`. The engines keep `num_copies`
+    of the weights, spread over their devices; the trainer's state is spread over its own devices.
+    `pools`: those that the job may run on."""
     held = {"rollout": model_bytes * num_copies, "train": trainer_bytes}
     needs: dict[str, Any] = {"model_gb": model_bytes / GB}
     for phase, count in devices.items():
@@ -152,9 +154,9 @@ def needs_of(
 
 
 def fewest_nodes(phase: Phase, devices: int, pools: Sequence[Pool]) -> int:
-    """Return the smallest number of nodes that a job with so many devices is spread over, in the
-    pools of the phase that have as many: there each node keeps the most. Where no pool has as many,
-    nodes of 8 devices are assumed."""
+    """Return the smallest number of nodes over which this many devices of a job are spread, in the
+    pools of the phase that have enough: there each node keeps the most memory. If no pool has
+    enough, nodes of 8 devices are assumed."""
     counts = [
         pool.nodes_for(devices)
         for pool in pools
@@ -164,7 +166,7 @@ def fewest_nodes(phase: Phase, devices: int, pools: Sequence[Pool]) -> int:
 
 
 def devices_of(config: RunConfig) -> dict[Phase, int]:
-    """Return the number of devices of the engines, and of the trainer."""
+    """Return the number of devices of the engines and of the trainer, by phase."""
     return {
         "rollout": config.rollout.engines * config.parallelism_planner.initial,
         "train": config.train.processes or 1,
@@ -175,8 +177,8 @@ def devices_of(config: RunConfig) -> dict[Phase, int]:
 
 
 def read_profile(folder: str | Path) -> RunProfile:
-    """Raises `ValueError` (`LogError`, `ConfigError`) for a folder that is none of a run, for a log
-    that is damaged, and for one with too few iterations."""
+    """Read the profile of the run in this folder. Raises `ValueError` (`LogError`, `ConfigError`)
+    if it is no run's folder, its log is damaged, or it has too few iterations."""
     events = events_path(folder)
     if not (events.parent / CONFIG_FILE).is_file():
         raise ValueError(
@@ -212,7 +214,7 @@ def read_profile(folder: str | Path) -> RunProfile:
 
 
 def check_profile(profile: RunProfile, config: RunConfig) -> None:
-    """Raises `ValueError` if a run with this config would have other phases than the profile's."""
+    """Raises `ValueError` if the config has other settings (`SHAPING`) than that of the profile."""
     for key, theirs, ours in differences(to_plain(profile.config), to_plain(config)):
         if any(key == one or key.startswith(f"{one}.") for one in SHAPING):
             raise ValueError(
@@ -223,7 +225,7 @@ def check_profile(profile: RunProfile, config: RunConfig) -> None:
 
 
 def check_device(profile: RunProfile, *, on_gpus: bool) -> None:
-    """Raises `ValueError` for seconds of a CPU where GPUs are planned with."""
+    """Raises `ValueError` if the profile was measured on a CPU and the pools have GPUs."""
     if on_gpus and profile.config.model.device == "cpu":
         raise ValueError(
             f"profile {profile.folder} was made on a CPU (model.device=cpu), and the pools have "
@@ -239,12 +241,12 @@ def _word(value: object) -> str:
 
 @dataclass(slots=True)
 class _Book:
-    """All that is taken from a log, in one pass."""
+    """Collects from a run's log, in one pass, what a profile needs."""
 
     iterations: list[Iteration] = field(default_factory=list)
     start_s: float | None = None
     last_step: int | None = None
-    """The step with which the run is over. None if the log does not say."""
+    """The last step of the run, if its commit said so. None if the run has not ended by that."""
     _times: PhaseTimes = field(default_factory=PhaseTimes)
     _woke_s: dict[PoolName, list[float]] = field(default_factory=dict)
     _parked_s: dict[PoolName, list[float]] = field(default_factory=dict)
@@ -268,7 +270,7 @@ class _Book:
             self._parked_s.setdefault(self._left, []).append(entry.seconds)
 
     def switch_s(self) -> dict[PoolName, float]:
-        """Median of both ways; nothing of a run that had its pools to itself."""
+        """Return the median seconds to wake plus those to park, by pool. Empty without sharing."""
         return {
             pool: statistics.median(woke) + statistics.median(self._parked_s.get(pool, [0.0]))
             for pool, woke in self._woke_s.items()
@@ -277,13 +279,13 @@ class _Book:
 
 
 def saved_step(folder: Path) -> int:
-    """The step of the run's newest checkpoint, from which it would go on; 0: there is none."""
+    """Return the step of the run's newest checkpoint, from which it would go on; 0 if none."""
     newest = _newest_checkpoint(folder)
     return 0 if newest is None else int(newest.name[5:])
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:
-    """The last whole one; they are renamed when they are complete."""
+    """Return the newest complete checkpoint, or None. Checkpoints get this name once complete."""
     there = [p for p in (folder / "checkpoints").glob("step_*") if p.name[5:].isdigit()]
     return max(there, key=lambda path: int(path.name[5:]), default=None)
 
@@ -296,8 +298,8 @@ def _weight_bytes(folder: Path) -> int:
 
 
 def without_last(iterations: Sequence[Iteration], last_step: int | None) -> Sequence[Iteration]:
-    """A run's last step evaluates and writes a checkpoint, whatever its config says of the others.
-    It is left out where enough remain."""
+    """Return the iterations without the run's last one, which always evaluates and saves a
+    checkpoint. If too few would be left, return all."""
     rest = [one for one in iterations if one.step != last_step]
     return rest if _num_whole(rest) >= MIN_ITERATIONS else iterations
 
@@ -308,11 +310,11 @@ def _num_whole(iterations: Iterable[Iteration]) -> int:
 
 
 def without_warm_up(iterations: Sequence[Iteration]) -> list[Iteration]:
-    """The latest `MAX_ITERATIONS`. Of the first ones of all, at most `MAX_WARM`, each that comes
-    before the first ordinary one is left out: its rollout or its training took more than
-    `WARM_FACTOR` times the median of the later ones of its kind (kernels are compiled, caches
-    filled), and the empty ones before it. A kind that comes back less than twice has no median, and
-    its iteration stays."""
+    """Return the latest `MAX_ITERATIONS` iterations without the warm-up at the begin of the run. An
+    iteration is warm-up if its rollout or training took more than `WARM_FACTOR` times the median of
+    later iterations of its kind (kernels are compiled, caches filled), or if it is empty and comes
+    before such a one; at most `MAX_WARM` are left out. An iteration whose kind comes back less than
+    twice stays."""
     first = 0
     for number, one in enumerate(iterations[:MAX_WARM]):
         if _is_warm_up(iterations, number):
@@ -332,7 +334,7 @@ def _is_warm_up(iterations: Sequence[Iteration], first: int) -> bool:
 
 
 def rounds_of(iterations: Sequence[Iteration]) -> tuple[RoundTimes, ...]:
-    """Return the rounds by kind, the most frequent first, as a cluster learns them later."""
+    """Return the kinds of round with their times and shares, the most frequent kind first."""
     by_kind: dict[str, list[Times]] = {}
     for one in iterations:
         by_kind.setdefault(one.kind, []).append(one.times)

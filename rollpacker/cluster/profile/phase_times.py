@@ -1,12 +1,11 @@
-"""Measures what each iteration of a run took, phase by phase, as a job that shares pools is
-described by (`cluster/decide/job.py`): whether the run shared pools or had its own.
+"""Measures how long each phase of a run's iterations took, in the form in which a cluster describes
+jobs (`cluster/decide/job.py`), also for a run that had its pools to itself.
 
     Committed -- rollout --> last sample ended -- between --> TrainOn -- train --> WeightsSynced
               -- after --> Committed
 
-What an evaluation generates, between the last two, is rollout. Waits for pools, and switches,
-belong to none of them. It is a fold of its own beside the history, small enough for a run to feed
-it live.
+Generation of an evaluation, between the last two, counts as rollout. Waits for pools, and switches,
+belong to no phase. The state is small enough for a run to feed its log's entries live.
 """
 
 from __future__ import annotations
@@ -47,21 +46,20 @@ from rollpacker.core.records import (
 
 
 class PhaseTimes:
-    """Feed it a log's entries, live or from a file; it answers at every commit of a step that one
-    session saw from its begin. A step that another session took up is left out: nobody knows what
-    it would have taken. `feed` is O(1)."""
+    """Takes a log's entries one by one, live or from a file. `feed` returns an `Iteration` at the
+    commit of each step that one session of the run did from begin to end; a step that was
+    interrupted is left out, since its time is unknown. `feed` is O(1)."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0
         """Seconds of waits for pools and of switches, in all steps so far."""
         self._now_s = 0.0
-        """Time of the entry at hand by the run's own clock, which stands still during this
-        session's waits."""
+        """Time of the current entry in seconds, without this session's waits and switches."""
         self._last_s = 0.0
-        """Time of the entry at hand, as it was logged."""
+        """Time of the current entry in seconds, as it was logged."""
         self._waits = False
         self._step: _Step | None = None
-        """The step under way. None if its begin was not seen."""
+        """The step under way. None if this session did not begin it."""
         self._last_step = 0
         self._incarnation = Counter[int]()
         """Latest incarnation of each engine. Messages from an earlier incarnation are ignored."""
@@ -154,36 +152,36 @@ class _Step:
 
     begin_s: float
     round: int | None = None
-    """Number of the round under way. None before the first."""
+    """Number of the current round. None before the first round."""
     kind: RoundKind | None = None
     round_begin_s: float = 0.0
     ended_s: float | None = None
-    """When the last sample of the round so far ended. None if none has."""
+    """Time when the latest sample of the current round ended. None if none has ended."""
     rollout_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of the rounds before, by kind."""
+    """Seconds of the step's earlier rounds, by their kind."""
     between_s: float = 0.0
-    """Seconds between the rounds' ends and what came next."""
+    """Seconds between the end of each round and the next phase."""
     begun_s: float = 0.0
-    """Seconds of gradients before the step was due."""
+    """Seconds of gradients that were computed before the trainer was told to train."""
     train_on_s: float | None = None
     synced_s: float | None = None
     commit_s: float | None = None
     is_last: bool = False
     is_judging: bool = False
-    """Whether the rollout pool was left last, so that verdicts of a round or of an evaluation are
-    awaited."""
+    """Whether the pool left last is the rollout pool, so that rewards of a round or of an
+    evaluation are awaited."""
     evaluated_s: float | None = None
-    """Seconds of an evaluation's generation. None if there was no evaluation."""
+    """Seconds of generation of an evaluation. None if the step had none."""
 
     @property
     def waits_for_parking(self) -> bool:
-        """Whether parking holds the step up, which it does not while verdicts are awaited."""
+        """Whether the step waits while devices are parked; not while rewards are awaited."""
         is_over = self.synced_s is not None or self.commit_s is not None
         return is_over and not self.is_judging
 
     def evaluate(self, note: Note) -> None:
-        """Take in that an evaluation is over. In logs from before generation was told apart, all of
-        it counts as generation."""
+        """Take in the log's note on an evaluation. In old logs, where generation is not measured by
+        itself, the whole evaluation counts as generation."""
         callbacks_s = note.metrics.get(CALLBACK_SECONDS, 0.0)
         generated_s = note.metrics.get(EVALUATION_ROLLOUT, note.seconds - callbacks_s)
         self.evaluated_s = (self.evaluated_s or 0.0) + generated_s
@@ -200,7 +198,7 @@ class _Step:
         self.round, self.kind, self.ended_s = command.round, command.kind, None
 
     def close_round(self, now: float) -> None:
-        """Close the round, after which the next phase begins at `now`."""
+        """End the current round, if there is one. `now`: when the next phase begins."""
         if self.kind is None:
             return
         ended_s = now if self.ended_s is None else self.ended_s

@@ -1,1 +1,1 @@
-"""A job's side of the cluster: where it waits for its turn on a pool."""
+"""A job's side of the cluster: the object (*seat*) by which it waits for its turn on a pool."""

@@ -3,11 +3,11 @@
     \n{"sender": ..., "key": ..., "kind": ..., "facts": ...}\n        a letter
 
 A letter is one write at the end of its box's file. The kernel makes it whole and puts one behind
-the other, so there is no lock: whoever is stopped or killed, at whatever moment, holds up nobody. A
-letter of which only a part was written (its writer was killed, the disk is full) is none.
+the other, so there is no lock: a process that is stopped or killed, at whatever moment, holds up no
+other. A letter that was written only in part (by a killed writer, on a full disk) is ignored.
 
-A letter's number is where it begins. What was dealt with becomes a hole in the file: zeros that
-take no room. A reader looks every few milliseconds whether the file has grown.
+A letter's number is its place in the file. Letters that were dealt with become a hole in the file:
+zeros that take no room. A reader looks every few milliseconds whether the file has grown.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 
 def check_local(folder: Path, mounts: Path = MOUNTS) -> None:
-    """Raises `ValueError` if the folder is on a network file system. It may not be there yet."""
+    """Raises `ValueError` if the folder, which need not exist yet, is on a network file system."""
     kind = file_system(folder, mounts)
     if kind in _ELSEWHERE:
         raise ValueError(
@@ -48,8 +48,7 @@ def check_local(folder: Path, mounts: Path = MOUNTS) -> None:
 
 
 def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
-    """Return the kind of the folder's file system, as the kernel calls it. Empty if it is not
-    known."""
+    """Return the kernel's name for the kind of the folder's file system. Empty if it is unknown."""
     place = str(folder.resolve())
     found, kind = "", ""
     try:
@@ -66,7 +65,7 @@ def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
 
 
 def _plain(point: str) -> str:
-    """The kernel writes blanks as octal numbers."""
+    """Return the mount point with blanks, which the kernel writes as octal numbers."""
     for code, letter in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         point = point.replace(code, letter)
     return point
@@ -75,19 +74,19 @@ def _plain(point: str) -> str:
 SCHEME = "file:"
 LOOK_S = 0.004
 NUM_KEYS = 100_000
-"""Number of keys of read letters that are remembered, so that none comes twice: who posts one again
-does so within seconds."""
+"""Number of keys of read letters that are remembered, so that a letter that is posted again within
+seconds is not returned twice."""
 _EPOCH = "epoch"
 _PUNCH_HOLE = 0x01 | 0x02
-"""`fallocate`'s modes: make a hole, and keep the size."""
+"""Modes of `fallocate`: make a hole in the file, and keep its size."""
 
 
 class FileMailbox:
-    """Meets `Mailbox`. That a key counts once is known to the object that reads the box."""
+    """A mailbox of files, see `Mailbox`. The object that reads a box counts each key once."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `ValueError` for a folder on a network file system: appending is not one step
-        there."""
+        """Raises `ValueError` if the folder is on a network file system, where appending is not one
+        step."""
         check_local(folder)
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +144,7 @@ class FileMailbox:
         return self.folder / f"{quote(box, safe='')}.letters"
 
     def _letters(self, box: str, path: Path, after: int) -> list[Letter]:
-        """Return the whole letters that begin there or behind it."""
+        """Return the complete letters whose number is higher than `after`."""
         found = []
         for place, line in _lines(path, after):
             try:
@@ -176,8 +175,8 @@ def _size(path: Path) -> int:
 
 
 def _lines(path: Path, after: int) -> list[tuple[int, bytes]]:
-    """Return the whole lines, each with the place of the line end before it, which is not before
-    `after`. A file that ends before that is another one: all of its lines."""
+    """Return the whole lines, each with the place of the line end before it, which is at `after` or
+    later. If the file is shorter than `after`, it is a new one, and all its lines are returned."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -207,7 +206,7 @@ def _data(file: int, place: int) -> int:
 
 
 def _make_hole(path: Path, upto: int) -> None:
-    """Make a hole of the file's first bytes. Raises `FileNotFoundError`."""
+    """Turn the first `upto` bytes of the file into a hole. Raises `FileNotFoundError`."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         upto = min(upto, os.fstat(file).st_size)

@@ -1,4 +1,4 @@
-"""Letters between jobs, the service and whoever asks it something."""
+"""Messages (*letters*) between jobs, the cluster's service and commands that ask it something."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 SERVICE = "service"
-"""The service's box. A job's box has the job's name; who asks a question names one of its own."""
+"""Name of the service's box. A job's box has the job's name; a command makes up a name."""
 
 
 ALL = sys.maxsize
-"""The number up to which letters are forgotten when nobody will read the box any more."""
+"""In place of a number, for `forget`: all letters, because the box will not be read any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Letter:
-    """A letter in a box. It is no struct: a mailbox behind ray outlives the service, and one that
-    an earlier version has made sends the pickles of a dataclass, which make no struct."""
+    """A message in a box. It is a dataclass and no struct, since a mailbox on ray outlives the
+    service: one that an earlier version has made sends pickled dataclasses."""
 
     number: int
-    """Number among the box's letters, 1 or more. Numbers rise in the order in which letters are
-    read."""
+    """Number of the letter in its box, 1 or more. Letters are read in the order of their
+    numbers."""
     sender: str
     kind: str
-    """ask, left, committed, beat of a job, and close, to itself (`mailbox_seat.py`); submit,
-    cancel, drain, status of who asks the service; grant, stop, and an answer of the question's
-    kind, or refused, of the service."""
+    """What the letter is about. From a job: ask, left, committed, beat; and close, to itself
+    (`mailbox_seat.py`). From a command: submit, cancel, drain, status. From the service: grant,
+    stop, and as an answer the question's own kind, or refused."""
     facts: Mapping[str, Any]
-    """Content of the letter, as values that JSON has."""
+    """Content of the letter by name, as JSON values."""
     key: str
-    """The sender's own key for the letter, which an answer repeats in `about`."""
+    """Key of the letter, unique for its sender. The answer has it as `about`."""
 
 
 class Mailbox(Protocol):
-    """Boxes of letters, by name, which outlive whoever writes and reads them. All calls may be
-    repeated, and come from any thread. They raise `OSError` where the mailbox cannot be reached."""
+    """Boxes of letters, by name, which outlive their writers and readers. All calls may be
+    repeated, in any thread. They raise `OSError` if the mailbox cannot be reached."""
 
     @property
     def address(self) -> str:
@@ -46,8 +46,8 @@ class Mailbox(Protocol):
 
     @property
     def epoch(self) -> str:
-        """Name of the mailbox's life. It changes if all letters are lost: who waits for an answer
-        then asks again."""
+        """Name of the mailbox's life. It changes when all letters are lost: a process that waits
+        for an answer then has to post its question again."""
         ...
 
     def post(self, box: str, sender: str, key: str, kind: str, facts: Mapping[str, Any]) -> None:
@@ -55,10 +55,10 @@ class Mailbox(Protocol):
         ...
 
     def read(self, box: str, after: int, within_s: float) -> list[Letter]:
-        """Return the letters with higher numbers, as soon as there are any; none after these
-        seconds."""
+        """Return the box's letters with numbers higher than `after` as soon as there are any, or
+        none after `within_s` seconds."""
         ...
 
     def forget(self, box: str, upto: int) -> None:
-        """Letters up to this number have been dealt with. `ALL`: the box may go as well."""
+        """Drop the box's letters up to this number. `ALL`: the box itself may be dropped, too."""
         ...

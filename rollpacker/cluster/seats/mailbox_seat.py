@@ -1,4 +1,4 @@
-"""A job's seat, over a mailbox.
+"""A job's side of the cluster (*seat*), which reaches the service by letters in a mailbox.
 
     ask 1 {pool, purpose} -->                each ask has a number, which its grant and end have
                       <-- grant {ask: 1}
@@ -7,8 +7,8 @@
                                              more, in case that a letter was lost
     committed {...}   -->    <-- stop {reason}
 
-A thread beats and another one reads, each with a connection of its own, so that neither waits for
-the other. What is written cannot be lost with this process: whoever reads it knows its incarnation.
+One thread sends beats and another one reads, each with a connection of its own, so that neither
+waits for the other. Each letter has the incarnation (number of the job's start) of its process.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from rollpacker.cluster.seats.seat import SEAT_VARIABLE, START, Alone, Iteration
 from rollpacker.core.ids import PoolName
 
 LEASE_S = 5.0
-"""A grant is over when the service has heard nothing of the job for so long."""
+"""Seconds without news of a job after which the pool that it holds counts as free."""
 START_LEASE_S = 30.0
-"""Seconds of silence after which a grant is over for a pool on which parts begin. A process that
-loads libraries and a model beats late, since whatever holds Python's lock holds up its other
-threads."""
+"""Seconds of silence that end the lease of a pool on which a run's parts are starting. A process
+that loads libraries and a model sends beats late, since its other threads wait for Python's
+lock."""
 BEAT_S = 1.0
 UNHEARD_S = 60.0
-"""A wait for a pool fails if the mailbox could not be reached for so long."""
+"""Seconds without reaching the mailbox after which a wait for a pool fails."""
 _LOOK_S = 0.02
-"""Seconds within which a wait that was given up is noticed."""
+"""Seconds within which `enter` notices that it was given up."""
 _READ_S = 1.0
 _END_S = 10.0
-"""Seconds within which threads end that wait for a mailbox that does not answer."""
+"""Seconds for which `close` waits for threads whose mailbox does not answer."""
 _AGAIN_S = 0.1
 
 Told = Callable[[str], None]
@@ -61,22 +61,22 @@ class _Ask:
 
 
 class MailboxSeat:
-    """Meets `Seat`."""
+    """A job's seat, as `Seat` describes it, over a mailbox."""
 
     def __init__(self, mailbox: Mailbox, job: str, incarnation: int) -> None:
-        """Raises `OSError` if the mailbox cannot be reached."""
+        """`incarnation`: number of the job's start. Raises `OSError` without a mailbox."""
         self._mailbox = mailbox
         self._job = job
         self._incarnation = incarnation
         self._changed = threading.Condition()
         self._ask: _Ask | None = None
-        """The ask for the pool that is waited for or held. None if there is none."""
+        """The job's ask for the pool that it waits for or holds. None if there is none."""
         self._untold: list[Iteration] = []
-        """Iterations that ended while a pool was held, whose parts were still about to park."""
+        """Iterations that ended while a pool was held, which are reported once it is left."""
         self._num_asked = 0
         self._num_posted = 0
         self._beaten_s = time.monotonic()
-        """Time when the last beat began that got through."""
+        """Time in seconds when the last beat that reached the mailbox began."""
         self._lost: str | None = None
         self._wants_stop: str | None = None
         self._watchers: list[tuple[Told, Told]] = []
@@ -119,7 +119,7 @@ class MailboxSeat:
             self.committed(iteration)
 
     def committed(self, iteration: Iteration) -> None:
-        """The cluster hears of it when nothing is held: it moves nobody who holds devices."""
+        """Report an iteration to the cluster, once no pool is held, since the job may move then."""
         with self._changed:
             if self._ask is not None and self._ask.is_granted:
                 self._untold.append(iteration)
@@ -145,8 +145,8 @@ class MailboxSeat:
             self._end_threads()
 
     def _end_threads(self) -> None:
-        """A thread that calls ray while Python ends, or ray's own part in the process does, ends
-        the process with exit code 1, or aborts it."""
+        """End both threads before Python ends: a thread that calls ray at that moment would abort
+        the process or change its exit code."""
         with contextlib.suppress(OSError):  # so that who reads need not wait for a letter
             self._mailbox.post(self._job, self._job, f"{self._incarnation}/close", "close", {})
         until = time.monotonic() + _END_S
@@ -168,7 +168,7 @@ class MailboxSeat:
                     raise
 
     def _try_to_post(self, kind: str, facts: dict[str, Any], tries: int = 1) -> None:
-        """Post a letter. If it does not get through, the next beat says the same."""
+        """Post a letter. If that fails, nothing is raised: the next beat has the same content."""
         with contextlib.suppress(OSError):
             self._post(kind, facts, tries)
 
@@ -251,13 +251,13 @@ class MailboxSeat:
 
 
 MAILBOXES = {"file": "rollpacker.cluster.seats.mail_file", "ray": "rollpacker.cluster.on_ray.mail"}
-"""Modules that know mailboxes by address (`open_mailbox`), by its begin. They are loaded by name
-when a seat needs one: what is behind ray is no part of this package."""
+"""Modules with mailboxes (`open_mailbox`), by the begin of their addresses. They are imported by
+name when one is needed, since the one on ray belongs to another package."""
 
 
 def open_seat(environ: Mapping[str, str]) -> Seat | None:
-    """The seat that the environment names; None: the job runs by itself. Raises `ValueError` for
-    what names none, and `OSError` where it cannot be reached."""
+    """Return the seat that the environment names, or None if the job runs by itself. Raises
+    `ValueError` for a value that names no seat, and `OSError` if it cannot be reached."""
     where = environ.get(SEAT_VARIABLE)
     if where is None:
         return None

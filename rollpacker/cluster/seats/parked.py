@@ -1,4 +1,4 @@
-"""Parks a program: its model and its optimizer wait in host memory."""
+"""Moves a program's model and optimizer to host memory (*parks* them), and back."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ if TYPE_CHECKING:
 def parking(
     *owners: nn.Module | Optimizer | Callable[[], object] | None, device: str = "cuda"
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """`(park, wake)`: they take all tensors of the modules (parameters, gradients, buffers) and
-    optimizers (state) off devices of this type into host memory, and bring them back, bit for bit.
+    """Return two functions, `park` and `wake`, which move all tensors of the modules (parameters,
+    gradients, buffers) and optimizers (state) off devices of this type into host memory, and back,
+    bit for bit.
 
-    An owner may also be a function that returns one, or None, each time that is parked: for an
-    optimizer that is made later. A tensor stays the same object. While parked nobody may read or
-    write it, so save checkpoints inside a phase. Tensors on other devices stay where they are."""
+    An owner may also be a function that returns a module, an optimizer or None at each `park`: for
+    an optimizer that is made later. A tensor stays the same object. While it is parked it must not
+    be read or written, so save checkpoints inside a phase. Tensors on other devices stay where they
+    are."""
     from rollpacker.weights.host_store import HostStore
 
     store = HostStore(device)

@@ -11,8 +11,8 @@
             ...                        # update the weights, save a checkpoint
         cluster.committed(step)
 
-The environment says whether the process is a job of a cluster (`seat.py`). If not, nothing waits
-and no hook is called. docs/many-jobs.md has the page.
+A variable of the environment makes the process a job of a cluster (`seat.py`). Without it, nothing
+waits and no hook (`park`, `wake`) is called. See docs/many-jobs.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rollpacker.workers.loopback import gloo_on_loopback
 Answer = TypeVar("Answer")
 
 _LOST = 6
-"""Exit code, as of `rollpacker train`: it can be resumed."""
+"""Exit code for a lost lease, the same as of `rollpacker train`: the run can be resumed."""
 UNTOLD_ITERATIONS = 3
 """Number of iterations without a call of `committed` after which a warning is logged."""
 _PURPOSES: dict[PoolName, str] = {"rollout": "round", "train": "step"}
@@ -48,9 +48,9 @@ _logger = logging.getLogger(__name__)
 
 
 class Stopped(SystemExit):
-    """The cluster wants the program to end here: it is to go on elsewhere or later, or was
-    cancelled. Unless it is caught the process ends with exit code 130, as of `rollpacker train`,
-    which says that it is not done."""
+    """Raised when the cluster wants the program to end here: it is to go on elsewhere or later, or
+    was cancelled. Unless it is caught, the process ends with exit code 130, as `rollpacker train`
+    does, which means that the job is not done."""
 
     def __init__(self, code: int = 130) -> None:
         super().__init__(code)
@@ -58,12 +58,12 @@ class Stopped(SystemExit):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The begin of a phase, in seconds. Both are 0 outside of a cluster."""
+    """What the begin of a phase took, in seconds. Both are 0 outside of a cluster."""
 
     waited_s: float
     """Seconds of waiting for the pool."""
     wake_s: float
-    """Seconds in `wake`."""
+    """Seconds that the call of `wake` took."""
 
 
 @contextlib.contextmanager
@@ -101,11 +101,11 @@ def phase(
 
 
 def committed(step: int, *, kind: str = "plain") -> None:
-    """The iteration `step` is over, and a program that is started again would go on after it: call
-    it when that is saved, after its phases, on every rank. The cluster learns from it how long
-    iterations take (`kind` tells kinds apart that differ in length), and moves jobs only here. What
-    comes before a program's first rollout phase belongs to no iteration. Raises `LeaseLost`, and
-    `ValueError` for a step that is no whole number."""
+    """Report that the iteration `step` is over and saved, so that a restarted program would go on
+    after it. Call this after the iteration's phases, on every rank. The cluster learns from it how
+    long iterations take (give those that differ in length another `kind`), and moves jobs only
+    here. What comes before a program's first rollout phase belongs to no iteration. Raises
+    `LeaseLost`, and `ValueError` for a step that is no whole number."""
     try:
         step = operator.index(step)
     except TypeError:
@@ -114,7 +114,7 @@ def committed(step: int, *, kind: str = "plain") -> None:
 
 
 class _Ranks:
-    """The processes that are one program."""
+    """The processes (ranks) of one program, which enter and leave phases together."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -142,7 +142,7 @@ class _Ranks:
         return self._group is not None
 
     def meet(self) -> None:
-        """Return when all have come here."""
+        """Wait until all ranks have called this."""
         if self.are_several:
             sys.modules["torch.distributed"].barrier(group=self._group)
 
@@ -172,19 +172,19 @@ class _Ranks:
 
 
 class _Program:
-    """This process's part in the cluster."""
+    """This process's part in the cluster: its phases, its ranks and, on rank 0, its seat."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._phase: PoolName | None = None
         """The phase that some thread is in, or waits to enter. None if there is none."""
         self._holds = False
-        """The phase's pool: on rank 0, which alone has the seat."""
+        """Whether the phase's pool is held. Only on rank 0, which has the seat."""
         self._unknown: str | None = None
-        """The reason why nobody knows what is on the devices. None if that is known."""
+        """Why the content of the devices is unknown. None if it is known."""
         self._lost: str | None = None
         self._wish = threading.Event()
-        """Set once the cluster, or somebody by SIGTERM, wants the program to end."""
+        """Set once the cluster, or a SIGTERM, asks the program to end."""
         self._seconds = _Seconds()
         self._ranks: _Ranks | None = None
         """The ranks of the program. None outside of a cluster."""
@@ -201,7 +201,7 @@ class _Program:
             atexit.register(self._close)
 
     def enter(self, pool: PoolName, wake: Callable[[], object] | None) -> Turn:
-        """See `phase`."""
+        """Wait for the pool, call `wake`, and return the seconds of both; see `phase`."""
         with self._lock:
             self._check(pool)
             self._phase = pool
@@ -220,7 +220,7 @@ class _Program:
         return Turn(entered_s - asked_s, self._seconds.begins() - entered_s)
 
     def leave(self, park: Callable[[], object] | None, *, failed: bool = False) -> None:
-        """See `phase`."""
+        """Wait for the device, call `park`, and give the pool back; see `phase`."""
         if self._ranks is None:
             self._phase = None
             return
@@ -243,7 +243,7 @@ class _Program:
             self._seconds.left()
 
     def committed(self, step: int, kind: str) -> None:
-        """See `committed`."""
+        """Report the iteration to the cluster from rank 0; see the function `committed`."""
         if self._phase is not None:
             raise ValueError(
                 f"committed({step}) inside phase({self._phase!r}): call it after the phases of "
@@ -336,7 +336,7 @@ class _Seconds:
     def __init__(self) -> None:
         self._counts = False
         self._since_s = 0.0
-        """The end of the last stretch that was counted."""
+        """Time in seconds up to which all is counted."""
         self._told = False
         self._num_untold = 0
         self._warn_once = WarnOnce(_logger)
@@ -354,7 +354,7 @@ class _Seconds:
         return now_s
 
     def asks(self, pool: PoolName) -> float:
-        """Enter that the program asks for a pool. Returns the time."""
+        """Record that the program asks for a pool. Returns the time in seconds."""
         now_s = self._lap("between" if self._last == "rollout" else "after")
         if pool == "rollout":
             self._counts = True
@@ -370,7 +370,7 @@ class _Seconds:
         return now_s
 
     def begins(self) -> float:
-        """The phase does its work from now on. Returns the time."""
+        """Record that the phase begins its work. Returns the time in seconds."""
         self._since_s = time.monotonic()
         return self._since_s
 
@@ -378,11 +378,11 @@ class _Seconds:
         self._lap(pool)
 
     def left(self) -> None:
-        """Enter that the switch of pools is over."""
+        """Record that the pool was left, so that the switch does not count."""
         self._since_s = time.monotonic()
 
     def iteration(self, step: int, kind: str) -> Iteration | None:
-        """Return what the last iteration took, or None if none was begun."""
+        """Return the seconds of the last iteration by phase, or None if none was begun."""
         self._lap("between" if self._last == "rollout" else "after")
         counted, spent = self._counts, self._spent
         self._told = True
@@ -400,8 +400,8 @@ class _Seconds:
 
 
 def _settle() -> None:
-    """Wait for what was begun on the device: it is part of the phase, and has to be over before
-    the pool is another's."""
+    """Wait for what was begun on the device, which is part of the phase and has to be over before
+    another job has the pool."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -419,7 +419,7 @@ _opening = threading.Lock()
 
 
 def _opened() -> _Program:
-    """Return this process's part in the cluster, which is opened at the first call."""
+    """Return this process's part in the cluster, which is made at the first call."""
     global _program, _pid
     with _opening:
         if _program is None:

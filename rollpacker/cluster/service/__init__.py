@@ -1,1 +1,1 @@
-"""The service that starts jobs, grants them turns on two pools, and survives its own restarts."""
+"""Starts jobs, grants them turns on shared pools, and survives its own restarts."""

@@ -1,7 +1,7 @@
-"""The service's own knowledge of its jobs, besides that of the core: a fold over events and
+"""What the service knows of its jobs besides what decisions need, computed from events and
 commands.
 
-It is made anew from the stored events when a service starts, by the very same code.
+When a service starts, the same code computes it anew from the stored events.
 """
 
 from __future__ import annotations
@@ -46,62 +46,62 @@ NUM_NOTES = 200
 NUM_LAST = 8
 PAUSES_S = (0.0, 10.0, 60.0)
 """Seconds before a lost job is started again, by the number of its losses since its last commit.
-What ended it may need time to be over. The last one stands for all further losses."""
+What ended the job may need time to pass. The last number stands for all further losses."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 """Pattern for the name of a job, or of a cluster whose folder is named after it."""
 
 
 class Note(NamedTuple):
-    """Something that a person wants to know."""
+    """A line about what has happened, for people who watch the cluster."""
 
     at_s: float
     text: str
 
 
 class Turn(msgspec.Struct):
-    """The last ask of the job's present incarnation."""
+    """The last ask for a pool of the job's present incarnation (start)."""
 
     ask: int = 0
-    """The job's number of it; 0: it has not asked yet."""
+    """The job's own number of the ask. 0 if it has not asked yet."""
     phase: Phase | None = None
-    """The phase that is awaited or held. None if neither is."""
+    """The phase whose pool is awaited or held. None if neither is."""
     token: int = 0
-    """Token of the grant that stands. 0 if there is none."""
+    """Token (number) of the present grant. 0 if the job holds no pool."""
     since_s: float = 0.0
-    """Time since when the phase is awaited, or held."""
+    """Time in seconds since when the pool is awaited, or held."""
     purpose: str = ""
-    """Purpose of the ask, in the job's word."""
+    """Why the job asked, in a word: round, step or start."""
 
 
 class JobRecord(msgspec.Struct):
-    """A job since it was submitted."""
+    """All that the service knows of one job since it was submitted."""
 
     job: ClusterJob
     facts: Facts
-    """Facts about the job as they were submitted: command, folder and others."""
+    """Facts about the job as they were submitted, by name: command, folder and others."""
     submitted_s: float
     starts: list[Start]
-    """The starts of all its incarnations, numbered from 1."""
+    """The starts of the job, whose incarnations are numbered from 1."""
     num_before: int = 0
-    """Number of starts that were those of earlier jobs of this name. Some of these may still be
+    """Number of the starts that were those of earlier jobs of this name, some of which may still be
     ending."""
     is_placed: bool = False
-    """Whether it has nodes, which are those of the last start."""
+    """Whether the job has nodes, which are those of its last start."""
     turn: Turn = msgspec.field(default_factory=Turn)
     steps: int = 0
     work_s: float = 0.0
     waited_s: float = 0.0
-    """Seconds of waiting for pools, for nodes, and for starts after the first."""
+    """Seconds for which the job waited for pools, for nodes, and for starts after the first."""
     waits_since_s: float = 0.0
-    """Time since when it waits for nodes, or for its next start to ask."""
+    """Time in seconds since when the job waits for nodes, or for its next start to ask."""
     lost_s: tuple[float, ...] = ()
-    """Times at which it was lost since its last commit, or not long ago."""
+    """Times in seconds of the job's losses since its last commit, within `LOSSES_S`."""
     is_cancelled: bool = False
     outcome: str = ""
-    """done, failed, cancelled; empty: not yet."""
+    """How the job ended: done, failed or cancelled. Empty if it has not ended."""
     ended_s: float = 0.0
     told: Facts = msgspec.field(default_factory=dict)
-    """Facts about its end or its last loss: exit code, last lines, why."""
+    """Facts about the job's end or its last loss, by name: exit code, last lines, reason."""
 
     @property
     def incarnation(self) -> int:
@@ -109,7 +109,7 @@ class JobRecord(msgspec.Struct):
 
     @property
     def starts_from_s(self) -> float:
-        """Time before which it is not started."""
+        """Time in seconds before which the job is not started again."""
         num_lost = len(self.lost_s)
         return self.lost_s[-1] + PAUSES_S[min(num_lost, len(PAUSES_S)) - 1] if num_lost else 0.0
 
@@ -119,22 +119,22 @@ class JobRecord(msgspec.Struct):
 
 
 class Book:
-    """All jobs by name, and what has happened of late."""
+    """All jobs by name, and the notes about what has happened lately."""
 
     def __init__(self) -> None:
         self.records: dict[str, JobRecord] = {}
         self.notes: deque[Note] = deque(maxlen=NUM_NOTES)
         self.drained: set[Node] = set()
         self.hostless: set[Node] = set()
-        """Those of the drained nodes that may have jobs again once they have a host."""
+        """Those of the drained nodes that are restored once they have a host."""
 
     def placed(self) -> Sequence[JobRecord]:
         """Return the jobs that have nodes."""
         return [one for one in self.records.values() if one.is_placed]
 
     def write(self, event: Event, facts: Facts, commands: Sequence[Command]) -> None:
-        """Enter what happened, and what the core said to it. `facts`: what the core does not need
-        to know of it."""
+        """Take in an event and the commands that came of it. `facts`: values that the decisions do
+        not need."""
         at_s = event.at_s
         match event:
             case Submitted():
@@ -151,7 +151,7 @@ class Book:
             self._cancelled(self.records[event.job], at_s)
 
     def check_new(self, job: ClusterJob, facts: Facts) -> None:
-        """Raises `ValueError` for a job that cannot be submitted beside those that are here."""
+        """Raises `ValueError` if the job's name is wrong, or another job has its run's folder."""
         if not NAME.fullmatch(job.name) or job.name == SERVICE:
             raise ValueError(
                 f"{job.name!r} is no name for a job: a hundred letters, digits, -, _ and . at most"
@@ -164,7 +164,7 @@ class Book:
                 )
 
     def known(self, name: str) -> JobRecord:
-        """Raises `ValueError` for a name of no job."""
+        """Return the job's record. Raises `ValueError` if there is no job of this name."""
         record = self.records.get(name)
         if record is None:
             known = ", ".join(self.records) or "none"
@@ -175,7 +175,7 @@ class Book:
         self.notes.append(Note(at_s, text))
 
     def has_told(self, text: str) -> bool:
-        """Whether this was said among the last notes."""
+        """Whether the last few notes have this text."""
         return text in [note.text for note in self.notes][-NUM_LAST:]
 
     # -- events ------------------------------------------------------------------------
@@ -225,13 +225,12 @@ class Book:
                 self._end(record, at_s, facts)
 
     def _start_waited_s(self, record: JobRecord, at_s: float) -> float:
-        """Return the seconds that the job's start took, which count as waiting after its first
-        start."""
+        """Return the seconds from the job's start to its ask, as waiting. 0 at its first start."""
         is_first = not record.told and record.steps == record.job.steps_before
         return 0.0 if is_first else at_s - record.waits_since_s
 
     def _awaits_s(self, record: JobRecord, at_s: float) -> float:
-        """Return the seconds for which the job has waited for a pool, or for nodes."""
+        """Return the seconds for which the job waits for a pool, or for nodes, by now."""
         if not record.is_placed:
             return at_s - record.waits_since_s
         return at_s - record.turn.since_s if record.turn.phase and not record.turn.token else 0.0
@@ -244,7 +243,7 @@ class Book:
         self.note(at_s, f"{record.job.name} {_ENDED[record.outcome]}{why}")
 
     def _cancelled(self, record: JobRecord, at_s: float) -> None:
-        """A job without nodes is gone at once."""
+        """Mark the job as cancelled. A job without nodes ends by that."""
         record.is_cancelled = True
         if not record.is_placed and not record.outcome:
             self._end(record, at_s, {"outcome": "cancelled"})
@@ -298,7 +297,7 @@ _ENDED = {"done": "is done", "failed": "failed", "cancelled": "was cancelled"}
 
 
 def order_of(record: JobRecord, address: str) -> JobOrder:
-    """Return the order for a job's last start. `address` is that of the mailbox."""
+    """Return the order to make a job's last start. `address`: that of the mailbox."""
     start, facts = record.starts[-1], record.facts
     seat = seat_variable(address, record.job.name, record.incarnation)
     return JobOrder(
@@ -317,7 +316,7 @@ def node_name(node: Node) -> str:
 
 
 def node_of(name: str) -> Node:
-    """Raises `ValueError` for what is no name of a node."""
+    """Return the node of this name, POOL/NUMBER. Raises `ValueError` if the name is not so."""
     pool, _, number = name.rpartition("/")
     if not pool or not number.isdecimal():
         raise ValueError(f"{name} is no node: POOL/NUMBER, such as cheap/0")
@@ -325,7 +324,7 @@ def node_of(name: str) -> Node:
 
 
 def committed(at_s: float, record: JobRecord, facts: Facts) -> Committed | None:
-    """The event that a job tells; None: it counts already. Raises `ValueError`."""
+    """Return the event of a reported iteration, or None if it is counted. Raises `ValueError`."""
     times, step, last = times_of(facts), int(facts["step"]), facts.get("last")
     if step <= record.steps:
         return None
@@ -342,12 +341,12 @@ def committed(at_s: float, record: JobRecord, facts: Facts) -> Committed | None:
 
 
 def _last_of(record: JobRecord) -> int:
-    """The number of the last step that was submitted."""
+    """Return the number of the job's last step, as it was submitted."""
     return record.job.steps_before + record.job.steps
 
 
 def times_of(facts: Facts) -> Times:
-    """Return the times of a committed iteration. Raises `ValueError` for what cannot be seconds."""
+    """Return the reported times of an iteration. Raises `ValueError` for impossible seconds."""
     times = Times(*(float(facts[name]) for name in Times._fields))
     for name, seconds in zip(Times._fields, times, strict=True):
         if not (math.isfinite(seconds) and seconds >= 0):

@@ -1,4 +1,4 @@
-"""The parent of a job on this host: it outlives the service, and says how the job ended.
+"""The parent process of a job: it outlives the service, and writes down how the job ended.
 
     service .. keeper --> job --> engines, ranks, whatever these start
 
@@ -7,9 +7,9 @@ FOLDER/keeper for its life, whose file only the first of several makes, writes t
 into FOLDER/process, and once the job has ended and all that it started is gone, its exit code into
 FOLDER/exit (-N: by signal N).
 
-CONTACT is a file that says when this host was last known to be one of the cluster's (`now_s`),
-or empty where jobs have no other host. `FENCE_S` after that the keeper ends the job, stopped or
-not: by then it counts as gone for those who cannot reach this host, and is started on another one.
+CONTACT is a file that says when this host was last known to be one of the cluster's (`now_s`), or
+empty where jobs have no other host. `FENCE_S` after that the keeper ends the job, stopped or not:
+by then the job counts as gone for a service that cannot reach this host, and is started elsewhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import NoReturn
 
 KEEPER, PROCESS, EXIT, OUTPUT = "keeper", "process", "exit", "output"
 FENCE_S = 30.0
-"""Seconds without contact after which a host has no job any more."""
+"""Seconds without contact with the cluster after which a host's jobs are ended."""
 LOOK_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -56,8 +56,8 @@ def main(folder: str, contact: str, command: list[str]) -> NoReturn:
 
 
 def _wait(job: subprocess.Popen[bytes], contact: str) -> int:
-    """Wait until the job has ended, by itself or because this host is cut off. Returns its exit
-    code."""
+    """Wait until the job has ended, by itself or because this host is cut off. Returns the job's
+    exit code."""
     ended = select.poll()
     ended.register(os.pidfd_open(job.pid), select.POLLIN)
     while not ended.poll(1000 * LOOK_S):
@@ -76,7 +76,7 @@ def now_s() -> float:
 
 
 def silent_s(contact: str | os.PathLike[str]) -> float:
-    """Seconds since this host's last contact."""
+    """Return the seconds since this host's last contact, or infinity if that is unknown."""
     try:
         with open(contact) as file:
             return now_s() - float(file.read())
@@ -85,7 +85,7 @@ def silent_s(contact: str | os.PathLike[str]) -> float:
 
 
 def _is_first(folder: str) -> bool:
-    """Whether no keeper was here before. The file is locked before anybody can see it."""
+    """Whether this is the start's first keeper. The file is locked before it can be seen."""
     own = os.path.join(folder, f"{KEEPER}.{os.getpid()}")
     lock = os.open(own, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -100,7 +100,7 @@ def _is_first(folder: str) -> bool:
 
 
 def _end_all() -> None:
-    """End all that the job has left, which comes to this process as orphans."""
+    """Kill all processes that the job has left, which become children of this process."""
     while True:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -116,7 +116,7 @@ def _end_all() -> None:
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file in one step, so that it is complete or unchanged."""
     draft = f"{os.fspath(path)}.{os.getpid()}"
     with open(draft, "w") as file:
         file.write(text)

@@ -1,10 +1,10 @@
-"""Jobs as processes of this host, which outlive the service.
+"""Runs jobs as processes of this host, which outlive the service.
 
     FOLDER/jobs/NAME/INCARNATION/    keeper, process, exit: see `keeper.py`
     FOLDER/jobs/NAME/output          what all its starts have printed
 
-A start's processes are found by their environment, which all have that it started, whatever
-session they are in, and by their parents.
+A start's processes are found by a variable of their environment, which all descendants inherit,
+whatever session they are in, and by their parents.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from rollpacker.cluster.service.runner import JobOrder
 MARK = "ROLLPACKER_START"
 """The variable of a start's environment that names its folder."""
 ROLLOUT_NODES, TRAIN_NODES = "ROLLPACKER_ROLLOUT_NODES", "ROLLPACKER_TRAIN_NODES"
-"""The variables of a job's environment that have its nodes, POOL/NUMBER, with commas."""
+"""Variables of a job's environment with its nodes, as POOL/NUMBER with commas, by phase."""
 ENDING = "ending"
-"""File of a start's folder with the processes that were found when it was killed. It goes once all
-of them are gone."""
+"""File of a start's folder with the processes that a kill has found. It is removed once all of them
+are gone."""
 START_S = 10.0
 GONE_S = 10.0
 LAST_BYTES = 4000
 _LOOK_S = 0.002
 _NUM_LOOKS = 2
-"""Number of looks in a row that must find no process: one may be forked while it is looked for."""
+"""Number of searches in a row that must find no process, since one may be forked during one."""
 
 
 class LocalRunner:
-    """Meets `Runner`."""
+    """Starts and ends jobs as processes of this host, as `Runner` describes it."""
 
     def __init__(self, folder: Path, contact: Path | None = None) -> None:
-        """`contact`: see `keeper.py`; None: no other host has jobs."""
+        """`contact`: the host's file of that name (`keeper.py`), or None with a single host."""
         self._folder = folder.absolute() / "jobs"
         self._contact = "" if contact is None else str(contact.absolute())
 
@@ -140,7 +140,7 @@ class LocalRunner:
         return ""
 
     def want(self, num_nodes: Mapping[str, int]) -> None:
-        """Do nothing: this host has what it has."""
+        """Do nothing: this host's nodes cannot become more."""
 
     def _place(self, job: str, incarnation: int) -> Path:
         return self._folder / job / str(incarnation)
@@ -166,16 +166,16 @@ def _mark(place: Path) -> bytes:
 class _Process(NamedTuple):
     parent: int
     began: str
-    """Begin of the process in ticks of the host's clock: its number may be another process's
-    later."""
+    """Time when the process began, in ticks of the host's clock: a process's number may be used
+    again later."""
 
 
 _Processes = dict[int, _Process]
-"""Processes by their numbers."""
+"""Processes by their process numbers."""
 
 
 def _read_ending(place: Path) -> _Processes:
-    """Return the processes that an earlier kill has left behind unfinished."""
+    """Return the processes that an unfinished kill has found earlier."""
     with contextlib.suppress(FileNotFoundError):
         known = json.loads((place / ENDING).read_text())
         return {int(pid): _Process(*one) for pid, one in known.items()}
@@ -183,8 +183,8 @@ def _read_ending(place: Path) -> _Processes:
 
 
 def _is_marked(pid: int, mark: bytes) -> bool:
-    """False for processes of others, and for those that have ended. One whose first thread has
-    ended says it by the others."""
+    """Whether the process has the mark in its environment; False if it has ended. If its first
+    thread has ended, the environment is read from the others."""
     here = Path(f"/proc/{pid}")
     for path in (here / "environ", *here.glob("task/*/environ")):
         with contextlib.suppress(OSError):
@@ -194,9 +194,8 @@ def _is_marked(pid: int, mark: bytes) -> bool:
 
 
 def _family(mark: bytes, known: Mapping[int, _Process]) -> _Processes:
-    """Return all processes that have the mark or a parent that is one of them, and of the known
-    ones those that are there still: one that ends loses its environment before its files and
-    devices."""
+    """Return all processes with the mark and their descendants, and those known ones that still
+    exist: a process that ends loses its environment before its files and devices."""
     here = _processes()
     still = {pid for pid, one in known.items() if pid in here and here[pid].began == one.began}
     found = still | {pid for pid in here if _is_marked(pid, mark)}
@@ -206,8 +205,8 @@ def _family(mark: bytes, known: Mapping[int, _Process]) -> _Processes:
 
 
 def _processes() -> _Processes:
-    """Return all processes of the host. A process has ended when its last thread has, not its
-    first: until then it has its files open, and its devices."""
+    """Return all processes of the host. A process counts until its last thread has ended: until
+    then its files and devices are open."""
     found = {}
     # Not glob("[0-9]*/stat"): it looks itself, and raises for a process that ends meanwhile.
     for path in (process / "stat" for process in Path("/proc").glob("[0-9]*")):

@@ -1,12 +1,12 @@
-"""The history of a cluster, and the state that came of it.
+"""Keeps the history of a cluster, and computes the state that follows from it.
 
     FOLDER/events.db   all events (`store.py`)
     FOLDER/snapshot    number of one of them, a digest, and the state after it as `pickle` has it
 
-State is the replay of all events; the snapshot is a cache of it, which may be deleted at any time,
-so that a new service replays only what is behind it. Its digest is of the state and of all that it
-depends on: the source of what decides, the cluster as it began, and that very event of that very
-store. If anything of it is another one, all is replayed.
+The state is the replay of all events. The snapshot is a cache, which may be deleted at any time:
+with it a new service replays only later events. The digest covers the state and all that it depends
+on: the code that decides, the cluster as it began, and the event in its store. If any of these
+differ, all events are replayed.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from rollpacker.cluster.service.store import Position, Store, StoredEvent, check
 from rollpacker.core import ids
 
 EVERY = 10_000
-"""Events, which take a second or two to replay: benchmarks/results/cluster_replay.json."""
+"""Number of events between two snapshots, which take a second or two to replay
+(benchmarks/results/cluster_replay.json)."""
 _NAME = "snapshot"
 logger = logging.getLogger(__name__)
 
 
 class Replayed(NamedTuple):
-    """The state after all events up to one of them."""
+    """The state of the cluster and of the service's book after an event."""
 
     cluster: core.Cluster
     book: book.Book
     last_s: float
-    """Time of the last event, or a little later: time goes on from there."""
+    """Time of the last event in seconds, or a little later: new events come after this."""
 
 
 class Past:
-    """The history of the cluster that is served from a folder."""
+    """The stored history of the cluster whose folder this is."""
 
     def __init__(self, folder: Path, cluster: core.Cluster) -> None:
-        """`cluster`: as it began. Raises as `Store` does."""
+        """`cluster`: the cluster before all events. Raises what `Store` does."""
         self.store = Store(folder / "events.db")
         self._path = folder / _NAME
         self._origin = _digest_of_code() + pickle.dumps(cluster)
@@ -53,8 +54,8 @@ class Past:
         """Number of the event after which the snapshot was taken."""
 
     def replay(self) -> Replayed:
-        """Return the state after all that has happened. Raises `ValueError` if events would lead to
-        something else now, and `OSError` where they cannot be read."""
+        """Return the state after all stored events. Raises `ValueError` if events would lead to
+        other commands now, and `OSError` if they cannot be read."""
         state = self._read() or self._began
         last_s, behind = state.last_s, self.store.entries(self._number)
         for number, entry in enumerate(behind, start=self._number + 1):
@@ -74,13 +75,13 @@ class Past:
         return state
 
     def write(self, entries: Sequence[StoredEvent], position: Position, state: Replayed) -> None:
-        """Write down what has happened, and up to which letter all are dealt with. `state` is the
-        one after that. Raises `OSError`."""
+        """Store events, and the position of the last letter up to which all were dealt with.
+        `state`: the one after these events. Raises `OSError`."""
         self.store.write(entries, position)
         self._keep(state)
 
     def _keep(self, state: Replayed) -> None:
-        """Take a snapshot of the state, if there are many events behind the last one."""
+        """Take a snapshot of the state, if `EVERY` events were stored since the last one."""
         number = self.store.num_events
         if number - self._number < EVERY:
             return
@@ -114,8 +115,8 @@ class Past:
 
 
 def _digest_of_code() -> bytes:
-    """Return a digest of the code that decides what comes of an event, and in which form that is
-    kept."""
+    """Return a digest of all code on which the state after an event, and its stored form,
+    depend."""
     found = hashlib.sha256(sys.version.encode())
     rooms = (Path(ids.__file__).parent, Path(core.__file__).parent)
     decides = [path for room in rooms for path in sorted(room.rglob("*.py"))]

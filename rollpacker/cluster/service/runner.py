@@ -1,4 +1,4 @@
-"""The contract of what starts the cluster's jobs and ends them: this host, or ray."""
+"""The contract of the part that starts and ends a cluster's jobs: on this host, or on ray."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollpacker.cluster.decide.nodes import Node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOrder:
-    """A job that is to run."""
+    """An order to start a job."""
 
     job: str
     incarnation: int
@@ -19,15 +19,15 @@ class JobOrder:
     command: Sequence[str]
     """The command line, such as `rollpacker train my_run.yaml --resume`."""
     environ: Mapping[str, str]
-    """Variables besides the host's own, with its seat among them."""
+    """Variables of the environment besides the host's own, with the address of the job's seat."""
     folder: str
-    """The folder in which it runs."""
+    """Path of the working directory in which the job runs."""
     rollout_nodes: Sequence[Node]
     train_nodes: Sequence[Node]
 
 
 class NoHost(OSError):
-    """A node has no host now."""
+    """Raised if a node has no host at present, so that no job can be started there."""
 
     def __init__(self, node: Node, message: str) -> None:
         super().__init__(message)
@@ -35,34 +35,34 @@ class NoHost(OSError):
 
 
 class Runner(Protocol):
-    """Knows jobs by name and incarnation, also those that an earlier service has started. Calls may
-    be repeated. They raise `OSError` where nothing can be asked."""
+    """Starts and ends jobs, known by name and number of the start (incarnation), also those of an
+    earlier service. Calls may be repeated. They raise `OSError` if hosts do not answer."""
 
     def start(self, order: JobOrder) -> None:
-        """Start it, unless this very start was made before. Raises `NoHost`."""
+        """Start the job, unless this start was made before. Raises `NoHost` without a host."""
         ...
 
     def has_host(self, node: Node) -> bool:
-        """Whether the node has one now."""
+        """Whether the node has a host at present."""
         ...
 
     def stop(self, job: str, incarnation: int) -> None:
-        """Ask it to end at its next commit, with a checkpoint (exit code 130 of `train`)."""
+        """Ask the job to end at its next commit, with a checkpoint and exit code 130."""
         ...
 
     def kill(self, job: str, incarnation: int) -> None:
-        """End all its processes, wherever they are, at once. They are gone when this returns."""
+        """Kill all processes of the job, on all hosts. They are gone when this returns."""
         ...
 
     def ended(self, job: str, incarnation: int) -> int | None:
-        """Return its exit code, None while it runs, and -1 for a start that nobody knows."""
+        """Return the exit code of the job's start; None while it runs, -1 if it is unknown."""
         ...
 
     def last_lines(self, job: str) -> str:
-        """The end of what the job has printed, or nothing if that cannot be read now."""
+        """Return the end of what the job has printed. Empty if that cannot be read now."""
         ...
 
     def want(self, num_nodes: Mapping[str, int]) -> None:
-        """Tell how many nodes of each pool are wanted, if somebody here can rent them or give them
+        """Report how many nodes of each pool are needed, to whatever can rent nodes or give them
         back."""
         ...

@@ -1,14 +1,14 @@
-"""The cluster's service: what jobs and people say becomes events of the core, and its commands are
-obeyed.
+"""The cluster's service: turns messages (letters) of jobs and people into events, has the core
+(`decide/`) decide on them, and carries out its commands.
 
     letters, ends of processes, leases -> events -> cluster/decide/cluster.py -> commands
                                             |                             |
                                           Store, first                  letters, Runner
 
-It may die at any moment. A new one replays the events and has the very same state; which processes
-run the runner knows; letters wait; grants stand. No decision is made here, but for when a job is
-lost: its processes are gone, or it was silent for longer than its lease, and then they are ended
-before anybody hears of it. So no two jobs are ever on one device, whatever was stopped and goes on.
+The service may die at any moment. A new one replays the events and has the same state; the runner
+knows which processes run; letters wait; grants stay valid. The only decision made here is when a
+job is lost: its processes are gone, or it was silent for longer than its lease, and then its
+processes are killed before the core is told. So no two jobs are ever on one device.
 """
 
 from __future__ import annotations
@@ -39,21 +39,20 @@ from rollpacker.core.ids import PoolName
 
 FORGET_S = 1.0
 ANSWER_S = 86_400.0
-"""Seconds after its last answer in which the box of a question is kept."""
+"""Seconds after its last answer for which a questioner's box is kept."""
 
 
 class Forgetting:
-    """Lets the mailbox forget, now and then, letters that were dealt with and boxes that nobody
-    reads. A service that is new does not know whom an earlier one has answered; of jobs it
-    knows."""
+    """Removes from the mailbox, now and then, letters that were dealt with and boxes that are not
+    read any more: those of ended jobs, and of commands that this service has answered."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._forgot_s = -math.inf
         self._answered_s: dict[str, float] = {}
-        """Time when each box of a question had its last answer."""
+        """Time in seconds when each command's box had its last answer."""
         self._emptied: set[str] = set()
-        """Boxes of jobs that have ended and were emptied."""
+        """Boxes of ended jobs that were emptied."""
 
     def answered(self, box: str) -> None:
         self._answered_s[box] = time.monotonic()
@@ -62,8 +61,8 @@ class Forgetting:
         return time.monotonic() - self._forgot_s > FORGET_S
 
     def forget(self, upto: int, ended: Iterable[str]) -> None:
-        """`upto`: of the service's letters. `ended`: the jobs of which no process is left. Raises
-        `OSError`."""
+        """Drop the service's letters up to this number, and the boxes that are not read any more.
+        `ended`: names of jobs without any process left. Raises `OSError`."""
         now_s = time.monotonic()
         self._mailbox.forget(SERVICE, upto)
         names = set(ended)
@@ -78,19 +77,19 @@ class Forgetting:
 
 
 LOOK_S = 0.1
-"""Seconds between two looks whether processes have ended."""
+"""Seconds between two checks whether processes have ended."""
 AWAY_S = LEASE_S / 2
-"""Seconds without a look after which the service was stopped or could write no letters, and perhaps
-nobody could."""
+"""Seconds without a check after which silence is excused: the service was stopped, or the mailbox
+could not be written, perhaps by the jobs neither."""
 HOPELESS = (2, 3)
-"""Exit codes of `train` that another start would have, too: bad input, NaN."""
+"""Exit codes of `train` that a restart would bring again: 2 for bad input, 3 for NaN."""
 BUSY = 75
-"""Exit code of `train` (EX_TEMPFAIL): another run is at work in its folder, which will end."""
+"""Exit code of `train` (EX_TEMPFAIL) while another run is at work in its folder."""
 Facts = Mapping[str, Any]
 
 
 class Service:
-    """One at a time for a folder; its caller sees to that."""
+    """The cluster's service. The caller makes sure that a folder has only one at a time."""
 
     def __init__(
         self,
@@ -102,8 +101,8 @@ class Service:
         runner: Runner,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`cluster`: a fresh one, to which happens again what the folder knows. `tell`: what a
-        person at the service wants to know, a line each.
+        """`cluster`: a new one, on which the folder's events are replayed. `tell`: called with each
+        line for the person who runs the service.
 
         Raises `ValueError` if the folder is on a network file system, or was written by another
         version or for other pools, and `OSError`."""
@@ -121,7 +120,8 @@ class Service:
         self._looked_s = time.monotonic()
         self._cluster, self._book, last_s = self._past.replay()
         self._zero_s = max(last_s, time.time() - self._began_s) - time.monotonic()
-        """The host's clock is asked once: it may be set meanwhile, by hours and to and fro."""
+        """Added to the monotonic clock it gives seconds since the folder began. The wall clock is
+        read only once, since it may be set later."""
         self._alive = Alive(self._book, runner)
         self._say_again()  # grants stand, and every job has a whole lease to be heard in
         self._want()
@@ -130,12 +130,12 @@ class Service:
         self._past.store.close()
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Serve until `is_over` says so, which is asked every `LOOK_S`."""
+        """Serve until `is_over`, which is called every `LOOK_S` seconds, returns true."""
         while not is_over():
             self.step(LOOK_S)
 
     def step(self, within_s: float) -> None:
-        """Deal with letters, of which some come within these seconds, and with what has ended."""
+        """Deal with letters, for which this waits so many seconds, and with ended processes."""
         for work in (partial(self._receive, within_s), self._look, self._send):
             try:
                 work()
@@ -144,7 +144,7 @@ class Service:
                 time.sleep(within_s)
 
     def _say_again(self) -> None:
-        """Post once more all that jobs have to know, in case that a letter was lost."""
+        """Post all grants and stops once more, in case that a letter was lost."""
         for record in self._book.placed():
             if record.turn.token:
                 self._post_grant(record)
@@ -157,11 +157,12 @@ class Service:
 
     @property
     def _now_s(self) -> float:
-        """Seconds since the folder began. They go on whatever the host's clock does."""
+        """Seconds since the folder began, which changes of the host's wall clock do not affect."""
         return self._zero_s + time.monotonic()
 
     def _happen(self, event: Event, facts: Facts | None = None) -> None:
-        """Raises `ValueError` if the core refuses it: then nothing has happened."""
+        """Have the core decide on an event; the event and its commands are kept until `_flush`.
+        Raises `ValueError`, without a change, if the core refuses."""
         commands = self._cluster.handle(event)
         facts = facts or {}
         self._written.append(entry_of(event, facts, commands))
@@ -180,14 +181,13 @@ class Service:
             self._tell(text)
 
     def _say(self, text: str) -> None:
-        """Note what is no event, and tell it. A text is said once, also where several say something
-        in turns."""
+        """Note a line that is no event, and report it, unless it is among the last few notes."""
         if not self._book.has_told(text):
             self._book.note(self._now_s, text)
             self._tell(text)
 
     def _flush(self) -> None:
-        """Write what has happened, then obey."""
+        """Write the new events, then carry out their commands."""
         changes_nodes = bool(self._written and self._book.hostless)
         if self._written:
             state = Replayed(self._cluster, self._book, self._now_s)
@@ -200,8 +200,8 @@ class Service:
             self._want()
 
     def _dealt_with(self) -> Position:
-        """A question is when it was answered: until then a new service reads it once more, and what
-        came after it, all of which counts once."""
+        """Return the position of the last letter that was dealt with. A question counts once it is
+        answered: until then a new service reads that letter, and all after it, again."""
         if not self._answers:
             return self._position
         return Position(self._position.epoch, self._answers[0][0].number - 1)
@@ -209,7 +209,7 @@ class Service:
     # -- letters -----------------------------------------------------------------------
 
     def _receive(self, within_s: float) -> None:
-        """Raises `OSError` if the mailbox cannot be read."""
+        """Read letters and take each in. Raises `OSError` if the mailbox cannot be read."""
         epoch = self._mailbox.epoch
         if epoch != self._position.epoch:
             self._position = Position(epoch, 0)
@@ -229,9 +229,8 @@ class Service:
                 raise
 
     def _give_up(self, letter: Letter, error: Exception) -> None:
-        """Give up a letter after an error of ours. The core may have changed by half, and this
-        service ends of it: the next one begins with what is written, answers what was asked before,
-        and leaves out this letter."""
+        """Give up a letter after an error in this code. The core may be left half changed, so this
+        service ends. The next one begins from the stored events and skips this letter."""
         why = f"{letter.kind} of {letter.sender} is left out: an error of the service's, {error!r}"
         self._say(f"{why}. It ends; serve again, and please report it")
         self._past.store.leave_out(self._position)
@@ -242,7 +241,7 @@ class Service:
             self._mailbox.post(letter.sender, SERVICE, f"re {letter.key}", "refused", told)
 
     def _send(self) -> None:
-        """Write what has happened, obey, answer. Raises `OSError`: the next call goes on."""
+        """Write events, carry out commands, answer. Raises `OSError`: the next call goes on."""
         self._flush()
         self._start_due()
         while self._answers:
@@ -264,7 +263,7 @@ class Service:
             self._forgetting.forget(self._position.number, ended - left)
 
     def _take(self, letter: Letter) -> Callable[[], Facts] | None:
-        """Returns what makes the answer, if one is awaited."""
+        """Take in a letter. Returns the function that makes the answer, or None without one."""
         facts = letter.facts
         match letter.kind:
             case "submit":
@@ -294,7 +293,7 @@ class Service:
         return None
 
     def _asked(self, record: JobRecord, facts: Facts) -> None:
-        """Take in an ask, which counts once. It says that the one before is over."""
+        """Take in a job's ask for a pool, which counts once. Its earlier asks are over then."""
         number = facts["ask"]
         if facts["pool"] not in get_args(PoolName):
             raise ValueError(f"there is no pool {facts['pool']!r}")
@@ -304,7 +303,7 @@ class Service:
             self._happen(event, {"ask": number, "purpose": facts["purpose"]})
 
     def _left(self, record: JobRecord, upto: int) -> None:
-        """Take in that asks up to this number are over."""
+        """Take in that the job's asks up to this number are over."""
         turn, name = record.turn, record.job.name
         if turn.phase is None or turn.ask > upto:
             return
@@ -358,7 +357,7 @@ class Service:
         return status.of_job(self._book.records[name])
 
     def grow(self, num_nodes: Mapping[str, int]) -> None:
-        """Pools have so many nodes from now on, by name. Raises `ValueError` if one has more."""
+        """Enlarge pools to these numbers of nodes, by name. Raises `ValueError` for fewer nodes."""
         for pool in self._cluster.pools:
             if num_nodes[pool.name] != pool.nodes:
                 self._happen(events.Grown(self._now_s, pool.name, num_nodes[pool.name]))
@@ -378,7 +377,7 @@ class Service:
                 self._leave(command.job, command.reason)
 
     def _leave(self, name: str, reason: str) -> None:
-        """Incarnations that are not the job's any more have to end, and one that was cancelled."""
+        """Post a stop to the job's starts that have to end: earlier ones, or a cancelled one."""
         record = self._book.records[name]
         for incarnation in self._alive.of(name):
             if incarnation < record.incarnation or not record.is_placed or record.is_cancelled:
@@ -400,7 +399,7 @@ class Service:
     # -- processes ---------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Look who has ended and who is silent. What an ended one still wrote counts first."""
+        """Check which starts have ended or are silent. Letters of theirs are read before."""
         away_s = time.monotonic() - self._looked_s
         if away_s < LOOK_S:
             return
@@ -460,7 +459,7 @@ class Service:
         self._happen(events.Ended(self._now_s, record.job.name), facts)
 
     def _start_due(self) -> None:
-        """Jobs whose nodes have nobody on them any more who is to leave."""
+        """Start the jobs whose nodes are free of other jobs' earlier starts."""
         failed = set[Node]()
         for record in list(self._alive.due(self._now_s)):
             name, incarnation = record.job.name, record.incarnation

@@ -1,4 +1,4 @@
-"""The starts of jobs that are alive, as the runner and the letters say. Nothing of it is kept on
+"""Knows which starts of jobs are alive, from the runner and from letters. None of that is kept on
 disk."""
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ from rollpacker.cluster.service.book import Book, JobRecord, node_name
 from rollpacker.cluster.service.runner import Runner
 
 HOSTLESS_S = 300.0
-"""Seconds for which jobs wait for a node's host, which may be starting, before they go
-elsewhere."""
+"""Seconds for which jobs wait for a node's host, which may be starting, before they are given other
+nodes."""
 _LOOK_S = 1.0
-"""Seconds between two looks whether nodes have a host again."""
+"""Seconds between two checks whether nodes have a host again."""
 SILENT_S = 60.0
-"""A job that holds nothing and was heard before may be silent for so long: others wait for it."""
+"""Seconds for which a job that holds nothing may be silent until it counts as lost."""
 PRESS_S = 30.0
-"""Seconds after which a start that is to leave and has not ended is sent a signal, ..."""
+"""Seconds after which a start that is to end and has not is sent a signal to stop."""
 KILL_S = 300.0
-"""... and ended, so long after what may be the longest iteration of its profile: it may be inside
-of one, or save what came of it."""
+"""Seconds, besides the longest iteration of the job's profile, after which a start that is to end
+is killed: it may still be in an iteration, or save it."""
 
 Start = tuple[str, int]
-"""A job's name, and its incarnation."""
+"""Name of a job, and the number (incarnation) of its start."""
 
 
 class Hostless:
-    """Nodes on which jobs cannot be started, since they have no host: it is away, or was never
-    there.
+    """Nodes without a host, so that jobs cannot be started there.
 
     a start fails for it -> ... -> HOSTLESS_S later the node is drained: its jobs go elsewhere, or
     wait -> it has a host again -> it is restored
@@ -41,12 +40,12 @@ class Hostless:
     def __init__(self) -> None:
         self._since_s: dict[Node, float] = {}
         self._failed = set[Node]()
-        """The nodes that had no host at the last try."""
+        """Nodes that had no host at the last attempt to start a job."""
 
     def tried(self, failed: Iterable[Node], unknown: Collection[Node]) -> None:
-        """Take in a try to start all jobs that are due, for which the nodes `failed` had no host.
-        `unknown` has the other nodes on which a job has still to be started: for these stands what
-        was known before."""
+        """Take in an attempt to start all jobs that are due: the nodes `failed` had no host.
+        `unknown`: all nodes on which a job has still to be started, of which those not in `failed`
+        keep what was known before."""
         now_s = time.monotonic()
         before = self._since_s
         self._since_s = {node: before[node] for node in before if node in unknown}
@@ -55,34 +54,34 @@ class Hostless:
 
     @property
     def nodes(self) -> Collection[Node]:
-        """Nodes on which a job is to be started that cannot be."""
+        """Nodes on which a job is to be started and cannot be."""
         return self._since_s.keys()
 
     def overdue(self) -> list[Node]:
-        """Return the nodes that were without a host for too long."""
+        """Return the nodes that were without a host for more than `HOSTLESS_S`."""
         now_s = time.monotonic()
         return [node for node in self._failed if now_s - self._since_s[node] > HOSTLESS_S]
 
 
 class Alive:
-    """Starts whose processes are not known to be gone."""
+    """The starts of jobs (runs of their processes) that are not known to be gone."""
 
     def __init__(self, book: Book, runner: Runner) -> None:
-        """Asks the runner about all starts that the book knows."""
+        """`book`: the records of jobs. The runner is asked here about each of their starts."""
         self._book = book
         self._runner = runner
         self.hostless = Hostless()
         self._looked_s = 0.0
-        """Time when it was last looked whether nodes have a host again."""
+        """Time in seconds of the last check whether nodes have a host again."""
         self.incarnations: set[Start] = set()
         self.ever_heard: set[str] = set()
-        """Jobs whose present incarnation was ever heard."""
+        """Names of jobs whose present start has sent a letter."""
         self._heard_s: dict[str, float] = {}
         self._leaves_since_s: dict[Start, float] = {}
         self._pressed: set[Start] = set()
         self._attempted: set[Start] = set()
         self._in_vain_s = 0.0
-        """Seconds spent on what the runner could not do, since the last excuse."""
+        """Seconds spent on failed calls of the runner since the last `excuse`."""
         now_s = time.monotonic()
         for name, record in book.records.items():
             for incarnation in range(1, record.incarnation + 1):
@@ -104,27 +103,27 @@ class Alive:
         self._is_new(name)
 
     def attempted(self, name: str, incarnation: int) -> None:
-        """Enter a start of which the runner could not say whether it was made. It is tried again,
-        and may come late."""
+        """Record a start of which it is unknown whether the runner made it. It is tried again, and
+        the first try may still take effect."""
         if (name, incarnation) not in self.incarnations:
             self._is_new(name)
         self.incarnations.add((name, incarnation))
         self._attempted.add((name, incarnation))
 
     def _is_new(self, name: str) -> None:
-        """Forget what was heard of the job's earlier start, which says nothing of this one."""
+        """Forget when the job's earlier start was heard, which does not count for a new one."""
         self.ever_heard.discard(name)
         self._heard_s.pop(name, None)
 
     def heard(self, name: str) -> None:
-        """Take in that the job's present incarnation was heard."""
+        """Record that the job's present start has sent a letter now."""
         self.ever_heard.add(name)
         self._heard_s[name] = time.monotonic()
 
     def excuse(self, away_s: float, longest_s: float) -> None:
-        """Silence of so long counts for nobody, if it is longer than that: the service was stopped,
-        or could write no letters, and perhaps nobody could. That it waited for a process to end is
-        no excuse: what others wrote meanwhile is there."""
+        """Do not count `away_s` as silence of any job, if it is longer than `longest_s`: the
+        service was stopped, or the mailbox could not be written, perhaps by the jobs neither. Time
+        in failed calls of the runner is no excuse: letters arrived meanwhile."""
         seconds, self._in_vain_s = away_s - self._in_vain_s, 0.0
         if seconds <= longest_s:
             return
@@ -141,12 +140,12 @@ class Alive:
         self._attempted.discard(start)
 
     def is_present(self, start: Start) -> bool:
-        """Whether it is what the job has now, and no earlier one."""
+        """Whether this is the job's present start, and the job has nodes."""
         record = self._book.records[start[0]]
         return record.is_placed and record.incarnation == start[1]
 
     def leaving(self) -> list[Start]:
-        """Return the starts that are to end: their jobs have other nodes, or none."""
+        """Return the starts that have to end, because their jobs have other nodes, or none."""
         return [one for one in sorted(self.incarnations) if not self.is_present(one)]
 
     def nodes_of_leaving(self) -> set[Node]:
@@ -163,18 +162,18 @@ class Alive:
             raise
 
     def _ended(self, start: Start) -> int | None:
-        """Raises `OSError`."""
+        """Return the start's exit code, or None while it runs. Raises `OSError`."""
         with self._trying():
             return self._runner.ended(*start)
 
     def _kill(self, start: Start) -> None:
-        """Raises `OSError`."""
+        """Kill the start's processes. Raises `OSError` if some may be left."""
         with self._trying():
             self._runner.kill(*start)
 
     def gone(self) -> list[tuple[str, int, int]]:
-        """Return the starts that are gone, with their exit codes. Those about which nothing can be
-        said now are left out."""
+        """Return the starts that are gone, with their exit codes. Starts whose state is unknown now
+        are left out."""
         found = []
         for start in sorted(self.incarnations):
             with contextlib.suppress(OSError):
@@ -192,7 +191,7 @@ class Alive:
         return self.is_present(start) and not self._book.records[start[0]].is_cancelled
 
     def silent(self) -> list[tuple[str, str]]:
-        """Jobs that have not been heard for too long, and why that is too long."""
+        """Return the jobs that have not been heard for too long, with the reason in words."""
         now_s, found = time.monotonic(), []
         for record in self._book.placed():
             name = record.job.name
@@ -207,7 +206,7 @@ class Alive:
         return found
 
     def kill(self, start: Start, tell: Callable[[str], None]) -> bool:
-        """Whether all its processes are gone now. If not, it is told why."""
+        """Kill the start's processes. Returns whether all are gone; if not, `tell` gets why."""
         try:
             self._kill(start)
         except OSError as error:
@@ -216,7 +215,7 @@ class Alive:
         return True
 
     def press(self) -> None:
-        """Starts that are to leave and do not. Raises `OSError`."""
+        """Have starts stop that are to end and have not, and later kill them. Raises `OSError`."""
         now_s = time.monotonic()
         for start in self.leaving():
             since_s = self._leaves_since_s.setdefault(start, now_s)
@@ -228,8 +227,8 @@ class Alive:
                 self._runner.stop(*start)
 
     def due(self, now_s: float) -> Iterator[JobRecord]:
-        """Jobs that are to be started now: nothing of their earlier starts is left, nobody who is
-        to leave is on their nodes, and their pause after a loss is over."""
+        """Yield the jobs to start now: nothing of their earlier starts is left, no start that has
+        to end is on their nodes, and their pause after a loss is over."""
         crowded = self.nodes_of_leaving()
         for record in self._book.placed():
             name, incarnation = record.job.name, record.incarnation
@@ -241,7 +240,7 @@ class Alive:
                 yield record
 
     def not_started(self) -> set[Node]:
-        """Nodes of jobs that are still to be started, now or after a pause, or whose start may have
+        """Return the nodes of jobs that have still to be started, or whose start may have
         failed."""
         return {
             node
@@ -251,7 +250,7 @@ class Alive:
         }
 
     def in_the_way(self, record: JobRecord) -> str:
-        """Say whose end the start of a job that has nodes waits for. Empty if it waits for none."""
+        """Return what a job that has nodes waits for before its start. Empty if nothing."""
         name = record.job.name
         if self.is_started(record):
             return ""
@@ -264,7 +263,7 @@ class Alive:
         return ""
 
     def with_host_again(self, nodes: Collection[Node]) -> list[Node]:
-        """Return those of the nodes that have a host again, as far as it can be asked now."""
+        """Return those of the nodes that have a host again, as far as that can be checked now."""
         if not nodes or time.monotonic() - self._looked_s < _LOOK_S:
             return []
         self._looked_s = time.monotonic()
@@ -280,7 +279,7 @@ class Alive:
 
 
 def why_ended(code: int) -> str:
-    """Say how a process ended, by its exit code."""
+    """Return in words how a process ended, from its exit code."""
     if code == -1:
         return "its processes are gone"
     return f"its process ended with exit code {code}" if code >= 0 else f"signal {-code} ended it"

@@ -1,4 +1,4 @@
-"""The service's answer to who looks at the cluster, as values that JSON has."""
+"""The service's answer to a command that asks for the state of the cluster, as JSON values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rollpacker.cluster.service.starts_alive import Alive
 
 NUM_NOTES = 50
 LONG_HELD = 10.0
-"""A pool that is held so many times the longest phase of the job's profile is worth a word."""
+"""Factor: `why` mentions a pool held for so many times the longest phase of the profile."""
 NO_COMMIT = "no commit was said: a program calls rollpacker.cluster.committed(step) after each"
 
 
 class Status:
-    """The cluster as it is now. Times are seconds until now."""
+    """The cluster as it is now. Times are seconds from then until now."""
 
     def __init__(self, cluster: Cluster, book: Book, alive: Alive, now_s: float) -> None:
         self._cluster = cluster
@@ -77,7 +77,7 @@ class Status:
         }
 
     def _why(self, record: JobRecord) -> str:
-        """Say why the job is in its state. Empty if there is nothing to say."""
+        """Return in words why the job is in its state. Empty if nothing is to be explained."""
         turn, name = record.turn, record.job.name
         if record.outcome == "done" and record.steps == record.job.steps_before:
             return NO_COMMIT
@@ -123,7 +123,7 @@ def _state(record: JobRecord) -> str:
 
 
 def _slowdown(record: JobRecord, now_s: float) -> float | None:
-    """Return elapsed time over elapsed time without waits. None if nothing but waits has passed."""
+    """Return elapsed time over elapsed time without waits. None if all of it was waiting."""
     now_s = record.ended_s or now_s
     waited_s = record.waited_s
     turn = record.turn

@@ -1,7 +1,7 @@
-"""Keeps what has happened in the cluster on a local disk. The service's state is what comes of it.
+"""Stores the cluster's events on a local disk. The service's state follows from them.
 
 Events are written before their commands are obeyed, together with the number of the last letter
-that was dealt with. Of the commands a checksum is kept: a service whose core would have decided
+that was dealt with. For the commands a checksum is stored: a service that would have decided
 otherwise (another version, other pools) must not go on from here.
 """
 
@@ -23,10 +23,10 @@ from rollpacker.cluster.seats.mail_file import check_local
 from rollpacker.codec import from_plain, to_plain
 
 FORMAT = 3
-"""Written by a version that knows all events of it; a lower one is read, and becomes one."""
+"""Number of the file's format. Files with a lower number can be read, and get this one."""
 _OF_PEOPLE = ("Submitted", "Cancelled", "Drained", "Restored", "Grown")
-"""Events that wait for the disk: who asked was answered. Of the others a crash of the host may lose
-the last ones, with all processes that they are about."""
+"""Kinds of events that are flushed to disk before their questioner is answered. A crash of the host
+may lose the last events of other kinds, with all processes that they are about."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
@@ -40,26 +40,26 @@ _EVENTS: dict[str, type[Any]] = {one.__name__: one for one in get_args(events.Ev
 
 class StoredEvent(msgspec.Struct, frozen=True):
     event: dict[str, Any]
-    """The event and its facts, as values that JSON has."""
+    """The event with its kind and its further facts, as JSON values."""
     checksum: int
     """Checksum of the commands that the event led to."""
 
 
 class Position(msgspec.Struct, frozen=True):
-    """The letter up to which all were dealt with."""
+    """Place of a letter in the mailbox: the epoch of the mailbox, and the letter's number."""
 
     epoch: str
     number: int
 
 
 def entry_of(event: events.Event, facts: Mapping[str, Any], commands: object) -> StoredEvent:
-    """`facts`: what is to be known of it besides."""
+    """Return the event as it is stored. `facts`: values that decisions do not need."""
     plain = {"kind": type(event).__name__, "event": to_plain(event), "facts": dict(facts)}
     return StoredEvent(plain, checksum(commands))
 
 
 def happened(entry: StoredEvent) -> tuple[events.Event, Mapping[str, Any]]:
-    """Return the event, and what is to be known of it besides."""
+    """Return the event and its further facts from the stored form."""
     plain = entry.event
     event: events.Event = from_plain(_EVENTS[plain["kind"]], plain["event"])
     return event, plain["facts"]
@@ -70,8 +70,8 @@ def checksum(commands: object) -> int:
 
 
 class Store:
-    """Raises `ValueError` for a file on a network file system or of a newer version, and `OSError`
-    where it cannot be read or written."""
+    """The file of a cluster's events. Raises `ValueError` if it is on a network file system or of a
+    newer version, and `OSError` if it cannot be read or written."""
 
     def __init__(self, path: Path) -> None:
         check_local(path.parent)
@@ -92,24 +92,24 @@ class Store:
             with self._errors():
                 self._base.execute("UPDATE facts SET value = ? WHERE name = 'format'", (FORMAT,))
         self.id = self._fact("id", uuid.uuid4().hex)
-        """Name of this cluster, for ever."""
+        """Random name of the cluster, made once with the file."""
         known = json.loads(self._fact("left_out", "[]"))
         self.left_out = {Position(*one) for one in known}
-        """Letters that are not dealt with, though others behind them are."""
+        """Letters that must be skipped, because taking them in failed."""
 
     @property
     def position(self) -> Position:
         return Position(self._fact("epoch", ""), int(self._fact("position", "0")))
 
     def leave_out(self, letter: Position) -> None:
-        """Have nobody deal with this letter."""
+        """Have this letter skipped by all services from now on."""
         self.left_out.add(letter)
         told = json.dumps([[one.epoch, one.number] for one in self.left_out])
         with self._errors():
             self._base.execute("INSERT OR REPLACE INTO facts VALUES ('left_out', ?)", (told,))
 
     def began_s(self, now_s: float) -> float:
-        """Return when the file was made, which is the zero of the events' times."""
+        """Return the Unix time when the file was made, from which events' times are counted."""
         return float(self._fact("began_s", repr(now_s)))
 
     @property
@@ -119,21 +119,21 @@ class Store:
         return number or 0
 
     def written(self, number: int) -> tuple[str, int] | None:
-        """The event of this number as it is on the disk, with its checksum; None: there is none."""
+        """Return the stored event of this number as JSON, with its checksum, or None."""
         query = "SELECT event, commands FROM events WHERE number = ?"
         with self._errors():
             found: tuple[str, int] | None = self._base.execute(query, (number,)).fetchone()
         return found
 
     def entries(self, after: int = 0) -> Iterator[StoredEvent]:
-        """Iterate over the events with higher numbers than this one. The first is 1."""
+        """Iterate over the events with numbers higher than `after`. The first number is 1."""
         query = "SELECT event, commands FROM events WHERE number > ? ORDER BY number"
         with self._errors():
             for event, commands in self._base.execute(query, (after,)):
                 yield StoredEvent(json.loads(event), commands)
 
     def write(self, entries: Sequence[StoredEvent], position: Position) -> None:
-        """Write all of it, or nothing."""
+        """Write the events and the position of the last letter dealt with, all or nothing."""
         rows = [(json.dumps(one.event), one.checksum) for one in entries]
         facts = [("epoch", position.epoch), ("position", str(position.number))]
         is_asked_for = any(one.event["kind"] in _OF_PEOPLE for one in entries)
@@ -153,7 +153,7 @@ class Store:
         self._base.close()
 
     def _fact(self, name: str, default: str) -> str:
-        """Return the fact that is stored, or store this one."""
+        """Return the stored fact of this name; if there is none, store and return the default."""
         with self._errors():
             self._base.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, default))
             (value,) = self._base.execute(

@@ -1,1 +1,1 @@
-"""Many jobs on shared pools, in virtual time."""
+"""Simulates many jobs on shared pools of devices, in virtual time."""

@@ -25,24 +25,24 @@ MODELS: Mapping[str, Mapping[str, float]] = _TABLES["models"]
 SIZES: Mapping[str, str] = _TABLES["sizes"]
 GIB_PER_GB = 1e9 / 2**30
 LIFE_SIGMA = 1.2
-"""Standard deviation of the logarithm of a job's life. The longest of 300 is then about ten times
-the mean."""
+"""Standard deviation of the logarithm of a job's life: the longest of 300 jobs then lives about ten
+times the mean."""
 LONGEST_OVER_MEAN = 142.9 / 14.4
 NUM_QUANTILES = 20
-"""Iterations that a drawn job's distribution is made of."""
+"""Number of equally likely iterations that the distribution of a drawn job has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A job, and when it comes."""
+    """A job with the time in seconds at which it is submitted."""
 
     at_s: float
     job: ClusterJob
 
 
 def arrivals(spec: ClusterSpec) -> list[Arrival]:
-    """Return the jobs in the order in which they come. Raises `ValueError` for a trace that cannot
-    be."""
+    """Return the jobs of a simulation in the order in which they come. Raises `ValueError` for a
+    trace with impossible jobs."""
     if spec.jobs.trace is not None:
         found = read_trace(Path(spec.jobs.trace), spec.pools)
     else:
@@ -55,7 +55,7 @@ def arrivals(spec: ClusterSpec) -> list[Arrival]:
 
 def drawn(spec: JobsSpec, seed: int) -> list[Arrival]:
     """Draw jobs, the same for the same seed. SLO, profile and life of the n-th job do not depend on
-    each other's settings, so that arms with another SLO have the same jobs otherwise."""
+    each other's settings, so that simulations with another SLO have the same jobs otherwise."""
     moments = random.Random(f"arrivals/{seed}")
     times = sorted(moments.uniform(0, spec.hours * 3600) for _ in range(spec.count))
     lives = [
@@ -69,7 +69,7 @@ def drawn(spec: JobsSpec, seed: int) -> list[Arrival]:
 
 
 def _scaled(lives: Sequence[float], mean: float) -> list[float]:
-    """Scale lives to this mean, with none longer than `LONGEST_OVER_MEAN` times it."""
+    """Scale lives to this mean, with none longer than `LONGEST_OVER_MEAN` times the mean."""
     longest, factor = mean * LONGEST_OVER_MEAN, 1.0
     for _ in range(60):
         cut = [min(life * factor, longest) for life in lives]
@@ -105,7 +105,7 @@ def _job(spec: JobsSpec, name: str, rng: random.Random, life_h: float) -> Cluste
 
 
 def iteration_factors(variation: float) -> list[float]:
-    """Equally likely lengths of an iteration, log-normal, of mean 1 and this deviation."""
+    """Return equally likely factors of an iteration's length, log-normal, with mean 1."""
     if variation == 0:
         return [1.0]
     sigma = math.sqrt(log1p(variation * variation))
@@ -115,7 +115,7 @@ def iteration_factors(variation: float) -> list[float]:
 
 
 def model_needs(model: str) -> dict[str, float]:
-    """Memory, switches and starts of a model of the table, as fields of `ClusterJob`."""
+    """Return memory, switches and starts for a model of the table, as fields of `ClusterJob`."""
     one = MODELS[model]
     return {
         "rollout_memory_gib": one["rollout_gb"] * GIB_PER_GB,
@@ -140,7 +140,7 @@ _COUNTS = ("steps", "priority", "rollout_devices", "train_devices")
 
 
 def read_trace(path: Path, pools: Sequence[PoolSpec] = ()) -> list[Arrival]:
-    """Jobs of a JSONL file, for these pools. Raises `ValueError` that names the line."""
+    """Return the jobs of a JSONL file, for these pools. Raises `ValueError` that names the line."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -175,7 +175,7 @@ def read_trace(path: Path, pools: Sequence[PoolSpec] = ()) -> list[Arrival]:
 
 
 class _Reader:
-    """Reads lines. What several of them name is read, or simulated, once."""
+    """Reads the lines of a trace. What several lines name is read, or simulated, once."""
 
     def __init__(self, pools: Sequence[PoolSpec]) -> None:
         self._pools = pools
@@ -203,7 +203,7 @@ class _Reader:
         return Arrival(at_h * 3600, ClusterJob(rounds=profile.rounds, **needs))
 
     def _profile(self, told: dict[str, Any]) -> Profile:
-        """Return what the line says of phases, which is taken out of it."""
+        """Return the phases' times that the line gives, whose keys are removed from it."""
         named = [key for key in _ELSEWHERE if key in told]
         if not named:
             return Profile(_rounds(told), {}, None)
@@ -240,7 +240,7 @@ def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(key: str, value: Any) -> None:
-    """Check what a line says of a field that is no phase."""
+    """Raises `ValueError` if the value does not fit the key, which is not one of phases."""
     if key in _TEXTS:
         if not isinstance(value, str):
             raise ValueError(f"{key} must be a text, not {json.dumps(value)}")
@@ -253,7 +253,8 @@ def _check(key: str, value: Any) -> None:
 
 
 def _steps(hours: Any, profile: Profile) -> int:
-    """Raises `ValueError` where nothing says how many."""
+    """Return the number of iterations. Raises `ValueError` if neither line nor profile gives
+    one."""
     if hours is not None:
         life_h = _number("hours", hours)
         if not life_h > 0:
@@ -274,8 +275,8 @@ def _number(key: str, value: Any) -> float:
 
 
 def _rounds(told: dict[str, Any]) -> tuple[RoundTimes, ...]:
-    """Return the kinds of round in `rounds`, or the one that stands in the line itself. Both are
-    taken out of the line."""
+    """Return the kinds of round in `rounds`, or the single kind whose keys are in the line itself.
+    The keys are removed from the line."""
     kinds = told.pop("rounds", None)
     single = {key: told.pop(key) for key in _ROUND & told.keys()}
     if kinds is None:

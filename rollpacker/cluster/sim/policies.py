@@ -1,5 +1,5 @@
-"""Policies that the shipped one is compared with, RollMux's (arXiv 2512.11306) among them. All
-place jobs as they come."""
+"""Policies that the shipped one is compared with, such as RollMux's (arXiv 2512.11306). They place
+each job when it comes and never move it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ POLICIES: Mapping[str, str] = {
     "random": "any group with room, or a new one, all alike; SLOs are not looked at",
     "most_idle": "the group with the lowest load; a new one if all are saturated",
 }
-"""Names for `--compare`."""
+"""Policies by the name that `--compare` takes, each with an explanation."""
 NO_TURNS = ("dedicated", "colocated")
-"""Policies under which nobody shares."""
+"""Policies under which no two jobs share nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnGroups(Stays):
-    """Every job in a group of its own, on the cheapest nodes."""
+    """Puts every job into a group of its own, on the cheapest nodes."""
 
     tail_release: bool = False
 
@@ -41,7 +41,7 @@ class OwnGroups(Stays):
 
 @dataclass(slots=True)
 class AnyGroup(Stays):
-    """One of the groups with room, or a new one, all alike."""
+    """Puts a job into a random group with room or into a new one, all equally likely."""
 
     rng: random.Random
     tail_release: bool = True
@@ -54,8 +54,8 @@ class AnyGroup(Stays):
 
 @dataclass(slots=True)
 class MostIdle(Stays):
-    """Packed into the group whose busiest resource is the least busy; into a new one if all are
-    saturated."""
+    """Packs a job into the group whose busiest resource has the least load for its cycle; puts it
+    into a new group if all are saturated."""
 
     tail_release: bool = True
 
@@ -72,7 +72,7 @@ class MostIdle(Stays):
 
 
 def policy(name: str, spec: ClusterSpec) -> Policy:
-    """Return the policy of this name."""
+    """Return the policy of this name, which is one of `POLICIES`."""
     match name:
         case "rollmux":
             return AsPublished()
@@ -88,8 +88,8 @@ def policy(name: str, spec: ClusterSpec) -> Policy:
 
 
 class AsPublished(Stays):
-    """Algorithm 1 of RollMux, for the longest iterations, by price per hour; saturated groups are
-    left alone, and none is made over-saturated (its Fig. 6)."""
+    """Algorithm 1 of RollMux: the cheapest place per hour that keeps SLOs for the longest
+    iterations. Saturated groups are left alone, and none is made over-saturated (Fig. 6 there)."""
 
     tail_release = True
 
@@ -121,9 +121,9 @@ class AsPublished(Stays):
 
 
 def may_share(layout: Layout, job: ClusterJob) -> bool:
-    """Find out quickly whether the longest iteration is within the SLO of the shortest, both ways,
-    for the longest iterations in round robin. Seconds of the profile: pools of other GPUs have
-    another scale for all of a group."""
+    """Return False if, in round robin, the longest iteration of one job would break the SLO of
+    another, as a quick check. It compares the profiles' seconds, up to the scale of the group's
+    pools."""
     seconds = job.worst.rollout_s + job.worst.train_s
     limit = job.slo * seconds
     rollout, train = layout.rollout_pool.scale, layout.train_pool.scale
@@ -137,7 +137,7 @@ def may_share(layout: Layout, job: ClusterJob) -> bool:
 
 
 def _dilution(layout: Layout, job: ClusterJob) -> float:
-    """Return the seconds of training here over those on the devices that a job asked for, for the
-    job that gains most."""
+    """Return the factor by which the group's training nodes shorten training, for the job that
+    gains most: the devices that it asked for over those of the nodes."""
     devices = layout.num_train_nodes * layout.train_pool.devices_per_node
     return min(one.train_devices for one in (*layout.jobs, job)) / devices

@@ -1,4 +1,4 @@
-"""Phase times of a cluster's jobs from elsewhere: a run's log, or a scenario that is simulated.
+"""Reads phase times of a cluster's jobs from a run's log, or simulates them from a scenario.
 
 Seconds are those of the cluster's first pool of each phase. A scenario is simulated on the GPUs of
 these pools; a run was measured on what it had.
@@ -25,21 +25,21 @@ from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES
 from rollpacker.sim.simulate import simulate
 
 PARKED_PARAMETER_BYTES = TRAINED_PARAMETER_BYTES - 4
-"""Bytes for each parameter of a parked trainer, which keeps all but the gradients."""
+"""Bytes per parameter of a parked trainer, which keeps all but the gradients (4 bytes)."""
 
 
 class Profile(NamedTuple):
-    """The parts that a job is made of."""
+    """What a job is made of: the times of its phases, its other needs, its length."""
 
     rounds: tuple[RoundTimes, ...]
     needs: dict[str, Any]
-    """Other fields of `ClusterJob`."""
+    """Values of other fields of `ClusterJob`, by name."""
     steps: int | None
-    """Number of steps that it takes. None if nobody knows."""
+    """Number of steps of the job. None if unknown."""
 
 
 def profile_of_run(folder: str | Path, pools: Sequence[PoolSpec]) -> Profile:
-    """Raises `ValueError` as `report.job_profile` does."""
+    """Return the profile of the run in this folder. Raises `ValueError` as `read_profile` does."""
     found = read_profile(folder)
     check_device(found, on_gpus=any(pool.gpu is not None for pool in pools))
     needs = run_needs(found, core_pools(pools))
@@ -47,9 +47,9 @@ def profile_of_run(folder: str | Path, pools: Sequence[PoolSpec]) -> Profile:
 
 
 def profile_of_scenario(path: str | Path, pools: Sequence[PoolSpec]) -> Profile:
-    """Return the profile of a scenario, simulated for as many steps as the file says. Weights cross
-    the link of the cluster: the scenario's own sync is left out. Raises `ConfigError` as loading
-    the scenario does."""
+    """Return the profile of a scenario, which is simulated for its number of steps. Its own time
+    for sending weights is left out, since they cross the cluster's link here. Raises `ConfigError`
+    as loading the scenario does."""
     scenario = on_pools(load_scenario(path), pools)
     steps = simulate(scenario).steps
     iterations = [
@@ -67,9 +67,9 @@ def profile_of_scenario(path: str | Path, pools: Sequence[PoolSpec]) -> Profile:
 
 
 def on_pools(scenario: Scenario, pools: Sequence[PoolSpec]) -> Scenario:
-    """The scenario on two pools: on their GPUs where they are named, with as many devices as it has
-    for each phase. Nobody trains while it generates (who holds the training pool waits for
-    nothing), so that streaming is off."""
+    """Return the scenario on these pools: on their GPUs, if the pools name any, and with its own
+    number of devices for each phase. Streaming is off, because training never overlaps with
+    generation on shared pools."""
     cluster = scenario.cluster
     gpus = {phase: _gpu(pools, phase) for phase in ("rollout", "train")}
     trainer = cluster.gpu if cluster.train_gpu is None else cluster.train_gpu

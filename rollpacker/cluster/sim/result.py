@@ -1,4 +1,4 @@
-"""The result of a simulated cluster, with its tables."""
+"""The result of a simulated cluster, with the tables that show it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SLO_TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """One job's life."""
+    """The outcome of one job under one policy."""
 
     name: str
     slo: float
     slowdown: float
-    """Elapsed over elapsed without waits for pools and switches."""
+    """Elapsed seconds over those without waits for pools and switches, over the job's life."""
 
     @property
     def kept(self) -> bool:
@@ -30,15 +30,15 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyResult:
-    """All jobs under one policy."""
+    """The outcome of all jobs under one policy."""
 
     price_per_h: float
-    """The whole price over the hours that the jobs would take without any sharing."""
+    """Price of all nodes used, over the hours that the jobs would take without sharing."""
     jobs: tuple[JobResult, ...]
     peak_devices: Mapping[str, int]
     """Largest number of devices in use at once, by pool."""
     busy: Mapping[str, float]
-    """Share of the device time that was paid for in which devices generated or trained, by pool."""
+    """Share of the paid device time in which devices generated or trained, from 0 to 1, by pool."""
 
     @property
     def slo_kept(self) -> float:
@@ -50,7 +50,7 @@ class PolicyResult:
         return math.fsum(job.slowdown for job in self.jobs) / len(self.jobs)
 
     def to_plain(self) -> dict[str, object]:
-        """Return the result as `rollpacker cluster simulate --json` prints it."""
+        """Return the values that `rollpacker cluster simulate --json` prints, by name."""
         return {
             "price_per_h": self.price_per_h,
             "slo_kept": self.slo_kept,
@@ -61,7 +61,7 @@ class PolicyResult:
 
 
 class Bill:
-    """The nodes that are open, and what they have cost so far."""
+    """Counts the nodes that are rented, and what they have cost so far."""
 
     def __init__(self, pools: Sequence[Pool]) -> None:
         self._pools = {pool.name: pool for pool in pools}
@@ -72,18 +72,18 @@ class Bill:
         self._at_s = 0.0
 
     def pass_until(self, at_s: float) -> None:
-        """Count the time until then, in which everything stayed as it is."""
+        """Count the time up to `at_s`, in which no node was opened or closed."""
         for pool, count in self._open.items():
             self._node_s[pool] += count * (at_s - self._at_s)
         self._at_s = at_s
 
     def change(self, pool: str, nodes: int) -> None:
-        """Open so many nodes more, or close some if the number is negative."""
+        """Rent this many more nodes of the pool, or return some if the number is negative."""
         self._open[pool] += nodes
         self._peak[pool] = max(self._peak[pool], self._open[pool])
 
     def work(self, pool: str, node_s: float) -> None:
-        """Count seconds of nodes that generated or trained."""
+        """Count seconds of nodes of the pool that generated or trained."""
         self._busy_s[pool] += node_s
 
     def price(self) -> float:
@@ -94,7 +94,7 @@ class Bill:
         )
 
     def result(self, jobs: Sequence[JobResult], hours: float) -> PolicyResult:
-        """`hours`: what the price is shared out over."""
+        """Return the outcome of these jobs. `hours`: those over which the whole price is spread."""
         devices = {name: pool.devices_per_node for name, pool in self._pools.items()}
         return PolicyResult(
             price_per_h=self.price() / hours,
@@ -108,11 +108,11 @@ class Bill:
 
 
 Results = Mapping[str, PolicyResult]
-"""Results by policy. The others are compared with the first."""
+"""Outcomes by the name of the policy. All are compared with the first."""
 
 
 def render(results: Results) -> str:
-    """A row per policy, and a row per policy and pool."""
+    """Return tables: one with a row per policy, one with a row per policy and pool."""
     first = next(iter(results.values()))
     rows = [["policy", "price/h", "of the first", "SLO kept", "slowdown"]]
     for name, one in results.items():
@@ -130,7 +130,7 @@ def render(results: Results) -> str:
 
 
 def explain(results: Results) -> str:
-    """Explain the columns and the policies."""
+    """Return a text that explains the columns of the tables, and the policies in them."""
     told = (
         "Price/h is the whole price over the hours that the jobs would take without sharing; "
         "slowdown is elapsed over elapsed without waits for pools and switches, over a job's life; "

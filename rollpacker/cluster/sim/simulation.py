@@ -1,4 +1,4 @@
-"""Jobs on shared pools, in virtual time: the core's `Cluster` decides, and here time passes.
+"""Simulates jobs on shared pools in virtual time; the core's `Cluster` decides.
 
     arrivals -> Submitted -> Start -> (cold start) -> Asked rollout -> Grant -> Left
              -> (verdicts) -> Asked train -> Grant -> Left -> (commit) -> Committed -> ... -> Ended
@@ -39,12 +39,12 @@ from rollpacker.cluster.sim.result import Bill, JobResult, PolicyResult
 from rollpacker.cluster.sim.spec import ClusterSpec, seconds_scale
 
 Told = Callable[[int], None]
-"""Is told how many jobs have ended."""
+"""Called with the number of jobs that have ended."""
 
 
 @dataclass(slots=True)
 class _Life:
-    """A job that runs."""
+    """The simulation's record of a job that was submitted and has not ended."""
 
     job: ClusterJob
     submitted_s: float
@@ -61,15 +61,15 @@ class _Life:
     steps: int = 0
     waited_s: float = 0.0
     seen: Times = field(default_factory=lambda: Times(0, 0, 0, 0))
-    """Seconds of this iteration without waits and switches, on the nodes that it was on."""
+    """Seconds of this iteration by phase, without waits and switches, on the nodes used."""
     has_moved: bool = False
     """Whether the job was moved or stopped at its last commit."""
     stopped_s: float | None = None
-    """Time since when it waits for nodes once more. None if it does not."""
+    """Time in seconds since when the job waits for nodes once more. None if it does not wait."""
 
 
 class Simulation:
-    """The simulation of one policy."""
+    """The simulation of all jobs under one policy."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Simulation:
         name: str,
         chosen: Policy | None = None,
     ) -> None:
-        """`chosen`: instead of the policy of that name."""
+        """`chosen`: used in place of the policy called `name`; None: that policy is used."""
         self._spec = spec
         self._arrivals = arrivals
         self._pools = pools_of(spec, name)
@@ -227,7 +227,7 @@ class Simulation:
 
 def pools_of(spec: ClusterSpec, name: str) -> tuple[Pool, ...]:
     """Return the pools as the policy sees them. Under the policy "colocated" the rollout pool is
-    the training pool once more, for nothing, and slower by the bandwidth of its memory."""
+    the cheapest training pool once more, at no price, and slower by its GPUs' memory bandwidth."""
     pools = spec.core_pools()
     if name != "colocated":
         return pools
@@ -247,7 +247,7 @@ def pools_of(spec: ClusterSpec, name: str) -> tuple[Pool, ...]:
 
 
 def only_trained(result: PolicyResult, pools: Sequence[Pool]) -> PolicyResult:
-    """Return the result of colocated jobs with both phases on the pool that they were on."""
+    """Return the result of colocated jobs, with the numbers of both phases under their one pool."""
     again, own = pools
     busy = result.busy[again.name] + result.busy[own.name]
     return replace(
@@ -256,12 +256,12 @@ def only_trained(result: PolicyResult, pools: Sequence[Pool]) -> PolicyResult:
 
 
 def hours_alone(arrivals: Sequence[Arrival]) -> float:
-    """Return the hours from the first arrival until the last job would have ended if none
-    waited."""
+    """Return the hours from the first arrival until the last job would have ended without any
+    waits."""
     ends = (one.at_s + one.job.cold_start_s + alone_s(one.job) for one in arrivals)
     return (max(ends) - arrivals[0].at_s) / 3600
 
 
 def alone_s(job: ClusterJob) -> float:
-    """Return the seconds of a job's mean iterations, one after the other."""
+    """Return the seconds of all iterations of a job, each of mean length."""
     return job.steps * math.fsum(job.mean)

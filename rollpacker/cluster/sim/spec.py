@@ -1,5 +1,5 @@
-"""The file that `rollpacker cluster` reads (`configs/clusters/`): pools of nodes, and the jobs that
-a simulation has come to them."""
+"""The file that `rollpacker cluster` reads (`configs/clusters/`): pools of nodes, and the jobs of a
+simulation."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ MAX_JOBS = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-    """Nodes of one kind (`pools.N.*`)."""
+    """A pool of equal nodes (`pools.N.*`)."""
 
     name: str
-    """Name of the pool, in tables."""
+    """Name of the pool, as in tables and in names of nodes."""
     phase: Phase
-    """The phase that its nodes are for."""
+    """The phase that the pool's nodes are for: rollout or train."""
     nodes: int
-    """Number of nodes that may be rented at once."""
+    """Largest number of the pool's nodes that may be in use at once."""
     devices_per_node: int = 8
-    """Devices of each node. A job has whole nodes."""
+    """Number of devices of each node. A job gets whole nodes."""
     gpu: str | None = None
     """A datasheet's name (`rollpacker simulate --presets`). Jobs' seconds are those of the first
     pool of the phase; another GPU's rollouts take longer by its memory bandwidth, its training by
-    its arithmetic. None: as fast as the first one."""
+    its arithmetic. None: as fast as that first pool."""
     price_per_device_h: float
-    """Price of a device that is in use, in any currency."""
+    """Price of one device in use per hour, in any currency."""
     host_memory_gib: float
-    """Host memory of one node, which parked jobs can keep."""
+    """GiB of host memory of one node, which parked jobs can keep."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "nodes", "devices_per_node")
@@ -53,28 +53,28 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsSpec:
-    """The jobs that come (`jobs.*`): drawn, or read from a trace."""
+    """The jobs of a simulation (`jobs.*`): drawn at random, or read from a trace."""
 
     trace: str | None = None
-    """A JSONL file with a job on each line; the other keys then have no effect. The path is
-    relative to the folder that the command is run in."""
+    """Path of a JSONL file with a job on each line, relative to the folder in which the command is
+    run; the other keys then have no effect. None: jobs are drawn."""
     count: int = 300
-    """Number of jobs."""
+    """Number of jobs that are drawn."""
     hours: float = 580.0
-    """Hours in which the jobs arrive, at moments that are all alike."""
+    """Hours in which the jobs arrive, at evenly distributed random moments."""
     mean_hours: float = 14.4
-    """A job's life if it never waited. Lives are log-normal; the longest is ten times the mean."""
+    """Mean hours of a job's life without waits. Lives are log-normal, ten times that at most."""
     profile: Profile = "mixed"
-    """The phase that is the longer one. mixed: a third of the jobs each."""
+    """Which phase is the longer one. mixed: a third of the jobs have each of the three kinds."""
     slo: tuple[float, float] = (1.0, 2.0)
-    """Bounds of the jobs' SLOs, which are drawn evenly between them."""
+    """Lowest and highest SLO of the jobs, which are drawn evenly between these."""
     variation: float = 0.1
-    """Standard deviation over mean of the lengths of an iteration's phases."""
+    """Standard deviation of the length of an iteration's phases, over its mean. 0: all alike."""
     growth: float = 0.0
-    """Rollouts and training take longer by this share at the end of a job's life than at its begin,
-    and all the more the later: what nobody knows beforehand."""
+    """Share by which rollouts and training are longer at the end of a job's life than at its begin,
+    growing evenly. Policies are not told of this growth beforehand."""
     tail_share: float = 0.2
-    """The last part of a rollout that needs only an eighth of the devices."""
+    """Share of a rollout, at its end, that needs only an eighth of the devices."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "count")
@@ -99,30 +99,30 @@ class JobsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """Pools that several jobs share."""
+    """A cluster: pools that several jobs share, and rules for sharing them."""
 
     name: str
-    """Name of the cluster, in tables."""
+    """Name of the cluster, as in tables and in its folder."""
     pools: tuple[PoolSpec, ...]
     """The pools of nodes, at least one for each phase."""
     link_gb_s: float
-    """Rate of the link between the pools, per device, 1e9 bytes per second."""
+    """Rate of the link between the pools for each device, in 1e9 bytes per second."""
     max_group: int = 5
-    """Jobs that take turns on the same nodes at most."""
+    """Largest number of jobs that take turns on the same nodes."""
     slo_confidence: float = 0.99
-    """An SLO is kept with this probability, for iterations as they are distributed."""
+    """Probability with which each SLO must be kept by a placement, from 0.5 to below 1."""
     order: Literal["auto", "round_robin", "first_come", "least_slack"] = "auto"
-    """Order of turns. auto: what is cheapest for each group."""
+    """Order of turns on nodes. auto: the cheapest one for each group of jobs."""
     quotas: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Bounds by owner of the rollout and train devices that his running jobs may have asked for,
-    shared or not. Who is not named, and a phase that is not, has no bound."""
+    """Most devices for rollout and train that an owner's running jobs may have asked for together,
+    by owner; shared devices count in full. An owner or a phase that is absent has no bound."""
     ageing_h: float = AGEING_H
-    """A job that waits for nodes comes before those of one priority more that are submitted so many
-    hours later."""
+    """Hours of waiting that one unit of priority is worth: a waiting job comes before jobs with one
+    unit more that were submitted at least this much later."""
     jobs: JobsSpec = JobsSpec()
-    """The jobs of a simulation."""
+    """The jobs of a simulation, ignored by a real cluster."""
     seed: int = 0
-    """Seed of the jobs and their iterations."""
+    """Seed from which a simulation's jobs and iterations are drawn."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "max_group")
@@ -157,19 +157,19 @@ class ClusterSpec:
                     )
 
     def core_quotas(self) -> dict[str, dict[Phase, int]]:
-        """Return them as the core knows them."""
+        """Return the quotas, by owner and phase, in the types that decisions use."""
         return {
             owner: {phase: quota[phase] for phase in PHASES if phase in quota}
             for owner, quota in self.quotas.items()
         }
 
     def core_pools(self) -> tuple[Pool, ...]:
-        """Return the pools as the core knows them."""
+        """Return the pools in the type that decisions use."""
         return core_pools(self.pools)
 
 
 def core_pools(pools: Sequence[PoolSpec]) -> tuple[Pool, ...]:
-    """Return them as the core knows them."""
+    """Return the pools in the type that decisions use, with their speed relative to the first."""
     return tuple(
         Pool(
             name=pool.name,
@@ -185,13 +185,13 @@ def core_pools(pools: Sequence[PoolSpec]) -> tuple[Pool, ...]:
 
 
 def reference(pools: Sequence[PoolSpec], phase: Phase) -> PoolSpec:
-    """The pool whose seconds the jobs' profiles have."""
+    """Return the pool to which the seconds of jobs' profiles refer: the first of the phase."""
     return next(pool for pool in pools if pool.phase == phase)
 
 
 def seconds_scale(phase: Phase, measured_on: str | None, gpu: str | None) -> float:
-    """Seconds of a phase on this GPU over those on the one that it was measured on; 1 where one of
-    them is not known."""
+    """Return the seconds of a phase on this GPU over those on the GPU of the measurement; 1 if
+    either is None."""
     if measured_on is None or gpu is None:
         return 1.0
     if phase == "rollout":
@@ -200,5 +200,5 @@ def seconds_scale(phase: Phase, measured_on: str | None, gpu: str | None) -> flo
 
 
 def load_cluster(path: str | Path, overrides: Sequence[str] = ()) -> ClusterSpec:
-    """The file with the overrides applied. Raises `ConfigError` with one message."""
+    """Load the file with the overrides applied. Raises `ConfigError` with one message."""
     return load_config(path, overrides, ClusterSpec)

@@ -1,1 +1,1 @@
-"""Weights on their way to engines on other hosts."""
+"""Brings weights to engines on other hosts."""

@@ -1,13 +1,13 @@
-"""A version of the weights on its way to several hosts at once.
+"""Takes a version of the weights that goes to several hosts at once, and passes it on.
 
     the trainer's hosts          hosts that take it
         a  --shard 0--> 0 --+--> 1, 2
            --shard 1--> 1 --+--> 0, 2      each shard crosses from pool to pool once,
            --shard 2--> 2 --+--> 0, 1      and is passed on as it comes in
 
-Where a host is lost, those that waited for its shards ask the next one after it, which gets what it
-lacks from the trainer. So each waits only for hosts before it in the order of that shard, and
-nobody in a circle.
+If a host is lost, the hosts that waited for its shards ask the next one in the order of the shard,
+which gets what it lacks from the trainer. So a host waits only for those before it in that order,
+and never in a circle.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from rollpacker.weights.buffer import ALIGNMENT, BufferLayout, StaleWeightsError
 from rollpacker.workers.loop import at_once
 
 PASS_ON_BYTES = 256 << 10
-"""Hosts that wait for a shard are woken each time that so many bytes more of it are here."""
+"""Number of bytes of a shard after which hosts that wait for more of it are woken."""
 RETRY_S = 0.5
-"""Seconds before the trainer's host is asked again that did not answer."""
+"""Seconds before a trainer's host that did not answer is asked again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shipment:
-    """A version on its way, as each host that takes part is told of it."""
+    """A version of the weights that is sent to several hosts, as each of them is told of it."""
 
     number: int
-    """One more with each shipment of a run."""
+    """Number of the shipment, one more with each in a run."""
     layout: BufferLayout
-    """The trainer's buffer. If it has written several that are alike, the first of them."""
+    """Layout of the trainer's buffer. If it wrote several equal buffers, that of the first."""
     head: bytes
-    """The first bytes of that buffer."""
+    """First bytes of that buffer, which identify what was written."""
     sources: tuple[PortAddress, ...]
-    """Ports of the hosts where the trainer has written."""
+    """Ports of the hosts that have a buffer written by the trainer."""
     takers: tuple[PortAddress, ...]
     """Ports of the hosts that take the version."""
     patience_s: float
-    """If nothing of a shard has come for so many seconds, it is given up."""
+    """Seconds without a byte of a shard after which the shard is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ class Shard:
     start: int
     end: int
     source: PortAddress
-    """The host of the trainer that gives it."""
+    """Port of the trainer's host that sends the shard."""
     first: int
-    """Number of the taker that gets it straight from there."""
+    """Number of the taker that gets the shard straight from the trainer's host."""
 
 
 def shards_of(shipment: Shipment) -> list[Shard]:
-    """The shards of a shipment: for each taker as many as there are sources, so that it takes from
-    all of them at once."""
+    """Return the shards of a shipment. There are as many for each taker as there are sources, so
+    that a taker receives from all sources at once."""
     num_sources, num_takers = len(shipment.sources), len(shipment.takers)
     count = num_sources * num_takers
     begin, size = ALIGNMENT, shipment.layout.size_bytes - 2 * ALIGNMENT
@@ -76,43 +76,43 @@ def shards_of(shipment: Shipment) -> list[Shard]:
 
 
 class Arriving:
-    """One shipment on a host that takes it. It meets `Streamed`, since it is passed on."""
+    """One shipment on a host that takes it. It is also a `Streamed`, which the host passes on."""
 
     def __init__(self, shipment: Shipment, own: int, there: BufferLayout) -> None:
-        """`own` is this host's number among the takers, `there` the memory where the version
-        goes."""
+        """`own`: this host's number among the takers. `there`: the memory in which the version is
+        put."""
         self.shipment = shipment
         self._own, self._there = own, there
         self._shards = shards_of(shipment)
         self._ends = [shard.start for shard in self._shards]
-        """For each shard, up to which byte it is here."""
+        """For each shard, the byte before which all of it has arrived."""
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="weights arrive", daemon=True)
 
     def begin(self) -> None:
-        """Begin to take it, in a thread of its own."""
+        """Begin to take the shipment, in a thread of its own."""
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until it is whole. Raises `OSError` if a shard does not come, `StaleWeightsError` if
-        the trainer has begun to write the next version."""
+        """Wait until the version is complete. Raises `OSError` if a shard does not come, and
+        `StaleWeightsError` if the trainer has begun to write the next version."""
         self._thread.join()
         self._check()
 
     def give_up(self) -> None:
-        """Stop taking it. Nothing is written any more once this returns."""
+        """Stop taking the shipment. Its memory is not written any more once this returns."""
         self._fail(OSError("it was given up"))
         self._thread.join()
 
     # -- for the hosts after this one --------------------------------------------------------------
 
     def open(self) -> IO[bytes]:
-        """See `Streamed`."""
+        """Open the memory in which the version arrives, for reading; see `Streamed`."""
         return opened(self._there)
 
     def arrived(self, start: int, end: int, within_s: float) -> int:
-        """See `Streamed`."""
+        """Return up to where the bytes from `start` have arrived by now; see `Streamed`."""
         number = next(n for n, shard in enumerate(self._shards) if start < shard.end)
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._ends[number] > start, within_s)
@@ -140,7 +140,7 @@ class Arriving:
             self._fail(error)
 
     def _bring(self, number: int, whole: memoryview) -> None:
-        """Take one shard, from the first host that gives it."""
+        """Take one shard, from the first host that can give it."""
         shard = self._shards[number]
         try:
             for address in self._takers_before(shard):
@@ -153,21 +153,21 @@ class Arriving:
             self._fail(error)
 
     def _takers_before(self, shard: Shard) -> list[PortAddress]:
-        """The hosts that have the shard before this one has it, the first of them first."""
+        """Return the hosts that get the shard before this one does, in that order."""
         takers = self.shipment.takers
         place = (self._own - shard.first) % len(takers)
         return [takers[(shard.first + n) % len(takers)] for n in range(place)]
 
     def _take(self, address: PortAddress, number: int, whole: memoryview) -> None:
-        """Take what is still missing of a shard."""
+        """Take what is still missing of a shard from this host."""
         start, end = self._ends[number], self._shards[number].end
         took = partial(self._took, number, start)
         if start < end:
             take(address, self.shipment.number, whole[start:end], start, took)
 
     def _patiently(self, take: Callable[[], None], progress: Callable[[], int]) -> None:
-        """Take from the trainer's host, again where that was cut off meanwhile, until there was no
-        progress for too long."""
+        """Take from a trainer's host, repeatedly if it is cut off, until there was no progress for
+        `patience_s` seconds."""
         before, since_s = progress(), time.monotonic()
         while True:
             try:
@@ -190,7 +190,7 @@ class Arriving:
                 self._changed.notify_all()
 
     def _check(self, _: int = 0) -> None:
-        """Raise the error that has ended this, if there was one."""
+        """Raise the error that has ended the shipment, if there was one."""
         if isinstance(self._error, StaleWeightsError):
             raise StaleWeightsError("the weights changed on their way") from self._error
         if self._error is not None:

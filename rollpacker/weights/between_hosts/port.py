@@ -1,4 +1,4 @@
-"""A port at which a host streams weights to other hosts of the run, and how they take them from it.
+"""A port at which a host streams weights to other hosts of the run, and the side that takes them.
 
     hello     token, number of the shipment, from which byte to which
     answer    pieces, each after its length: as they come to this host themselves
@@ -24,12 +24,12 @@ from rollpacker.workers.line import Line, LineEnded
 from rollpacker.workers.listener import Listener, connect
 
 PIECE_BYTES = 1 << 20
-"""Largest number of bytes that are sent at a time."""
+"""Largest number of bytes that are sent in one piece."""
 BEAT_S = 1.0
 SILENT_S = 5.0
-"""Seconds of silence after which a host is lost to the one that asks."""
+"""Seconds of silence after which the asked host counts as lost."""
 UNKNOWN_S = 5.0
-"""Seconds that those who ask too early wait until a shipment is known here."""
+"""Seconds for which an early request waits until its shipment is known on this host."""
 _REQUEST = struct.Struct(">QQQ")
 _LENGTH = struct.Struct(">I")
 _FAILED, _CHANGED = 0xFFFFFFFF, 0xFFFFFFFE
@@ -37,7 +37,7 @@ _FAILED, _CHANGED = 0xFFFFFFFF, 0xFFFFFFFE
 
 @dataclass(frozen=True, slots=True)
 class PortAddress:
-    """Where another host can ask, and the token that it must show."""
+    """Where another host can ask a host for weights, with the token that it must show."""
 
     host: str
     port: int
@@ -45,25 +45,26 @@ class PortAddress:
 
 
 class Streamed(Protocol):
-    """Weights of one version, whole or on their way here."""
+    """Weights of one version, complete or still arriving on this host."""
 
     def open(self) -> IO[bytes]:
-        """Open the memory that they are in. Raises `OSError` and `StaleWeightsError`."""
+        """Open the memory of the weights for reading. Raises `OSError` and `StaleWeightsError`."""
         ...
 
     def arrived(self, start: int, end: int, within_s: float) -> int:
-        """Return up to where the bytes from `start` are there: `start` if none came within these
-        seconds, `end` at most. Raises `OSError` and `StaleWeightsError` if they never will."""
+        """Return up to where the bytes from `start` have arrived: `start` if none came within these
+        seconds, and `end` at most. Raises `OSError` and `StaleWeightsError` if the rest never
+        comes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Weights that a trainer has written on this host. It meets `Streamed`."""
+    """Weights that a trainer has written on this host, as a `Streamed`."""
 
     layout: BufferLayout
     head: bytes
-    """The first bytes of the buffer, which change before any other does."""
+    """First bytes of the buffer, which change before any others when a new version is written."""
 
     def open(self) -> IO[bytes]:
         file = opened(self.layout)
@@ -77,7 +78,7 @@ class Written:
 
 
 class WeightPort:
-    """The port of one host. It knows one shipment at a time, the newest."""
+    """The port of one host, at which it sends the newest shipment to hosts that ask."""
 
     def __init__(self, host: str) -> None:
         """Listen on any free port of this address. Raises `OSError`."""
@@ -90,13 +91,13 @@ class WeightPort:
         threading.Thread(target=self._listen, name="weights", daemon=True).start()
 
     def stream(self, number: int, streamed: Streamed) -> None:
-        """Give this to those who ask for the shipment of that number, until the next one."""
+        """Send these weights to hosts that ask for the shipment of this number."""
         with self._changed:
             self._newest, self._streamed = number, streamed
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Take no more questions. Idempotent."""
+        """Accept no more requests. Further calls do nothing."""
         self._is_closed = True
 
     def _listen(self) -> None:
@@ -112,8 +113,8 @@ class WeightPort:
             connection.sendall(_LENGTH.pack(self._send(connection, number, start, end)))
 
     def _send(self, connection: socket.socket, number: int, start: int, end: int) -> int:
-        """Send bytes of a shipment once it is known here. Returns how that ends, if not with the
-        last byte. Raises `OSError` of the connection."""
+        """Send bytes of a shipment once it is known here. Returns 0, or the code for an end before
+        the last byte. Raises `OSError` if the connection fails."""
         until = time.monotonic() + UNKNOWN_S
         while time.monotonic() < until:
             with self._changed:
@@ -128,8 +129,8 @@ class WeightPort:
 
 
 def _send(connection: socket.socket, streamed: Streamed, start: int, end: int) -> int:
-    """Send bytes of a version as they come here. Returns how that ends, if not with the last byte.
-    Raises `OSError` of the connection."""
+    """Send bytes of a version as they arrive here. Returns 0, or the code for an end before the
+    last byte. Raises `OSError` if the connection fails."""
     try:
         file = streamed.open()
     except StaleWeightsError:
@@ -159,9 +160,9 @@ def take(
     start: int,
     took: Callable[[int], None],
 ) -> None:
-    """Take those bytes of a shipment from `start` on that fill `into`. `took` is told, again and
-    again, how many are there by now; what it raises ends this. Raises `OSError`, and
-    `StaleWeightsError` if there are newer ones."""
+    """Receive bytes of a shipment from `start` on until `into` is full. `took` is called with the
+    number of bytes so far, again and again; what it raises ends this. Raises `OSError`, and
+    `StaleWeightsError` if there are newer weights."""
     num_taken = 0
     request = _REQUEST.pack(number, start, start + len(into))
     try:

@@ -1,6 +1,6 @@
 """Brings the trainer's weights to other hosts.
 
-    publish     a version to several hosts at once, before anybody asks: each shard leaves the
+    publish     a version to several hosts at once, before any asks: each shard leaves the
                 trainer's host once, straight to one of them, which passes it on (`arriving.py`)
     bring       to one host whose engine asks, if the version has not been published there
 
@@ -24,33 +24,33 @@ from rollpacker.workers.host import ThisHost
 from rollpacker.workers.loop import at_once
 
 PATIENCE_S = 20.0
-"""If nothing of a shard has come from the trainer's host for so many seconds, it is given up."""
+"""Seconds without a byte of a shard from the trainer's host after which the shard is given up."""
 PORT_S = 10.0
-"""A host that has not said within so many seconds where others can ask it takes no part."""
+"""Seconds within which a host must answer where others can ask it, to take part."""
 
 
 class Call(Protocol):
-    """Has an agent do something, and waits for it."""
+    """Calls a method of a host's agent, and returns its answer."""
 
     def __call__(self, method: str, *arguments: Any) -> Any: ...
 
 
 class Member(Protocol):
-    """A host, as far as weights go there or come from there."""
+    """A host as the source or the target of weights."""
 
     name: str
     address: str
-    """The address at which other hosts reach it."""
+    """The network address at which other hosts reach this one."""
 
     def agent(self) -> tuple[object, Call]:
-        """Return what stands for the host's present agent, and the calls of that agent, which raise
-        `OSError`. Raises `OSError` if it has none."""
+        """Return an object that stands for the host's present agent, and the function that calls
+        this agent and raises `OSError`. Raises `OSError` if the host has no agent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Taker:
-    """A host that a version is shipped to."""
+    """A host that a version of the weights is sent to."""
 
     name: str
     agent: object
@@ -59,33 +59,33 @@ class _Taker:
 
 
 class _Held(NamedTuple):
-    """The version that a host has."""
+    """The version of the weights that a host has."""
 
     source: WeightSource
-    """The place where the trainer has written it."""
+    """The buffer in which the trainer wrote the version."""
     head: bytes
-    """The first bytes of the trainer's buffer at that time."""
+    """First bytes of the trainer's buffer when the version was sent."""
     there: WeightSource
-    """The place where it lies on the host that took it."""
+    """The memory of the version on the host that took it."""
 
     def of(self, source: WeightSource, head: bytes) -> bool:
-        """Whether this is what the trainer has written there, while its buffer has this head."""
+        """Whether the version is that of `source`, whose buffer begins with `head` now."""
         return (self.source, self.head) == (source, head)
 
 
 class Spread:
-    """The weights of one run on their way to its hosts. Threads may use it at the same time."""
+    """Brings the weights of one run to its hosts. Threads may use it at the same time."""
 
     def __init__(self) -> None:
         self._held: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
-        """The version that each host has, by the host's agent. A host to which a version is on its
-        way has none."""
+        """The version that each host has, by the host's agent. A host that is receiving a version
+        is absent."""
         self._members: dict[str, Member] = {}
         self._shipping = threading.Lock()
         self._num_shipments = 0
 
     def add(self, name: str, member: Member) -> None:
-        """Add a host, by the name that layouts give it."""
+        """Add a host under the name by which layouts refer to it. Empty for the run's own host."""
         self._members[name] = member
 
     def publish(
@@ -93,9 +93,10 @@ class Spread:
     ) -> dict[str, Exception]:
         """Bring a version to all of these hosts at once, before their engines ask for it.
 
-        `sources` say where the trainer has written it: the same bytes on each of its hosts. Returns
-        by name why a host does not have it; `bring` tries again. Raises `OSError` if the trainer's
-        hosts cannot be asked, `StaleWeightsError` if the weights changed meanwhile.
+        `sources`: the buffers that the trainer has written, the same bytes on each of its hosts.
+        Returns, by name, the errors of hosts that do not have the version; `bring` tries these
+        again. Raises `OSError` if the trainer's hosts cannot be asked, `StaleWeightsError` if the
+        weights changed meanwhile.
         """
         failed: dict[str, Exception] = {}
         takers = []
@@ -118,9 +119,9 @@ class Spread:
         return failed
 
     def bring(self, source: WeightSource, agent: object, call: Call, address: str) -> WeightSource:
-        """Return where the host of this agent has the version, which is shipped there if it is not
-        there yet. `address` is where others reach the host. Raises what `call` raises, `OSError`
-        and `StaleWeightsError`."""
+        """Return the version's memory on the host of this agent, to which it is sent first if
+        necessary. `address` is where other hosts reach that host. Raises what `call` raises,
+        `OSError` and `StaleWeightsError`."""
         if (found := self._found(source, agent)) is not None:
             return found
         port = call("port", address)  # waits for a host that cannot be reached yet
@@ -134,7 +135,7 @@ class Spread:
         return ended
 
     def _found(self, source: WeightSource, agent: object) -> WeightSource | None:
-        """Return where the host has this version, or None if it does not have it."""
+        """Return the memory with this version on the agent's host, or None if it is not there."""
         try:
             head = self._head(source)
         except OSError:  # the trainer's host is lost: what was brought before is still whole
@@ -150,7 +151,7 @@ class Spread:
         return held is not None and held.of(source, head)
 
     def _head(self, source: WeightSource) -> bytes:
-        """The first bytes of the trainer's buffer. Raises `OSError`."""
+        """Return the first bytes of the trainer's buffer. Raises `OSError` if its host is lost."""
         _, call = self._members[source.layout.host].agent()
         head: bytes = call("read", source.layout, 0, ALIGNMENT)
         return head
@@ -158,8 +159,8 @@ class Spread:
     def _ship(
         self, sources: Sequence[WeightSource], head: bytes, takers: Sequence[_Taker]
     ) -> list[WeightSource | Exception]:
-        """Ship a version to all of these at once. Returns for each where it has the version, or why
-        it does not."""
+        """Send a version to all takers at once. Returns for each taker the memory with the version,
+        or the error."""
         self._num_shipments += 1
         shipment = Shipment(
             number=self._num_shipments,
@@ -173,7 +174,7 @@ class Spread:
         return at_once([partial(take, own, taker) for own, taker in enumerate(takers)])
 
     def _offer(self, source: WeightSource) -> PortAddress:
-        """Have the trainer's host give others what was written there."""
+        """Have the trainer's host offer the buffer to other hosts, and return its port."""
         writer = self._members[source.layout.host]
         _, call = writer.agent()
         port: PortAddress = call("port", writer.address)
@@ -196,30 +197,30 @@ def _reach(host: Member) -> _Taker:
 
 
 class OwnHost(ThisHost):
-    """The run's own host, in a run whose trainer or engines may be on others. It meets `Host`
-    (workers/host.py) and `Member`."""
+    """The run's own host, in a run whose trainer or engines may be on other hosts. It is both a
+    `Host` (workers/host.py) and a `Member`."""
 
     def __init__(self, spread: Spread, *, address: str = "127.0.0.1") -> None:
-        """`address` is where other hosts reach this one."""
+        """`address`: the network address at which other hosts reach this one."""
         self.address = address
         self._spread = spread
         self._weights = HostWeights()
         spread.add("", self)
 
     def weights(self, source: WeightSource) -> WeightSource:
-        """See `Host`."""
+        """Return where processes of this host can read these weights, once here; see `Host`."""
         if not source.layout.host:
             return source
         return self._spread.bring(source, self, self._do, self.address)
 
     def agent(self) -> tuple[object, Call]:
-        """See `Member`."""
+        """Return this object and the function that makes calls about weights here; see `Member`."""
         return self, self._do
 
     def close(self) -> None:
-        """Close the port at which others take weights, if there is one. Idempotent."""
+        """Close the port at which other hosts take weights, if there is one."""
         self._weights.close()
 
     def _do(self, method: str, *arguments: Any) -> Any:
-        """Do here what an agent does on another host."""
+        """Call a method about weights here, in the way of an agent on another host."""
         return getattr(self._weights, method)(*arguments)

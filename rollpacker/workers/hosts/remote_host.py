@@ -1,10 +1,10 @@
-"""The run's side of another host: processes there look as those beside the run do.
+"""The run's side of another host, by which processes there look like those on the run's own host.
 
     owner --line--> relay --> items --say--> Agent
                           <-- news <--hear-- Agent
 
-One thread says, one hears, and each line has its own two. What was begun on a host that is lost has
-ended; what is begun later waits for a new agent there. Nothing here knows how calls travel.
+One thread calls `say`, one calls `hear`. The processes of a host that is lost count as ended; a
+process that is begun later waits for a new agent there. How calls travel is left to `Calls`.
 """
 
 from __future__ import annotations
@@ -38,51 +38,51 @@ from rollpacker.workers.hosts.pump import Pump
 from rollpacker.workers.line import Line
 
 SLICE_S = 0.25
-"""An answer is waited for in slices, so that seconds in which this process was held are not
-counted."""
+"""Seconds of each slice in which an answer is awaited: time in which this process was stopped is
+counted as at most two slices."""
 REACH = (2, 24)
-"""A new agent may take so many heartbeats until it answers, at first and in the end; each that does
-not makes the next try twice as patient. What asked for it may have been lost with a link, and a
-busy host is slow."""
+"""Number of heartbeats for which a new agent's first answer is awaited, at the first try and at
+most: each try is twice as patient as the one before. The request may have been lost with a link, or
+the host may be busy."""
 SILENT_S = 2 * HEAR_S
-"""An agent that has not answered for so long is silent: it always has something to answer."""
+"""Seconds without an answer after which an agent is silent, since every `hear` gets an answer."""
 RETRY_S = 1.0
-"""Seconds between two tries to get a new agent."""
+"""Seconds between two attempts to get a new agent."""
 
 
 class Unavailable(Exception):
-    """The call may have been done or not: the same one may be made again."""
+    """Raised if it is unknown whether a call was carried out: the same call may be made again."""
 
 
 class Gone(Exception):
-    """The agent is dead, or was never there; the message says why."""
+    """Raised if the agent is dead, or was never there; the message tells why."""
 
 
 class Answer(Protocol):
     """The answer of a call that is under way."""
 
     def result(self, timeout_s: float) -> Any:
-        """Raises `TimeoutError`, `Unavailable`, `Gone`, and what the call raised."""
+        """Return the answer, or raise `TimeoutError`, `Unavailable`, `Gone` or the call's error."""
         ...
 
 
 class Calls(Protocol):
-    """An agent that can be called."""
+    """An agent whose methods can be called."""
 
     def begin(self, method: str, *arguments: Any) -> Answer: ...
 
     def end(self) -> None:
-        """Have it ended, if it can be reached."""
+        """End the agent, if it can be reached."""
         ...
 
 
 Connect = Callable[[int], Calls]
-"""Has a new agent made. It is given the process id of the one before on that host, or 0. Raises
-`Gone` at once where the host cannot be reached."""
+"""Makes a new agent and returns its calls. The argument is the process id of the host's last agent,
+or 0. Raises `Gone` at once if the host cannot be reached."""
 
 
 class RemoteProcess:
-    """See `Process` (workers/host.py)."""
+    """A process on another host; see `Process` (workers/host.py)."""
 
     def __init__(self, name: str, number: int, session: _Session) -> None:
         self.how = ""
@@ -124,7 +124,7 @@ class RemoteProcess:
 
 
 class RemoteHost:
-    """See `Host` (workers/host.py), and `Member` (spread.py)."""
+    """Another host, with processes of this run; see `Host` (workers/host.py) and `Member`."""
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ class RemoteHost:
         heartbeat_s: float,
         address: str | None = None,
     ) -> None:
-        """An agent that does not answer for `heartbeat_s` is lost, with all that it has. `address`:
-        where other hosts reach it; its name, if it has none."""
+        """`heartbeat_s`: seconds without an answer after which the host's agent is lost, with all
+        its processes. `address`: where other hosts reach this one; None: at its name."""
         self.name, self.address = name, address or name
         spread.add(name, self)
         self._connect, self._spread, self._heartbeat_s = connect, spread, heartbeat_s
@@ -146,11 +146,11 @@ class RemoteHost:
     def start(
         self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
     ) -> tuple[RemoteProcess, Line]:
-        """See `Host`. It returns at once; the process begins once the host can be reached."""
+        """Return a process and its line at once; it begins once the host can be reached."""
         return self._living().start(module, name, guarded=guarded, environment=environment)
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
-        """See `Host`."""
+        """Return memory of that host for weights that a process there will write; see `Host`."""
         wanted = replace(layout, host="", path="", inode=0)  # whatever was held before
         there: BufferLayout = self._call(self._living(), "copy", wanted)
         return replace(there, host=self.name)
@@ -162,26 +162,26 @@ class RemoteHost:
             raise OSError(f"{self.name} is lost: {error}") from error
 
     def weights(self, source: WeightSource) -> WeightSource:
-        """See `Host`."""
+        """Return where processes of that host read these weights, once brought there (`Host`)."""
         if source.layout.host == self.name:
             return source
         session = self._session
         return self._spread.bring(source, session, partial(self._call, session), self.address)
 
     def agent(self) -> tuple[object, Call]:
-        """See `Member`."""
+        """Return the host's present agent and the function that calls it; see `Member`."""
         session = self._session
         if not session.is_there():
             raise OSError(f"{self.name} cannot be reached now")
         return session, partial(self._call, session)
 
     def facts(self) -> HostFacts:
-        """Return the facts of this host; waits until it can be reached. Raises `OSError`."""
+        """Return what the host has, after waiting until it can be reached. Raises `OSError`."""
         found: HostFacts = self._call(self._living(), "facts")
         return found
 
     def close(self) -> None:
-        """End all that this run has there."""
+        """End all processes of this run on the host."""
         self._session.close()
 
     def _living(self) -> _Session:
@@ -193,7 +193,7 @@ class RemoteHost:
 
 
 class _Session:
-    """One agent of a host, from its making to its loss."""
+    """The time of one agent of a host, from its making to its loss."""
 
     def __init__(self, host: str, connect: Connect, predecessor: int, heartbeat_s: float) -> None:
         self.host = host
@@ -209,7 +209,7 @@ class _Session:
         self._changed = threading.Condition()
         self._why = ""
         self._heard_s = time.monotonic()
-        """Time when the agent last answered."""
+        """Time in seconds when the agent last answered."""
         threading.Thread(target=self._run, args=(connect,), daemon=True).start()
 
     # -- what owners do ----------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class _Session:
             self._changed.notify_all()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Have the agent do something that may be done twice. Raises `Gone`."""
+        """Call a method of the agent that may be repeated, and return its answer. Raises `Gone`."""
         while not self._connected.wait(SLICE_S):
             if self.is_over:
                 raise Gone(self._why)
@@ -329,8 +329,8 @@ class _Session:
             self._ended(news.process, news.how)
 
     def _patiently(self, method: str, *arguments: Any, patience_s: float) -> Any:
-        """Call, again where it may have been lost. Raises `Gone` after so many seconds without an
-        answer in which this process ran."""
+        """Call a method, again if the call may be lost, and return its answer. Raises `Gone` after
+        `patience_s` seconds without an answer, in which this process was not stopped."""
         assert self._calls is not None
         silent_s = 0.0
         answer = self._calls.begin(method, *arguments)

@@ -1,6 +1,6 @@
-"""Ray's token: whoever reaches ray's ports without it is refused.
+"""Makes ray demand a token: without the token it refuses all who reach its ports.
 
-Ray decides whether it asks for one when it is imported, so this comes before.
+Ray decides about that when it is imported, so this module has to be used before.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ TOKEN_FILE = Path.home() / ".ray" / "auth_token"
 
 
 def demand_token() -> None:
-    """Have ray ask everybody for the token in the file that `RAY_AUTH_TOKEN_PATH` names, by default
-    `TOKEN_FILE`. Raises `ValueError` if there is none, or if others may read it."""
+    """Have ray demand the token in the file that `RAY_AUTH_TOKEN_PATH` names, by default
+    `TOKEN_FILE`. Raises `ValueError` if there is no token, or if other users may read the file."""
     if os.environ.get(MODE, "token") != "token":
         raise ValueError(
             f"RAY_AUTH_MODE is {os.environ[MODE]}: without a token whoever reaches ray's "
@@ -50,7 +50,7 @@ def is_demanded() -> bool:
 
 
 def make_token() -> Path:
-    """Make a token for this machine if it has none, and return its file."""
+    """Make a token for this machine if it has none, and return the path of its file."""
     path = Path(os.environ.get(PATH) or TOKEN_FILE)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
