@@ -32,7 +32,7 @@ class PeakMemory:
         self.reset()
 
     def reset(self) -> None:
-        """Set the mark: the peak counts from here."""
+        """Begin to measure: the peak counts from now on."""
         if self._cuda is not None:
             torch.cuda.reset_peak_memory_stats(self._cuda)
             self.mark_bytes = torch.cuda.memory_allocated(self._cuda)
@@ -44,13 +44,13 @@ class PeakMemory:
         self.mark_bytes = self.read()
 
     def read(self) -> int:
-        """Bytes: the most since the last `reset`, what was there before it included."""
+        """Return the most bytes held since the last `reset`, including what was there before."""
         if self._cuda is not None:
             return torch.cuda.max_memory_allocated(self._cuda)
         return _peak_resident_set() if self.resets else _lifetime_peak()
 
     def above_mark(self) -> int:
-        """Bytes by which the peak lies above what was held at the last `reset`."""
+        """Return by how many bytes the peak exceeds what was held at the last `reset`."""
         return self.read() - self.mark_bytes
 
 
