@@ -20,8 +20,7 @@ class BatchArithmetic:
     short_samples_per_prompt: int
     short_samples: int
     cascade_rounds: tuple[tuple[int, int], ...]
-    """Numbers of prompts, and of samples per prompt, in every further short round of deferred
-    prompts."""
+    """Numbers of prompts, and of samples per prompt, in every further round of deferred prompts."""
     long_samples: int
     """Number of samples that a long or a plain round submits to engines."""
     pooled: bool

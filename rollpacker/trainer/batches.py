@@ -39,8 +39,8 @@ __all__ = [
 
 Layout = Literal["auto", "sorted", "packed"]
 Packs = Callable[[Sequence[int], int], list[list[int]]]
-"""A function of row lengths and a budget in tokens that returns the indices of each micro-batch's
-rows."""
+"""A function of row lengths and a budget in tokens that returns the indices of rows by
+micro-batch."""
 Budget = Callable[[Sequence[int], Packs], int]
 """A function that chooses a micro-batch's budget in tokens, from the lengths of a call's rows and
 the `Packs` function that would put them together."""
@@ -101,8 +101,7 @@ class Batcher:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """A context for a trainer call's forward and backward passes, in which packed attention
-        is on."""
+        """A context, with packed attention on, for a trainer call's forward and backward passes."""
         with ExitStack() as stack:
             for model, kind in self._packed:
                 stack.enter_context(packed_attention(model, kind))

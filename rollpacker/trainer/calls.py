@@ -51,8 +51,8 @@ _ERRORS: dict[str, type[Exception]] = {
         *(torch.OutOfMemoryError, OSError, ValueError),
     )
 }
-"""Classes of errors that the run's own process raises again, the most special ones first, by
-name."""
+"""Classes of errors that the run's own process raises again, by name; the most special come
+first."""
 
 
 _RECORDS = (

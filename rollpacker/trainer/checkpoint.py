@@ -138,7 +138,7 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def saved_names(folder: Path) -> frozenset[str]:
-    """Return names of the tensors that `save_trainer` wrote. Raises what `load_trainer_state`
+    """Return names of the tensors that `save_trainer` wrote. Raises as `load_trainer_state`
     does."""
     load_trainer_state(folder)
     return frozenset(_saved_layout(folder))
@@ -163,7 +163,7 @@ def load_trainer_tensors(
 
 
 def state_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters, each once, and the buffers that are part of its state. Not
+    """Return a model's parameters, each once, and buffers that are part of its state. Not
     copies."""
     persistent = model.state_dict(keep_vars=True).keys()
     buffers = {name: value for name, value in model.named_buffers() if name in persistent}

@@ -63,8 +63,7 @@ def compile_layers(model: nn.Module, *, backend: Backend = "inductor") -> bool:
 
 
 class _Attempt:
-    """State that the compiled layers of one model share: the backend, and whether compiling has
-    failed."""
+    """State that a model's compiled layers share: the backend, and whether compiling has failed."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -81,8 +80,7 @@ class _Attempt:
 
 
 class _CompiledForward:
-    """Replaces a layer's `forward` by compiled code, or by the layer's own once compiling has
-    failed."""
+    """Replaces a layer's `forward` by compiled code, or by the plain one once compiling failed."""
 
     def __init__(self, layer: nn.Module, attempt: _Attempt) -> None:
         self._layer = layer
@@ -90,7 +88,7 @@ class _CompiledForward:
         self._compiled: Callable[..., Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the compiled code out of copies: a copy of the model must not run this one's
+        """Leave compiled code out of copies: a copy of the model must not use this one's
         weights."""
         return {"_layer": self._layer, "_attempt": self._attempt, "_compiled": None}
 
@@ -121,7 +119,7 @@ class _CompiledForward:
     def _compile(
         self, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Compile the layer, and try it forward and backward on copies of these arguments. Some
+        """Compile the layer, and try it forward and backward on copies of these arguments: some
         compilers are called by the backward pass only, where nothing could be put right any
         more."""
         try:
@@ -143,8 +141,7 @@ class _CompiledForward:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled code, without checkpointing, which would hide the layer's inside from
-        the compiler. The layer's own training flag, which is cleared here, serves checkpointing
-        alone."""
+        the compiler. The layer's training flag, cleared here, serves checkpointing alone."""
         assert self._compiled is not None
         before, self._layer.training = self._layer.training, False
         try:

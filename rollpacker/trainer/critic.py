@@ -41,14 +41,13 @@ class Critic(nn.Module):
         self.eval()
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Return values [N] of the states before the batch's targets, in float32 (float64 for such
-        a model)."""
+        """Return values [N] of the states before the batch's targets, in float32 or the model's
+        float64."""
         output = self.model(input_ids=batch.input_ids, use_cache=False, **batch.model_inputs)
         return self.from_hidden_states(output.last_hidden_state, batch)
 
     def from_hidden_states(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        """Return values [N], as `forward` does, from hidden states [B, W, D] after the last
-        norm."""
+        """Return values [N] as `forward` does, from hidden states [B, W, D] after the last norm."""
         hidden = hidden.flatten(0, 1).index_select(0, batch.positions)
         # A value in bfloat16 would have three digits; the head costs next to nothing.
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32

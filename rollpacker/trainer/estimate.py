@@ -58,15 +58,14 @@ class Estimate:
     pipeline stage, in the order of the stages. Empty if the trainer has no processes of its own, or
     if nothing is known of their memory."""
     sweep: Sweep | None
-    """The largest sweep through the pipeline stages. None: there are none, or their memory is not
+    """The largest sweep through the pipeline stages. None: there are none, or memory is not
     known."""
     notes: tuple[str, ...]
     """Notes about facts that could not be known, and about settings that look wrong."""
 
     @property
     def whole(self) -> bool:
-        """Whether no part of the memory is missing. The activations are if the model's shape is not
-        known."""
+        """Whether no part of the memory is missing; parts are if the model's shape is not known."""
         return any(memory.has_activations for memory in (self.memory, *self.ranks))
 
     @property

@@ -17,8 +17,7 @@ from rollpacker.trainer.trainer import ModelConfig
 
 class FrozenPolicy:
     """A causal LM without gradients. The given `model`, or a policy around one, is changed in
-    place: its parameters no longer require gradients, and it is in eval mode. `policy` may be
-    sharded."""
+    place: its parameters require no gradients, and it is in eval mode. `policy` may be sharded."""
 
     def __init__(self, model: PreTrainedModel | Policy) -> None:
         policy = model if isinstance(model, Policy) else Policy(model)
@@ -68,8 +67,8 @@ def load_teacher(
 def check_same_vocabulary(
     other: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, name: str
 ) -> None:
-    """Raise `ModelError`, which calls the model `name`, if its tokenizer numbers tokens in another
-    way."""
+    """Raise `ModelError`, which calls the model `name`, if its tokenizer numbers tokens
+    otherwise."""
     theirs = {number: token for token, number in other.get_vocab().items()}
     ours = {number: token for token, number in policy.get_vocab().items()}
     if theirs == ours:

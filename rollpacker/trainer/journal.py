@@ -32,7 +32,7 @@ NUM_SEGMENTS = 2
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """A call of some ranks: its method, the call's bytes for each rank, and their numbers (empty:
+    """A call of ranks: its method, the call's bytes for each rank, and their numbers (empty:
     all)."""
 
     method: str
@@ -58,16 +58,15 @@ class Segment:
 
 
 class Journal:
-    """Recorded calls, in files without a name on `folder`'s file system; None: where temporary
-    files are."""
+    """Recorded calls, in nameless files on `folder`'s file system; None: that of temporary
+    files."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._segments = [Segment(0, folder)]
 
     def add(self, method: str, calls: Sequence[bytes], numbers: Sequence[int]) -> None:
-        """Record a call that all of these ranks have done. Raises `OSError` if it cannot be
-        written."""
+        """Record a call that all of these ranks have done. Raises `OSError` if writing fails."""
         file = self._segments[-1].file
         head = json.dumps([method, list(numbers), [len(call) for call in calls]])
         file.write(f"{head}\n".encode())
@@ -86,15 +85,13 @@ class Journal:
         last.file.truncate()
 
     def loaded(self, version: int) -> None:
-        """Drop all calls and begin at `version`, since the trainer has loaded a checkpoint of
-        it."""
+        """Drop all calls and begin at `version`, of which the trainer has loaded a checkpoint."""
         first = Segment(version, self._folder)
         self._keep(0)
         self._segments = [first]
 
     def saved(self, version: int) -> None:
-        """Begin a segment at `version`, since a checkpoint of it was written or will be in a
-        moment."""
+        """Begin a segment at `version`, whose checkpoint was written or will be in a moment."""
         self._keep(NUM_SEGMENTS - 1)
         self._segments.append(Segment(version, self._folder))
 
@@ -168,7 +165,7 @@ class KeptState:
         self.version = version
 
     def give_up(self, version: int) -> None:
-        """Remove the state of this version, which was written for nothing, unless that is the kept
+        """Remove the state of this version, which was written for nothing, unless it is the kept
         one."""
         if version != self.version:
             shutil.rmtree(self.folder(version), ignore_errors=True)

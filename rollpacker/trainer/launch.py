@@ -324,7 +324,7 @@ class Ranks:
         return group.replies(called, method)
 
     def lose(self, reason: str) -> TrainerProcessError:
-        """End all ranks, and return the error to raise. `reason` says which process was lost, and
+        """End all ranks, and return the error to raise. `reason` says which rank was lost, and
         how."""
         self._why_lost = reason
         self._kill()

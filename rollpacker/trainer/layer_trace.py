@@ -34,8 +34,7 @@ class LayerTrace:
     ends: float
     """Bytes per token that are kept before the first and behind the last layer."""
     backward_bytes: int
-    """The most bytes that the backward pass holds besides what the forward pass left, in all
-    layers."""
+    """The most bytes that the backward pass holds besides what the forward pass left."""
     waiting: float
     """Bytes per token of inputs and output gradients of a layer's trained linear layers: what a
     pipeline stage keeps until it computes their weight products."""
@@ -142,8 +141,7 @@ def _waiting_bytes(decoder: Any, ids: torch.Tensor) -> int:
 
 
 def _model(config: dict[str, Any], settings: TraceSettings) -> tuple[Any, list[nn.Module]]:
-    """Return the model as the trainer has it, without data, and its layers that are
-    checkpointed."""
+    """Return the model as the trainer has it, without data, and its checkpointed layers."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -165,8 +163,7 @@ def _model(config: dict[str, Any], settings: TraceSettings) -> tuple[Any, list[n
 
 
 def _live_bytes() -> Any:
-    """A context whose `now` counts the bytes that tensors hold, and whose `peak` is the most of
-    them."""
+    """A context whose `now` counts the bytes that tensors hold, and `peak` the most of them."""
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves

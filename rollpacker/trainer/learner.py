@@ -214,8 +214,8 @@ class Learner:
 
     def update(self) -> StepOutcome:
         """Clip, step the optimizer, drop the gradients. Raises `TrainerError` if nothing was
-        accumulated on any rank, and `NonFiniteError` if the gradient is not finite, computed again,
-        too."""
+        accumulated on any rank, and `NonFiniteError` if the gradient, computed again, is not
+        finite."""
         if not self._any(self._step.has_samples):
             raise TrainerError("an update without a sample since the last one")
         self._finish_passes()
@@ -307,8 +307,7 @@ class Learner:
         self._offload()
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Raises `TrainerError` if the folder holds another model's
-        state."""
+        """Restore what `save` wrote. Raises `TrainerError` if that is another model's state."""
         self._finish_passes()
         version = self._files.load(folder)
         self.discard()
@@ -340,8 +339,7 @@ class Learner:
 
     def _compute_again(self, what: str) -> None:
         """Compute the step's gradient from the beginning, since memory or kernels may have failed
-        once. Raises `NonFiniteError` if a micro-batch shows that the fault was not a passing
-        one."""
+        once. Raises `NonFiniteError` if a micro-batch shows that the fault was no passing one."""
         logger.warning("%s is not finite; the step's gradient is computed once more", what)
         again = self._step.anew()
         self.discard()
@@ -415,8 +413,7 @@ class Learner:
     # -- what is not finite ----------------------------------------------------------------
 
     def _refuse_non_finite(self, losses: Losses, samples: Sequence[TrainSample]) -> None:
-        """Raise `NonFiniteError` if a loss or a gradient is not finite; called after each
-        micro-batch."""
+        """After a micro-batch, raise `NonFiniteError` if a loss or a gradient is not finite."""
         bad_losses = not losses.finite
         if self._any_of_replica(bad_losses):
             self._refuse(
@@ -474,8 +471,7 @@ def _passes(
 def _trained(
     models: ModelSet, config: TrainConfig, shards: Shards | None, run_dtype: torch.dtype
 ) -> dict[str, Trained]:
-    """The modules that are trained, by name: actor and critic. Frozen modules are sharded here,
-    too."""
+    """The trained modules, by name: actor and critic. Frozen modules are sharded here, too."""
     if shards is not None:
         for one in models.frozen:
             shard(one, shards, param_dtype=None, gradient_sync="step")

@@ -1,5 +1,4 @@
-"""Tensors that a learner writes for others: weights for an engine, and the files of a
-checkpoint."""
+"""Tensors that a learner writes: weights for an engine, and the files of a checkpoint."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ class LogitTransform:
         return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / temperature)
 
     def backward_(self, gradient: Tensor, logits: Tensor, temperature: float) -> Tensor:
-        """Return the gradient of `apply_`'s input, from `gradient`, that of its result `logits`; in
-        place."""
+        """Return, in place, the gradient of `apply_`'s input, from `gradient`, that of its
+        result."""
         if self.softcap is not None:
             bent = logits * (temperature / self.softcap)
             gradient.mul_(bent.square_().neg_().add_(1))
@@ -171,7 +171,7 @@ def _softmax_in_blocks(
 
 
 class _RunningSoftmax:
-    """Sums of exponentials over the vocabulary, block after block, relative to the largest logit so
+    """Sums of exponentials over the vocabulary, block by block, relative to the largest logit so
     far."""
 
     def __init__(self, targets: Tensor, dtype: torch.dtype) -> None:
@@ -184,7 +184,7 @@ class _RunningSoftmax:
         self._chosen = torch.zeros_like(self._top)
 
     def add(self, logits: Tensor, first: int) -> None:
-        """Add a block of logits [rows, columns], whose columns begin at `first`. The block is
+        """Add a block of logits [rows, columns] from column `first` on. The block is
         overwritten."""
         index = self._targets - first
         inside = (index >= 0) & (index < logits.shape[1])
@@ -202,8 +202,8 @@ class _RunningSoftmax:
         self._top = top
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return by row: the target's log-probability, the entropy, and the log of the sum of all
-        exponentials."""
+        """Return by row: the target's log-probability, the entropy, the log of the exponentials'
+        sum."""
         log_sum = self._sum.log()
         norms = self._top + log_sum
         return self._chosen - norms, log_sum - self._weighted / self._sum, norms

@@ -46,8 +46,7 @@ class Losses:
     log_ratio: Tensor
     """The trainer's log-probs minus the engine's."""
     update_log_ratio: Tensor | None
-    """The trainer's log-probs minus those under the weights that sampled. None: they cannot
-    differ."""
+    """The trainer's log-probs minus those under the weights that sampled. None: always 0."""
     sums: Mapping[str, Tensor]
     value_sums: Mapping[str, Tensor]
 
@@ -142,7 +141,7 @@ def named(samples: Sequence[SampleId], limit: int = 5) -> str:
 def _flat(
     values: Sequence[float | tuple[float, ...]], like: Tensor, counts: Sequence[int] = ()
 ) -> Tensor:
-    """Return [N], sample after sample. Single numbers hold for all of a sample's `counts`
+    """Return [N], sample after sample. A single number holds for all of a sample's `counts`
     tokens."""
     flat: list[float] = []
     for index, value in enumerate(values):
@@ -154,7 +153,7 @@ def _flat(
 def _old_log_probs(
     samples: Sequence[TrainSample], like: Tensor, rollout: Tensor, config: AlgorithmConfig
 ) -> Tensor | None:
-    """Return the old log-probs [N] of the loss. None: the present policy's, not updated since it
+    """Return the loss's old log-probs [N]. None: the present policy's, not updated since it
     sampled."""
     if config.old_logprobs == "rollout":
         return rollout

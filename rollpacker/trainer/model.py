@@ -230,8 +230,7 @@ def check_weights(path: str) -> None:
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Number of rows of the model's input embeddings: one per token that the model knows, and
-    padding."""
+    """Number of rows of the model's input embeddings: tokens that it knows, and padding."""
     rows = model.get_input_embeddings().num_embeddings
     assert isinstance(rows, int)
     return rows
@@ -331,8 +330,7 @@ def character_tokenizer(
 
 
 def write_character_tokenizer(alphabet: str, folder: str | Path) -> PreTrainedTokenizerFast:
-    """Save a `character_tokenizer` in a folder, from which `AutoTokenizer` can load it, and return
-    it."""
+    """Save a `character_tokenizer` in a folder, for `AutoTokenizer` to load, and return it."""
     tokenizer = character_tokenizer(alphabet)
     tokenizer.save_pretrained(str(folder))
     return tokenizer

@@ -39,8 +39,7 @@ class ModelSet:
     policy: Policy
     critic: Critic | None
     reference: FrozenPolicy | None
-    """The reference model. None, if the algorithm needs one: the policy with its adapter switched
-    off."""
+    """The reference model. None, if it is needed: the policy with its adapter switched off."""
     teacher: FrozenPolicy | None
     algorithm: AlgorithmConfig
     temperature: float
@@ -65,8 +64,7 @@ class ModelSet:
         stage: Cut | None = None,
     ) -> ModelSet:
         """Make a set around `model`, which is trained in place. A reference is a copy of the model
-        as it is now. With a `stage` all models are cut down, in place, to the stage's parts of
-        them."""
+        as it is now. With a `stage` all models are cut down, in place, to the stage's parts."""
         policy = Policy(model)
         if stage is not None:
             policy = stage.policy(policy)
@@ -99,8 +97,7 @@ class ModelSet:
         return [one.policy for one in (self.reference, self.teacher) if one is not None]
 
     def besides_the_policy(self) -> Iterator[nn.Module]:
-        """Yield the other transformers models that run on the same micro-batches as the
-        policy's."""
+        """Yield the other transformers models that run on the policy's micro-batches."""
         yield from (one.model for one in self.frozen)
         if self.critic is not None:
             yield self.critic.model

@@ -29,8 +29,7 @@ class DecoderShape:
 
     layers: int
     attention_layers: int
-    """Number of layers that keep keys and values. Other layers keep a state of fixed size per
-    row."""
+    """Number of layers that keep keys and values. Others keep a state of fixed size per row."""
     hidden: int
     feed_forward: int
     query: int

@@ -226,8 +226,7 @@ class MasterOptimizer:
             self.offloaded_state.reload()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield weights, masters, gradients and state, without gradients that `offload` has
-        moved."""
+        """Yield weights, masters, gradients and state, without gradients that are offloaded."""
         for name, master in self._masters.items():
             yield from (self._weights[name], master)
             if master.grad is not None:
@@ -257,8 +256,7 @@ class MasterOptimizer:
         return {}
 
     def _blank_state(self, name: str) -> dict[str, Tensor]:
-        """Return tensors like those that the optimizer keeps of this parameter; their values mean
-        nothing."""
+        """Return blank tensors like those that the optimizer keeps of this parameter."""
         master = self._masters[name]
         if self._is_coded:
             return moments_like(master)
@@ -376,8 +374,7 @@ def _adamw_8bit(
 
 
 def _decayed(masters: list[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: matrices, which decay, and all other parameters, which do
-    not."""
+    """Return the optimizer's groups: matrices, which decay, and other parameters, which do not."""
     groups = [
         {"params": [m for m in masters if m.ndim >= 2], "weight_decay": weight_decay},
         {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},

@@ -54,8 +54,7 @@ def pack(rows: Sequence[Row], device: torch.device) -> MicroBatch:
 def best_kind(
     model: nn.Module, device: torch.device, dtype: torch.dtype | None = None
 ) -> PackedKind | None:
-    """Return the fastest packed attention that this model can use on this device; None: there is
-    none."""
+    """Return the fastest packed attention that this model can use on this device; None: none."""
     return next((kind for kind in KINDS if why_not(model, kind, device, dtype) is None), None)
 
 

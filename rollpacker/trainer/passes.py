@@ -104,8 +104,7 @@ class LocalPasses:
         sums: StepSums,
         look: Look | None = None,
     ) -> bool:
-        """Run forward and backward over the samples; see `Passes`. Returns whether all losses were
-        finite."""
+        """Run forward and backward over the samples; return whether all losses were finite."""
         rows = [row_of(sample) for sample in samples]
         finite = True
         with self._batcher.attention(), self._models.for_backward():

@@ -153,8 +153,7 @@ def _log_probs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Ten
 
 @contextmanager
 def _evaluation(model: nn.Module) -> Iterator[None]:
-    """A context with every module in evaluation mode. Afterwards each module has its mode of
-    before."""
+    """A context with every module in evaluation mode; afterwards each has its former mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

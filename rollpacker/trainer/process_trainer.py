@@ -81,7 +81,7 @@ class ProcessTrainer:
         """Watches links and stages of a model in pipeline stages. None: the model is not in
         stages."""
         self._arranged: Arrangement | None = None
-        """The arrangement of pipeline stages that was sent to the ranks last, or that they begin
+        """The arrangement of pipeline stages that the ranks were sent last, or that they begin
         with."""
         self._relayout = Relayout.of(setup, can_switch=ranks.can_start_anew)
         self._switch_s = 0.0
@@ -164,8 +164,7 @@ class ProcessTrainer:
         return await self._in_thread(apply)
 
     async def hand_over(self) -> HandOver:
-        """Have rank 0 write the weights to the shared memory, and return where engines read
-        them."""
+        """Have rank 0 write the weights to the shared memory, and return where they can be read."""
 
         def write() -> HandOver:
             probe, *_ = self._all("write_weights")
@@ -266,7 +265,7 @@ class ProcessTrainer:
         return self._switch_s
 
     def _go_back(self, setup: LearnerSetup, order: Sequence[int]) -> None:
-        """Go back to the layout before. Raises `RanksLost` if that fails; `restore` then starts in
+        """Go back to the layout before. Raises `RanksLost` if that fails; `restore` starts in
         it."""
         try:
             self._load_anew(setup, order)

@@ -27,8 +27,7 @@ _SCALES = ("absmax1", "absmax2")
 
 
 def require_bitsandbytes(what: str) -> Any:
-    """Import bitsandbytes. Raises `MissingPackageError`, which names the extra, if it is not
-    installed."""
+    """Import bitsandbytes. Raises `MissingPackageError`, naming the extra, if it is missing."""
     require("bitsandbytes", extra="quantized", what=what)
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
@@ -56,8 +55,7 @@ def adamw_8bit(
 
 
 def moments_like(master: Tensor) -> dict[str, Tensor]:
-    """Return blank tensors of the names, shapes and dtypes that `moments_of` gives for a
-    parameter."""
+    """Return blank tensors with the names, shapes and dtypes of `moments_of` a parameter."""
     is_coded = master.numel() >= MIN_8BIT_ELEMENTS
     dtype = torch.uint8 if is_coded else torch.float32
     found = {name: torch.empty_like(master.detach(), dtype=dtype) for name in _MOMENTS}
@@ -77,8 +75,7 @@ def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def restore_moments(
     optimizer: torch.optim.Optimizer, saved: Mapping[nn.Parameter | Tensor, Mapping[str, Tensor]]
 ) -> None:
-    """Give the optimizer what `moments_of` returned, exactly. Parameters not in `saved` get no
-    state."""
+    """Give the optimizer what `moments_of` returned, exactly. Others than `saved` get no state."""
     known: Any = optimizer
     known.state.clear()
     for group_index, group in enumerate(optimizer.param_groups):

@@ -1,5 +1,4 @@
-"""Make training samples from responses and rewards: compute each sample's advantages and token
-weight."""
+"""Make training samples from responses and rewards, with their advantages and token weights."""
 
 from __future__ import annotations
 
@@ -119,8 +118,7 @@ def _token_weights(
     denominator: int | None,
     max_response_tokens: int | None,
 ) -> list[float]:
-    """Return the weight of each token of each response, by the denominator of the response's
-    update."""
+    """Return the weight of each response's tokens, by the denominator of the response's update."""
     weights = [0.0] * len(responses)
     for update in set(of_update):
         places = [place for place, of in enumerate(of_update) if of == update]
@@ -155,9 +153,9 @@ def _turns(
     turn_rewards: Mapping[SampleId, TurnRewards],
     config: AlgorithmConfig,
 ) -> Turns | None:
-    """Return the turns of these samples; None: the algorithm has no credit by turn. What was added
-    to their `rewards` [N] to make them `shaped` [N] is for the whole response, so it counts at the
-    last turn."""
+    """Return the turns of these samples; None: there is no credit by turn. What was added to
+    `rewards` [N] to make them `shaped` [N] is for the whole response, so it counts at the last
+    turn."""
     if config.credit == "trajectory":
         return None
     counts: list[int] = []

@@ -73,8 +73,7 @@ class Shards:
     rank: int
     size: int
     mesh: DeviceMesh
-    """The processes as a mesh: one dimension of `size`; with several replicas [replicas, processes
-    of each]."""
+    """The processes as a mesh: [size], or with several replicas [replicas, processes of each]."""
     device: torch.device
     """The device of this process."""
     pipelines: DeviceMesh | None = None
@@ -88,8 +87,7 @@ class Shards:
 
     @property
     def replicas(self) -> int:
-        """Number of whole copies of the model. Replica r is the ranks from r * size / replicas
-        on."""
+        """Number of whole copies of the model. Replica r is the ranks from r * size / replicas."""
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
     @property
@@ -294,8 +292,8 @@ def sum_in_full_precision(root: nn.Module) -> None:
 
 
 def whole(value: Tensor) -> Tensor:
-    """Return a `DTensor` gathered from all processes, which have to take part; any other tensor as
-    it is."""
+    """Return a `DTensor` gathered from all processes, which must take part; other tensors as they
+    are."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -328,8 +326,7 @@ def full_tensors(
 
 
 def same_number(count: int, shards: Shards | None) -> int:
-    """Return the largest `count` of a replica's processes: as many micro-batches as each must
-    run."""
+    """Return the largest `count` of a replica's processes, such as micro-batches to run."""
     return int(_largest([count], None if shards is None else shards.own_replica)[0])
 
 
@@ -350,8 +347,7 @@ def max_over_ranks(values: Sequence[float], shards: Shards | None) -> list[float
 
 
 def _largest(values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
-    """Return the largest of each value over the processes of `group`; None: of this process
-    alone."""
+    """Return the largest of each value over the processes of `group`; None: this process alone."""
     numbers = torch.tensor(values, dtype=torch.float64)
     if group is not None:
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
@@ -378,8 +374,7 @@ def _layers(root: nn.Module) -> list[nn.Module]:
 
 
 def _widen_trainable(module: nn.Module) -> None:
-    """Make trainable half-precision parameters float32, in place; sharded ones are float32
-    already."""
+    """Make trainable half-precision parameters float32, in place; sharded ones are already."""
     for parameter in module.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()

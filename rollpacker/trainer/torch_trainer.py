@@ -81,7 +81,7 @@ class TorchTrainer:
         return await self._in_thread(update)
 
     async def apply(self) -> Mapping[str, float]:
-        """Make the step's last update; see `Trainer.apply`. Raises `TrainerError` if it has no
+        """Make the step's last update; see `Trainer.apply`. Raises `TrainerError` without
         samples."""
 
         def apply() -> Mapping[str, float]:

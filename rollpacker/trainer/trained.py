@@ -35,8 +35,7 @@ class Trained:
         self._offloads = config.offload
         self._sharded: ShardedGradients | None = None
         self._widened: frozenset[str] = frozenset()
-        """Names of parameters that sharding makes float32. Without sharding the optimizer has
-        masters."""
+        """Names of parameters that sharding makes float32; else the optimizer has masters."""
         if shards is not None:
             named = named_by.named_parameters()
             self._widened = frozenset(
@@ -78,7 +77,7 @@ class Trained:
         return whole(norm).item()
 
     def non_finite(self) -> list[str]:
-        """Return names of parameters whose gradient so far is not finite, as far as it is in this
+        """Return names of parameters whose gradient so far is not finite, seen from this
         process."""
         if self._sharded is not None:
             return self._sharded.non_finite()
@@ -112,8 +111,7 @@ class Trained:
             self.optimizer.reload(state=False)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors that are kept for training the module, also those that wait to be
-        summed."""
+        """Yield all tensors kept for training the module, also those that wait to be summed."""
         if self._sharded is not None:
             yield from self._sharded.tensors()
         yield from self.optimizer.tensors()
@@ -123,8 +121,8 @@ class Trained:
     # -- checkpoints -----------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Return the optimizer's state, with float32 weights where a checkpoint's model folder has
-        fewer digits."""
+        """Return the optimizer's state, with float32 weights where a model folder has fewer
+        digits."""
         masters = {f"master.{n}": p.detach() for n, p in self._masters()}
         return self.optimizer.state() | masters
 
@@ -147,8 +145,8 @@ class Trained:
         return (item for item in self._named_by.named_parameters() if item[0] in self._widened)
 
     def summing(self, run_filler: Callable[[], object]) -> Callable[[], object]:
-        """Return `run_filler` wrapped so that its backward pass sums this module's gradients over
-        the ranks."""
+        """Return `run_filler` wrapped so that its backward sums this module's gradients over
+        ranks."""
         return run_filler if self._sharded is None else partial(self._sharded.finish, run_filler)
 
 

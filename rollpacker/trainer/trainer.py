@@ -139,10 +139,9 @@ class PipelineConfig:
     """The order in which a stage runs its ops: forwards, backwards for inputs and backwards for
     weights. ready: whichever op is ready first, backwards for inputs before others. 1f1b: a forward
     and a backward by turns. zero-bubble: backwards for weights fill the waits, planned as if every
-    op took the same time and messages took none. adapted: planned before each sweep (all
-    micro-batches of an update) from the times of the last steps. Anything else names a CSV in
-    torch's format, such as `rollpacker plan --csv` writes, for as many micro-batches as each sweep
-    has."""
+    op took the same time and messages none. adapted: planned before each sweep (an update's
+    micro-batches) from the times of the last steps. Else a CSV in torch's format, such as
+    `rollpacker plan --csv` writes, for as many micro-batches as each sweep has."""
     live_tokens: int | Literal["auto"] = "auto"
     """The most tokens whose activations a stage keeps at once; with more, a stage waits less for
     slow links. auto: two micro-batches for each stage from this one to the last."""
@@ -154,10 +153,9 @@ class PipelineConfig:
     """Network interfaces of each host that host links use, such as [eth0, eth1]: the first, and
     another while the first falls silent. Empty: the address at which the processes meet."""
     relayout: Literal["propose", "do", "never"] = "propose"
-    """What follows when a stage is slow, so that another split of the layers would be quicker, or
-    the network between two stages, so that another order of the processes would be. propose: the
-    change is proposed in the log. do: the processes are started anew with the change between two
-    steps. never: nothing."""
+    """What happens when a stage is slow, so that another split of the layers would be quicker, or a
+    link, so that another order of the processes would be. propose: the change is proposed in the
+    log. do: the processes are started anew with it between two steps. never: nothing."""
 
     def __post_init__(self) -> None:
         if self.stages < 1:
@@ -180,9 +178,8 @@ class TrainConfig:
     """Number of steps, each of which trains on one round of samples. Prompts that were put off to
     long rounds are trained on at the end, which can add steps. None: until `epochs` are done."""
     updates_per_round: int = 1
-    """Number of optimizer updates per round, each on an equal share of the round's prompts. From
-    the second update on the policy is no longer the one that sampled: ratios differ from 1 and may
-    be clipped."""
+    """Number of optimizer updates per round, each on an equal share of its prompts. From the second
+    on the policy is no longer the one that sampled: ratios differ from 1 and may be clipped."""
     epochs: int | None = None
     """Passes over the training data. None: as many as `steps` needs. At least one of `steps` and
     `epochs` must be set."""
@@ -192,15 +189,13 @@ class TrainConfig:
     works in the run's own process, on the engine's weights. Under `torchrun` the processes are
     those that torchrun started."""
     replicas: int = 1
-    """Number of whole copies of the model among the trainer's processes, each sharded over its
-    share of them. A replica computes gradients alone; gradients are added up over all replicas at
-    the end of a step."""
+    """Number of whole copies of the model, each sharded over its share of the trainer's processes.
+    A replica computes gradients alone; they are added up over all replicas at the end of a step."""
     colocate: bool = False
-    """Whether engines and the trainer's processes share devices: on each, one process of the
-    trainer and one engine or a share of one. With stream_trainer, engines leave their devices
-    towards the end of a round; their samples go on in other engines, and replicas begin on the
-    groups that are complete. On CUDA, trainer and engine wait in host memory while the other has
-    its turn."""
+    """Whether engines and the trainer's processes share devices: on each, one process and one
+    engine or a share of one. With stream_trainer, engines leave their devices towards the end of a
+    round; their samples go on in other engines, and replicas begin on complete groups. On CUDA,
+    trainer and engine wait in host memory while the other has its turn."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     gradient_sync: Literal["step", "micro-batch"] = "step"
     """When gradients are added up over several processes: once a step, or after every micro-batch,
@@ -345,12 +340,10 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample(ScoreRequest):
-    """A sample with its advantage and loss weight, in the form that the trainer needs for every
-    algorithm."""
+    """A sample with its advantage and loss weight, in the same form for every algorithm."""
 
     rollout_log_probs: tuple[float, ...]
-    """The engine's log-probs, one per token that the model sampled, as in all per-token fields
-    below."""
+    """The engine's log-probs, one per token that the model sampled, as in all fields below."""
     advantage: float | tuple[float, ...]
     """The advantage: one number for all sampled tokens, or one per sampled token."""
     token_weight: float
@@ -373,16 +366,14 @@ class TrainSample(ScoreRequest):
 
     @property
     def advantages(self) -> tuple[float, ...]:
-        """The advantage as a tuple: one number for all sampled tokens together, or one per
-        token."""
+        """The advantage as a tuple: one number for all sampled tokens, or one per token."""
         return self.advantage if isinstance(self.advantage, tuple) else (self.advantage,)
 
 
 class Trainer(Protocol):
-    """What the driver calls to train the policy. A step of one update is any number of calls of
-    `accumulate`, then `apply`. In a step of several updates, each but the last ends with `update`.
-    `rescale` comes between two calls of `accumulate` if the first samples had to be weighted
-    provisionally."""
+    """What the driver calls to train the policy. A step is any number of calls of `accumulate`,
+    then `apply`; of several updates, each but the last ends with `update`. `rescale` comes between
+    two calls of `accumulate` if the first samples had to be weighted provisionally."""
 
     @property
     def version(self) -> int:

@@ -154,15 +154,13 @@ class Decoder:
         return self.name != "critic"
 
     def layers_in(self, stage: int) -> int:
-        """Return the number of layers of a stage, or of an unsplit model; 0 if the shape is not
-        known."""
+        """Number of layers of a stage, or of an unsplit model; 0 if the shape is not known."""
         if self.layers:
             return self.layers[stage]
         return 0 if self.shape is None else self.shape.layers
 
     def matrices_in(self, stage: int) -> int:
-        """Return the number of elements of all matrices in a stage's layers; 0 if the shape is not
-        known."""
+        """Number of elements of all matrices in a stage's layers; 0 if the shape is not known."""
         return 0 if self.shape is None else self.layers_in(stage) * self.shape.layer_matrices
 
     def in_stage(self, stage: int) -> int:
@@ -181,8 +179,8 @@ class Decoder:
         return count
 
     def mirrored_in(self, stage: int) -> int:
-        """Return the number of a stage's parameters that are copies of a weight which the first
-        stage owns and updates."""
+        """Number of a stage's parameters that are copies of a weight which the first stage
+        updates."""
         is_last = len(self.layers) > 1 and stage == len(self.layers) - 1
         if is_last and self.has_head and self.shape is not None and self.shape.tied:
             return self.shape.embedding
@@ -207,8 +205,7 @@ class TrainingMemory:
 
     @classmethod
     def of(cls, config: RunConfig, *, on_cuda: bool, notes: list[str]) -> TrainingMemory:
-        """Read shapes and sizes of the run's models. What is not known is added to `notes` in
-        words."""
+        """Read shapes and sizes of the run's models. What is not known is told in `notes`."""
         dtype = config.model.dtype
         if dtype == "auto":
             dtype = "bfloat16" if on_cuda else "float32"
@@ -290,8 +287,7 @@ class TrainingMemory:
         return memory_part(name, count * kept // self.ranks, f"{what} x {kept} bytes{self._shared}")
 
     def at_rest(self, decoder: Decoder, stage: int = 0) -> list[MemoryPart]:
-        """The parts for weights, gradients and optimizer state of a model, or of its pipeline
-        stage."""
+        """The parts for weights, gradients and optimizer state of a model, or of its stage."""
         is_policy, count = decoder.name == "policy", decoder.in_stage(stage)
         weights = self.weights("weights" if is_policy else decoder.name, decoder, stage)
         if decoder.is_trained:
@@ -564,8 +560,7 @@ class _Working:
         return parts
 
     def _backward(self) -> MemoryPart:
-        """The part for the most memory that a backward pass takes while it runs, besides
-        activations."""
+        """The part for the most memory that a running backward pass takes besides activations."""
         models, policy, shape = self.models, self.decoders[0], self._shape
         element, tokens = models.element, self.sweep.micro_batch_tokens
         choices = {
@@ -606,8 +601,7 @@ class _Working:
         return block + hidden + (shape.embedding * models.element if is_trained else 0)
 
     def _messages(self) -> MemoryPart:
-        """The part for hidden states or gradients on their way to and from the stage's
-        neighbours."""
+        """The part for hidden states or gradients on their way to and from neighbouring stages."""
         hidden = sum(one.shape.hidden for one in self.decoders if one.shape is not None)
         neighbours = (self.stage > 0) + (not self._is_last)
         size = neighbours * self.sweep.micro_batch_tokens * hidden * self.models.element
@@ -681,9 +675,8 @@ def engine_memory(config: RunConfig, devices: int, *, on_cuda: bool) -> Memory |
 
 def rank_memory(config: RunConfig, *, on_cuda: bool) -> Memory | None:
     """Memory of one process of the trainer, where the config says how many there are. None if the
-    model is not known. Processes of different pipeline stages differ: on CUDA this is the largest,
-    and on a CPU, where they share memory, the mean. Raises `ValueError` as `TrainingMemory.stages`
-    does."""
+    model is not known. Processes of pipeline stages differ: on CUDA this is the largest, and on a
+    CPU, where they share memory, the mean. Raises `ValueError` as `TrainingMemory.stages` does."""
     models = TrainingMemory.of(config, on_cuda=on_cuda, notes=[])
     if config.train.pipeline.stages == 1:
         memory = models.rank([])

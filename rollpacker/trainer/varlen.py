@@ -107,8 +107,8 @@ class PackedRows:
         return groups, torch.from_numpy(to_pack).to(self._device)
 
     def window_mask(self, width: int, window: int) -> Tensor:
-        """Return a bool mask [width, width]: causal, and at most `window` tokens back, a token
-        itself included."""
+        """Return a bool mask [width, width]: causal, at most `window` tokens back, itself
+        included."""
         if (width, window) not in self._window_masks:
             columns = torch.arange(width, device=self._device)
             distance = columns[:, None] - columns
@@ -116,7 +116,7 @@ class PackedRows:
         return self._window_masks[width, window]
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """Return FlexAttention's mask: causal within each row, at most `window` tokens back (None:
+        """Return FlexAttention's mask: causal in each row, at most `window` tokens back (None:
         all)."""
         if window not in self._block_masks:
             self._block_masks[window] = self._new_block_mask(window)
@@ -209,8 +209,7 @@ def flex(
 
 @cache
 def varlen_function() -> Callable[..., Any] | None:
-    """Return torch's `varlen_attn`. None if this torch has none that accepts what `varlen`
-    passes."""
+    """Return torch's `varlen_attn`. None if there is none that accepts what `varlen` passes."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -179,8 +179,7 @@ def _learning_rate(step: int, stage: WarmupStage) -> float:
 
 
 def _shuffled_forever(count: int, seed: tuple[int, int]) -> Iterator[int]:
-    """Yield row numbers without end, every row once before any comes again, in a new order each
-    time."""
+    """Yield row numbers without end, every row once before any comes again, in random order."""
     generator = np.random.default_rng(seed)
     while True:
         yield from generator.permutation(count).tolist()
@@ -209,8 +208,7 @@ def _stop_at(model: PreTrainedModel, tokens: set[int]) -> None:
 
 
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
-    """Write the model beside `output` and rename it, so that the folder is complete once it is
-    there."""
+    """Write the model beside `output` and rename it, so that the folder is never incomplete."""
     unfinished = output.with_name(f"{output.name}.tmp-{os.getpid()}")
     try:
         save_model(model, tokenizer, unfinished)

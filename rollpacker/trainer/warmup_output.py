@@ -16,8 +16,7 @@ class WarmupError(ValueError):
 
 
 def check_output(output: Path, config: WarmupConfig, overwrite: bool) -> None:
-    """Raise `WarmupError` or `OSError`, before any work, if the model could not be written at the
-    end."""
+    """Raise `WarmupError` or `OSError`, before any work, if the model could not be written."""
     if config.model is not None:
         start = Path(config.model.path).expanduser()
         if start.resolve() == output.resolve():

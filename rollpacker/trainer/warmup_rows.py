@@ -103,8 +103,8 @@ class RowParser:
         return rows
 
     def _texts(self, record: object) -> list[tuple[str, str, bool]]:
-        """Return the fields of `_Text`, but for its place, for each completion or message of the
-        assistant."""
+        """Return the fields of `_Text` after its place, for each completion or assistant's
+        message."""
         if not isinstance(record, dict):
             raise WarmupError("must be an object with `prompt` and `completion`, or `messages`")
         tools = record.get("tools")

@@ -75,8 +75,7 @@ class Worker:
         return self._learner.update(), peak_flops(self._learner.device)
 
     def apply(self) -> Any:
-        """Make the step's last update. Returns its outcome, and the FLOP/s that this device could
-        do."""
+        """Make the step's last update. Returns its outcome, and this device's peak FLOP/s."""
         return self._learner.apply(), peak_flops(self._learner.device)
 
     def arrange(self, arrangement: Arrangement) -> None:
