@@ -255,7 +255,8 @@ class Learner:
         self._step = OpenStep()
 
     def arrange(self, arrangement: Arrangement) -> None:
-        """Take an arrangement between two steps, of a model in stages: see `Stage`."""
+        """Use, from the next step on, the links and costs of an arrangement; for a model in stages
+        only."""
         assert self._stage is not None and not self._step.has_samples
         self._stage.arrange(arrangement)
 
@@ -270,17 +271,19 @@ class Learner:
     # -- what goes out ---------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `LearnerFiles`."""
+        """Yield the weights that an engine needs, by name; see `LearnerFiles.weights`."""
         self._finish_passes()
         return self._files.weights()
 
     def write_weights(self, buffer: Mapping[str, Tensor] | None) -> str | None:
-        """See `LearnerFiles`."""
+        """Copy the weights into `buffer` and return their probe; see
+        `LearnerFiles.write_weights`."""
         self._finish_passes()
         return self._files.write_weights(buffer)
 
     def state_hashes(self) -> dict[str, str]:
-        """See `LearnerFiles`."""
+        """Return SHA-256 of the weights and of the optimizer's state, by `weights` and
+        `optimizer`."""
         self._finish_passes()
         return self._files.state_hashes()
 

@@ -70,8 +70,7 @@ def model_folder(path: str) -> Path | None:
 
 
 def read_shape(folder: Path, notes: list[str]) -> DecoderShape | None:
-    """Read a decoder's shape from `config.json`. None if that is not possible; `notes` then say
-    why."""
+    """Read a decoder's shape from `config.json`. None if that is impossible; `notes` say why."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}

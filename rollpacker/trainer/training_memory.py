@@ -164,8 +164,7 @@ class Decoder:
         return 0 if self.shape is None else self.layers_in(stage) * self.shape.layer_matrices
 
     def in_stage(self, stage: int) -> int:
-        """Return the number of parameters of a stage. The last stage's copy of a tied weight counts
-        too."""
+        """Number of parameters of a stage, with the last stage's copy of a tied weight."""
         shape = self.shape
         if not self.layers or shape is None:
             return self.parameters
@@ -205,7 +204,7 @@ class TrainingMemory:
 
     @classmethod
     def of(cls, config: RunConfig, *, on_cuda: bool, notes: list[str]) -> TrainingMemory:
-        """Read shapes and sizes of the run's models. What is not known is told in `notes`."""
+        """Read shapes and sizes of the run's models. What is not known is noted in `notes`."""
         dtype = config.model.dtype
         if dtype == "auto":
             dtype = "bfloat16" if on_cuda else "float32"

@@ -25,11 +25,13 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 Products = list[tuple[Tensor, Tensor, Tensor]]
-"""Weight [out, in], and of one call its input [..., in] and its output's gradient [..., out]."""
+"""For each call: the weight [out, in], the input [..., in], and the output's gradient [...,
+out]."""
 
 
 class DeferredWeights:
-    """Changes how the trained linear layers of some modules are called, for good."""
+    """Puts off the weight products of attached modules' linear layers, whose `forward` is
+    replaced."""
 
     def __init__(self) -> None:
         self._products: Products | None = None
@@ -45,7 +47,7 @@ class DeferredWeights:
 
     @contextmanager
     def collected(self) -> Iterator[Products]:
-        """Backward passes inside leave their weight products in the list."""
+        """A context with a list, in which backward passes inside leave their weight products."""
         assert self._products is None
         products: Products = []
         self._products = products
@@ -61,7 +63,7 @@ class DeferredWeights:
 
 @torch.no_grad()
 def compute(products: Products) -> None:
-    """Add the products to their weights' gradients, and forget them."""
+    """Add the products to their weights' gradients, and empty the list."""
     while products:
         weight, entered, gradient = products.pop()
         product = gradient.flatten(0, -2).t() @ entered.flatten(0, -2)
@@ -81,8 +83,8 @@ def _forward(module: nn.Linear, deferred: DeferredWeights, entered: Tensor) -> T
 
 
 class _Call(NamedTuple):
-    """Parts of a call that autograd must not see: a weight that it knows gets a gradient in I,
-    if only an empty one, and its hooks run."""
+    """Parts of a call that autograd must not see: a weight that autograd knows gets a gradient in
+    I, if only an empty one, and its hooks run."""
 
     weight: Tensor
     needs_input: bool
