@@ -1,1 +1,2 @@
-"""The straggler-resilient trainer: plans (pure), stages, links, and their simulation."""
+"""Pipeline stages of a trainer that withstands slow stages and links: plans, stages, links, and
+their simulation."""
