@@ -1,2 +1,1 @@
-"""Pipeline stages of a trainer that withstands slow stages and links: plans, stages, links, and
-their simulation."""
+"""Pipeline stages that withstand slow stages and links: plans, stages, links and simulation."""

@@ -72,8 +72,7 @@ def _of_pipeline(metrics: Row) -> dict[str, float]:
 
 
 def _events(before: Sequence[tuple[int, Row]], now: tuple[int, Row]) -> Iterator[dict[str, Any]]:
-    """Yield a step's events: links or stages that turned slow or well, other links, another
-    layout."""
+    """Yield a step's events: links or stages turned slow or well, other links, another layout."""
     (step, row), (_, last) = now, before[-1]
     if _kind(row) != _kind(last):
         slow = [number for number, name in _places(last, "link") if last.get(f"{name}/slow")]

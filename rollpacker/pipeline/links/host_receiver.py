@@ -58,8 +58,7 @@ logger = logging.getLogger(__name__)
 class _Connection:
     socket: socket.socket
     place: int
-    """Number of this connection among the sender's, from 0; a new connection in its place keeps
-    it."""
+    """Number of this connection among the sender's, from 0. Its replacement has the same number."""
     greeting: int
     """Number of connections that the sender had made before this one."""
 
@@ -99,8 +98,7 @@ class HostReceiver:
         """The number of the next message to deliver."""
         self._connections: dict[int, _Connection] = {}
         self._alone_since = time.monotonic()
-        """The time (`time.monotonic`) since which there is no connection; meaningless while there
-        is one."""
+        """`time.monotonic` since which there is no connection; meaningless while there is one."""
         self._times: deque[ArrivalTimes] = deque(maxlen=MAX_TIMES)
         self._listeners: list[Listener] = []
         try:

@@ -138,8 +138,7 @@ class HostSender:
             self._messages.clear()
 
     def _wake(self) -> None:
-        """Wake all threads after the link is over. Idle ones say goodbye, others are
-        interrupted."""
+        """Wake all threads once the link is over. Idle ones say goodbye, others are cut off."""
         with self._changed:
             self._changed.notify_all()
             for connection in self._connections:

@@ -57,8 +57,7 @@ class SwitchedReceiver:
         self._num_arrived: Counter[LinkKind] = Counter()
 
     def arrival_over(self, kind: LinkKind) -> OnArrival:
-        """Return the function that the link of this kind must call for each message that
-        arrives."""
+        """Return the function that the link of this kind must call for each arriving message."""
 
         def arrive(number: int, tensor: Tensor) -> None:
             assert number == self._num_arrived[kind], f"message {number} is out of order"

@@ -52,8 +52,7 @@ Order = tuple[Op, ...]
 """All ops of one stage, in the order in which the stage runs them."""
 
 ORDERS = ("1f1b", "zero-bubble", "adapted", "ready")
-"""Names that `train.pipeline.order` may have, in a run and in a simulated scenario; see
-`plan.py`."""
+"""Names that `train.pipeline.order` may have, in a run and in a simulation (see `plan.py`)."""
 
 
 def check_order_name(order: str) -> None:
@@ -98,8 +97,7 @@ class StageState:
         self.closed = True
 
     def arrive(self, kind: Kind) -> None:
-        """Note that the input of the next F (hidden states) or of the next I (a gradient) is
-        here."""
+        """Note that the input of the next F (hidden states) or next I (a gradient) is here."""
         if kind == "F":
             self.num_f_arrived += 1
         else:
@@ -116,8 +114,7 @@ class StageState:
         return self.closed and self.num_w == len(self.tokens)
 
     def ready(self, kind: Kind) -> bool:
-        """Whether the next op of this kind has its input. Caps and quotas are left to the
-        chooser."""
+        """Whether the next op of this kind has its input. Caps and quotas are the chooser's."""
         if kind == "F":
             here = len(self.tokens) if self.stage == 0 else self.num_f_arrived
             return self.num_f < here
@@ -201,8 +198,8 @@ class ReadyFirst:
         given = [caps[s] for s in before] if caps is not None else []
         self._cap = math.inf if not given or given[-1] is None else given[-1]
         self._lowest = min((cap for cap in given if cap is not None), default=math.inf)
-        """The lowest cap of this stage and those before it; the micro-batches of a quota must fit
-        below it."""
+        """The lowest cap of this stage and those before it, which bounds the quota's
+        micro-batches."""
         self._known = 0
         self._reachable = 0
         """The quota that the first `_known` micro-batches allow."""
@@ -229,8 +226,7 @@ class ReadyFirst:
 
 
 def check_caps(caps: Sequence[int | None], tokens: Sequence[int]) -> None:
-    """Raise `ValueError` if a stage's cap on live tokens has no room for one of the
-    micro-batches."""
+    """Raise `ValueError` if a stage's cap on live tokens is less than one of the micro-batches."""
     largest = max(tokens, default=0)
     for stage, cap in enumerate(caps):
         if cap is not None and cap < largest:
@@ -262,8 +258,7 @@ def live_token_caps(
 
 def even_quotas(num_stages: int, most: int) -> list[int]:
     """Return ADAPTRA's initial quotas: from `most` (what memory holds, in micro-batches) on the
-    first stage down to 1 on the last, the smallest difference between neighbours as large as it can
-    be."""
+    first stage to 1 on the last, the smallest difference between neighbours as large as can be."""
     assert num_stages >= 1 and most >= 1
     quotas = [most]
     if num_stages > 1:

@@ -32,8 +32,7 @@ Pair = tuple[int, int]
 """Numbers of two places (devices), the lower one first."""
 
 CONFIRM_STEPS = 3
-"""Number of steps without a gap in which other layers must be faster: a stage may be held up for a
-moment."""
+"""Number of steps running in which other layers must be faster: stages may be held up briefly."""
 QUIET_STEPS = 10
 """Number of steps after a proposal in which no other is made."""
 
@@ -132,8 +131,7 @@ def shard_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
 
 
 def link_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
-    """Yield pairs of places of neighbouring stages, which exchange hidden states and their
-    gradients."""
+    """Yield pairs of places of neighbouring stages, which exchange hidden states and gradients."""
     size = len(places) // num_stages
     for one, other in zip(places, places[size:], strict=False):
         yield _pair(one, other)
@@ -191,9 +189,8 @@ class ShardTimes:
 
 
 class PairWatch:
-    """Finds places of the same stage between which the network is slow. Their messages are judged
-    as `LinkWatch` judges those of links, as if a step's bytes took as long as those of the
-    message."""
+    """Finds places of the same stage between which the network is slow. Messages are judged as
+    `LinkWatch` judges those of links, as if a step's bytes took as long as the message's."""
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         self._config = WatchConfig() if config is None else config
@@ -299,8 +296,7 @@ class Relayouts:
         return found
 
     def switched(self, layout: Layout) -> None:
-        """Note that the run has this layout now. Layouts that were proposed before may be proposed
-        again."""
+        """Note that the run has this layout now. Former proposals may be made again."""
         self.layout = layout
         self._proposed = set()
         self._for = []
@@ -350,8 +346,7 @@ class Relayouts:
         return Proposal(layout=replace(self.layout, places=order), why=why, saved_s=saved_s)
 
     def _link_s(self, sweep: MeasuredSweep | None, num_bytes: int) -> dict[Pair, float]:
-        """Return the seconds of a message there and back over each link between stages, by pair of
-        places."""
+        """Return the seconds of a message there and back over each link, by pair of places."""
         if sweep is None:
             return {}
         places, stages = self.layout.places, len(self.layout.layers)

@@ -28,8 +28,7 @@ class LinkChoice:
 
     def observe(self, slow_links: Collection[int], *, direct_lost: bool = False) -> LinkKind:
         """Return the kind of links for the next step. `slow_links`: numbers of all links that are
-        slow now. `direct_lost`: a direct link was lost while host links were in use, so that there
-        is no return."""
+        slow now. `direct_lost`: a direct link was lost while host links were in use, for good."""
         if direct_lost:
             return self.kind
         if self.kind == "direct" and slow_links:

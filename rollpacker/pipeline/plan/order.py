@@ -16,8 +16,7 @@ from rollpacker.pipeline.plan.choosers import KINDS, Kind, Op, Order, StageState
 
 _CELL = re.compile(r"(\d+)([FIWB])(\d+)")
 _NEEDS: dict[Kind, Kind | None] = {"F": None, "I": "F", "W": "I"}
-"""The kind of op that a stage must have done before with the same micro-batch. None: there is
-none."""
+"""The kind of op that a stage must have done before with the same micro-batch. None: none."""
 _SHOWN = 4
 """The most stages that a message about a deadlock names."""
 
@@ -112,8 +111,7 @@ def _check_progress(
 
 
 def peak_live_tokens(order: Sequence[Op], tokens: Sequence[int]) -> int:
-    """Return the most tokens that a stage keeps alive in this order; `tokens` are by
-    micro-batch."""
+    """Return the most live tokens of a stage in this order. `tokens` are by micro-batch."""
     peak = live = 0
     for op in order:
         if op.kind == "F":

@@ -40,8 +40,7 @@ def ready_choosers(
 
 def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = None) -> list[Order]:
     """Return the orders of this name (one of `ORDERS`, but `ready`), by stage, for a sweep that is
-    expected to take these times. Raises `ValueError` for a cap below a micro-batch; 1f1b heeds no
-    other cap."""
+    to take these times. Raises `ValueError` for a cap below a micro-batch; 1f1b heeds no other."""
     if name == "1f1b":
         return plan_1f1b(work.num_stages, work.num_micro_batches)
     if name == "zero-bubble":

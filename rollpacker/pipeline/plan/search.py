@@ -122,8 +122,7 @@ class _Sweep:
         causes: list[list[Cause]] = [[None] * len(order) for order in orders]
         at, free_s = [0] * num_stages, [0.0] * num_stages
         input_s = {kind: [[-1.0] * count for _ in orders] for kind in ("F", "I")}
-        """Second at which each input arrives, by kind, stage and micro-batch; negative: not known
-        yet."""
+        """Second at which each input arrives, by kind, stage and micro-batch; negative: unknown."""
         input_s["F"][0] = [0.0] * count
         senders: dict[str, list[list[Cause]]] = {
             kind: [[None] * count for _ in orders] for kind in ("F", "I")
@@ -132,8 +131,7 @@ class _Sweep:
         left: dict[str, list[tuple[float, Cause]]] = {
             kind: [(-1.0, None)] * num_stages for kind in ("F", "I")
         }
-        """Second at which each link has sent its last message, and the op that decided it, by
-        kind."""
+        """Second at which each link has sent its last message, and the op that decided it."""
         waiting = list(range(num_stages))
         while waiting:
             stage = waiting.pop()

@@ -90,8 +90,7 @@ def _least(
 
 
 def check_layers(layers: Sequence[int], *, num_layers: int, num_stages: int) -> None:
-    """Raise `ValueError` unless `layers` has at least one layer for every stage and adds up to all
-    layers."""
+    """Raise `ValueError` unless `layers` gives every stage at least one, and all together."""
     where = f"train.pipeline.layers={list(layers)}"
     if len(layers) != num_stages:
         raise ValueError(f"{where} must have a number for each of {num_stages} stages")

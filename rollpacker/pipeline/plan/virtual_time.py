@@ -141,7 +141,7 @@ class _Run:
         """Second at which each direction of each link has sent everything; with one channel only
         "down" is used, for both."""
         self._events: list[tuple[float, int, str, int]] = []
-        """Events as (second, number, what, stage); the numbers keep the order of simultaneous
+        """Events as (second, number, what, stage); numbers keep the order of simultaneous
         events."""
         self._num_events = 0
         self._last_arrival_s: dict[tuple[int, str], float] = {}

@@ -33,11 +33,9 @@ class WatchConfig:
     """Marks above which a link or a stage counts as slow."""
 
     confirm_steps: int = 2
-    """Number of steps without a gap in which a link or stage must be slow before it counts as
-    slow."""
+    """Number of steps running in which a link or stage must be slow before it counts as slow."""
     stage_factor: float = 1.25
-    """Factor above which a stage is slow: how many times longer its ops take than they usually
-    do."""
+    """A stage is slow if its ops take longer than usual by more than this factor."""
     link_share: float = 0.15
     """A link is slow if a message there and one back take longer than usual by more than this share
     of a micro-batch's F, I and W on the slower of the two stages."""
@@ -45,8 +43,7 @@ class WatchConfig:
     """A link is also slow, from the first step on, if a message there and one back take more than
     this share of a micro-batch's F, I and W, even if they always did."""
     num_sds: float = 4.0
-    """Number of standard deviations of chance that a difference must exceed, too, to count as
-    slow."""
+    """Standard deviations of chance that a difference must exceed, too, to count as slow."""
     clear: float = 0.8
     """Part of a mark below which a slow link or stage counts as well again."""
     healthy_steps: int = 8
@@ -77,8 +74,7 @@ class Finding:
     number: int
     slow: bool
     factor: float | None
-    """Factor by which the link or stage takes longer than usual. None: it was slow from the
-    beginning."""
+    """Factor by which the link or stage takes longer than usual. None: it always was slow."""
     seconds: float
     """Seconds of a message there and one back, or of a micro-batch's F, I and W."""
 
@@ -143,8 +139,8 @@ def _median_s(timed: Sequence[tuple[Load, float]] | Sequence[tuple[int, float]])
 
 
 class _Mark:
-    """State of a link or stage, slow or well, which changes after enough steps without a gap that
-    contradict it."""
+    """State of a link or stage, slow or well, which changes after enough steps that contradict
+    it."""
 
     def __init__(self, config: WatchConfig) -> None:
         self.slow = False
@@ -204,7 +200,7 @@ class _StageWatch:
         self._healthy = _Healthy[Ops](config)
         self._costs: dict[Kind, OpCost] = {}
         self._usual: Floats = np.empty(0)
-        """Logarithms of measured over expected seconds in the healthy steps; their median is nearly
+        """Logarithms of measured over expected seconds in healthy steps; their median is about
         0."""
 
     def observe(self, ops: Ops) -> tuple[bool, float | None]:

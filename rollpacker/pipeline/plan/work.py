@@ -190,8 +190,7 @@ def constant(links: Sequence[Link]) -> LinkAt:
 
 
 _TOLD_APART = 0.02
-"""Parts of a cost whose columns differ in direction by less than this cannot be told apart in noisy
-times."""
+"""Parts of a cost whose columns differ less in direction cannot be told apart in noisy times."""
 
 
 def fit_op_cost(loads: Sequence[Load], seconds: Sequence[float]) -> OpCost:
@@ -235,8 +234,7 @@ def _least_squares(columns: FloatArray, aim: FloatArray) -> FloatArray:
 
 
 def _unit_columns(columns: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the columns, each divided by its length, and their lengths (1 for a column of
-    zeros)."""
+    """Return the columns, each divided by its length, and the lengths (1 for one of zeros)."""
     sizes = np.sqrt(total(columns * columns, 0))
     sizes = np.where(sizes > 0, sizes, 1.0)
     return columns / sizes, sizes

@@ -37,7 +37,7 @@ Caps = tuple[int | None, ...]
 
 
 class DelayAt:
-    """Delays of links that are drawn at random anew from time to time. The same seed gives the same
+    """Delays of links, drawn at random anew from time to time. The same seed gives the same
     delays."""
 
     def __init__(self, drawn: DrawnDelays, num_links: int, seed: int) -> None:
@@ -49,7 +49,7 @@ class DelayAt:
         self._delays_s: dict[int, list[float]] = {link: [] for link in links}
 
     def __call__(self, link: int, now_s: float) -> float:
-        """Return the seconds that a message sent now takes one way; 0 for a link without drawn
+        """Return the seconds that a message sent now is delayed; 0 for a link without drawn
         delays."""
         if link not in self._draws:
             return 0.0
@@ -139,8 +139,7 @@ class PipelineResult:
 
 
 class Pipeline:
-    """The trainer's stages through a run; the delays that were seen on links are kept from sweep to
-    sweep."""
+    """The trainer's stages through a run. Delays seen on links are kept from sweep to sweep."""
 
     def __init__(
         self,

@@ -19,8 +19,7 @@ PIPELINES: Mapping[str, tuple[str, LinkKind]] = {
     "adapted": ("adapted", "host"),
     "ready": ("ready", "host"),
 }
-"""Names for `simulate --compare`: the `train.pipeline.order` and `links` that each name stands
-for."""
+"""Names for `simulate --compare`, and the `train.pipeline.order` and `links` of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +54,7 @@ class DrawnDelays:
     sd_s: float
     """Standard deviation of the delays, in seconds."""
     hold_s: tuple[float, float]
-    """Least and most seconds for which a delay stays, drawn evenly between them; then the next is
-    drawn."""
+    """Least and most seconds for which a delay stays, drawn evenly; then the next is drawn."""
     links: tuple[int, ...] | None = None
     """Numbers of links that have drawn delays, from 0. None: all links."""
 
@@ -76,8 +74,7 @@ class PipelineSpec:
     stages: int
     """Number of stages. Link n is between stages n and n + 1, both from 0."""
     layers: Literal["auto"] | tuple[int, ...] = "auto"
-    """Number of layers of each stage. auto: a split in which the slowest stage has the least to
-    do."""
+    """Number of layers of each stage. auto: a split whose slowest stage has the least to do."""
     order: str = "ready"
     """The order of a stage's ops. 1f1b: a forward and a backward by turns. zero-bubble: backwards
     for weights fill the waits, planned as if every op took the same time and messages none.

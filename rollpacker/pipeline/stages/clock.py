@@ -40,8 +40,7 @@ class StageClock:
 
     @contextmanager
     def op(self, kind: Kind, load: Load | None) -> Iterator[None]:
-        """A context that times the op inside. `load` is None for an op of a sweep without
-        gradients."""
+        """A context that times the op inside. `load` None: an op of a sweep without gradients."""
         began = self._now()
         yield
         self._ops.append((kind, load, began, self._now()))

@@ -171,8 +171,7 @@ class Connected:
             self._receivers[kind].add("direct", receiver)
 
     def _lose(self, kind: LinkKind, error: LinkLost) -> None:
-        """Note that a link is lost. Sweeps fail now if its kind is in use, else when it is used
-        again."""
+        """Note that a link is lost. Sweeps fail now if its kind is in use, else at its next use."""
         self._lost[kind] = error  # first: `use` looks after it has changed the kind
         if kind == self._kind:
             self.executor.fail(error)

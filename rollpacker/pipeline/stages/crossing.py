@@ -36,8 +36,7 @@ class Passage:
         return pack([one.detach() for one in self.left])
 
     def backward(self, arrived: Tensor | None) -> None:
-        """Backpropagate the gradients of the hidden states that left, from message `arrived`; None:
-        zeros."""
+        """Backpropagate gradients of the hidden states that left, from a message; None: zeros."""
         kinds = [(one.shape, one.dtype) for one in self.differentiable]
         gradients = [
             torch.zeros(shape, dtype=dtype, device=self.differentiable[0].device)

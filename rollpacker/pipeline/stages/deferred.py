@@ -25,13 +25,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 Products = list[tuple[Tensor, Tensor, Tensor]]
-"""For each call: the weight [out, in], the input [..., in], and the output's gradient [...,
-out]."""
+"""For each call: weight [out, in], input [..., in], and the output's gradient [..., out]."""
 
 
 class DeferredWeights:
-    """Puts off the weight products of attached modules' linear layers, whose `forward` is
-    replaced."""
+    """Puts off the weight products of linear layers, by replacing the layers' `forward`."""
 
     def __init__(self) -> None:
         self._products: Products | None = None

@@ -52,7 +52,7 @@ class StageOps(Protocol):
 
 
 class Executor:
-    """Runs the ops of one stage. One thread calls `sweep` and `open`; others may call `arrive` and
+    """Runs the ops of one stage. One thread calls `sweep` and `open`; any may call `arrive` and
     `fail`."""
 
     def __init__(
@@ -76,8 +76,7 @@ class Executor:
         self._to_next, self._to_previous = to_next, to_previous
 
     def arrive(self, kind: Kind, number: int, tensor: Tensor) -> None:
-        """Accept a message of hidden states ("F") or gradients ("I"); in order, each message
-        once."""
+        """Accept a message of hidden states ("F") or gradients ("I"), each once and in order."""
         with self._changed:
             assert number == self._num_arrived[kind], f"{kind} {number} is out of order"
             self._num_arrived[kind] += 1
@@ -85,16 +84,15 @@ class Executor:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Note that nothing will arrive any more: a sweep that waits, now or later, raises
-        `error`."""
+        """Note that nothing will arrive any more: a sweep that waits, now or later, raises it."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
 
     def sweep(self, loads: Sequence[Load], ops: StageOps, chooser: Chooser | None = None) -> None:
         """Run all ops of micro-batches of these loads, which the chooser knows. Without a chooser:
-        forward only. Raises `TrainerError` if a message does not come in time, or the error given
-        to `fail`."""
+        forward only. Raises `TrainerError` if a message does not come in time, or `fail`'s
+        error."""
         sweep = Sweep(self, ops, FixedOrder() if chooser is None else chooser)
         if chooser is not None:
             sweep.add(loads)
@@ -104,8 +102,7 @@ class Executor:
         sweep.run()
 
     def open(self, ops: StageOps, chooser: SweepChooser) -> OpenSweep:
-        """Open a sweep without micro-batches yet. No other sweep may run until this one is
-        drained."""
+        """Open a sweep without micro-batches yet. No other sweep may run until it is drained."""
         return OpenSweep(self, ops, chooser)
 
     def _run(self, op: Op, ops: StageOps, load: Load | None) -> None:
@@ -141,7 +138,7 @@ class Executor:
 @dataclass(slots=True)
 class Scoring:
     """Forward passes without gradients in a sweep with gradients. They run after the forwards of
-    the micro-batches so far, and before those of later ones. They keep nothing, so no chooser is
+    the micro-batches so far, before those of later ones. Nothing is kept, so no chooser is
     asked."""
 
     ops: StageOps
@@ -291,8 +288,7 @@ class OpenSweep:
 
     def forward(self, ops: StageOps, count: int) -> None:
         """Run forwards without gradients, as soon as those of the micro-batches so far are done;
-        only backwards that the chooser waits for come before. Returns when the forwards are
-        done."""
+        only backwards that the chooser waits for come before. Returns when they are done."""
         if count == 0:
             return
         with self._changed:
@@ -302,8 +298,7 @@ class OpenSweep:
             self._wait(lambda: self._sweep.scoring is None)
 
     def drain(self) -> None:
-        """Close the sweep and wait until everything in it is done. No call may come after this
-        one."""
+        """Close the sweep and wait until everything in it is done. No further call may come."""
         with self._changed:
             self._sweep.state.close()
             self._changed.notify_all()

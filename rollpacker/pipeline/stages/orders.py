@@ -39,8 +39,7 @@ class SweepChooser(Chooser, Protocol):
 
 
 NewChooser = Callable[[Measured], SweepChooser]
-"""A function that makes this stage's chooser for a new sweep, from the known costs of all
-stages."""
+"""A function that makes this stage's chooser for a sweep, from the known costs of all stages."""
 
 
 class Orders:
@@ -66,8 +65,7 @@ class Orders:
 
     def _plan(self, measured: Measured, loads: Sequence[Load]) -> Sequence[Order]:
         """Plan the orders of all stages, which make this call together. Raises `ValueError` if a
-        plan needs more live tokens than allowed, and `TrainerError` if stages planned
-        differently."""
+        plan needs too many live tokens, and `TrainerError` if stages planned differently."""
         caps = live_token_caps(
             self._config.live_tokens,
             num_stages=self._place.count,
@@ -132,8 +130,8 @@ class Ready:
         self._chooser = ReadyFirst(place.index)
 
     def add(self, loads: Sequence[Load]) -> None:
-        """Announce micro-batches. Raises `ValueError` if the cap of live tokens has no room for
-        one."""
+        """Announce micro-batches. Raises `ValueError` if one is larger than the cap of live
+        tokens."""
         self._longest = max([self._longest, *(load.tokens for load in loads)])
         caps = live_token_caps(self._cap, num_stages=self._place.count, longest=self._longest)
         cap = caps[self._place.index]

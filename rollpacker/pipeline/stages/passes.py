@@ -72,7 +72,7 @@ class StagedPasses:
             self._deferred.attach(module)
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
-        """Run the models without gradients. Returns the requests' scores; empty before the last
+        """Run the models without gradients. Returns the scores, or nothing before the last
         stage."""
         rows = [row_of(request) for request in requests]
         plan = self._plan(rows)
@@ -132,7 +132,7 @@ class StagedPasses:
         return self._open is None
 
     def finish(self) -> bool:
-        """End the open sweep, if any. Returns whether all its losses were finite, as far as known
+        """End the open sweep, if any. Returns whether its losses were finite, as far as known
         here."""
         if self._open is None:
             return True
@@ -192,8 +192,7 @@ class StagedPasses:
         return finite
 
     def _note(self, work: Sequence[_Work], sums: StepSums) -> bool:
-        """Add the losses' sums to `sums`, on the last stage. Returns whether all losses were
-        finite."""
+        """Add the losses' sums to `sums`, on the last stage. Returns whether all were finite."""
         finite = True
         for one in work if self._place.is_last else ():
             assert one.found is not None

@@ -39,8 +39,8 @@ class Relayout:
 
     @classmethod
     def of(cls, setup: LearnerSetup, *, can_switch: bool) -> Relayout | None:
-        """Return the search for layouts of this trainer. None: it has no stages, or `relayout` is
-        never."""
+        """Return the search for layouts of this trainer. None: it has no stages, or wants no
+        search."""
         pipeline = setup.train.pipeline
         if pipeline.relayout == "never" or pipeline.stages == 1:
             return None
@@ -61,8 +61,8 @@ class Relayout:
         places: tuple[int, ...],
         switch_s: float,
     ) -> Layout | None:
-        """Judge a step that the overseer has observed. Returns the layout to switch to now. None:
-        stay."""
+        """Judge a step that the overseer has observed. Returns the layout to switch to; None:
+        none."""
         times = [one.stage_times for one in outcomes if one.stage_times is not None]
         size = sum(one.stage == 0 for one in times)
         layout = Layout(layers=tuple(one.num_layers for one in times[::size]), places=places)

@@ -99,8 +99,7 @@ class Stage:
     # -- its part of the models ------------------------------------------------------------
 
     def policy(self, whole: Policy) -> StagedPolicy:
-        """Cut the policy's model down to this stage, in place. Raises `ValueError` as `cut`
-        does."""
+        """Cut the policy's model down to this stage, in place. Raises as `cut` does."""
         self._layers = self._layers or self._balanced(whole.model)
         number = num_layers_of(whole.model)
         staged = StagedPolicy(whole, self.place, self._layers, self._crossing)
@@ -111,13 +110,11 @@ class Stage:
         return staged
 
     def critic(self, whole: Critic) -> StagedCritic:
-        """Cut a critic's model down to this stage, in place. The policy must have been cut
-        before."""
+        """Cut a critic's model down to this stage, in place, after the policy's was cut."""
         return StagedCritic(whole, self.place, self._layers_of(whole.model), self._crossing)
 
     def frozen(self, whole: FrozenPolicy) -> FrozenPolicy:
-        """Cut a teacher's model down to this stage, in place. The policy must have been cut
-        before."""
+        """Cut a teacher's model down to this stage, in place, after the policy's was cut."""
         layers = self._layers_of(whole.policy.model)
         return FrozenPolicy(StagedPolicy(whole.policy, self.place, layers, self._crossing))
 
@@ -269,8 +266,7 @@ def _parameter(trained: Trained, name: str) -> Tensor:
 
 
 def expected(flops: FlopModel, layers: Sequence[int]) -> Measured:
-    """Return expected costs of a model with these numbers of layers per stage, in FLOPs instead of
-    seconds."""
+    """Return expected costs of a model with these layers per stage, in FLOPs instead of seconds."""
     last = len(layers) - 1
     stages = [_stage_cost(flops, n / sum(layers), stage == last) for stage, n in enumerate(layers)]
     return Measured(stages=tuple(stages), links=(Link(),) * last, bytes_per_token=0.0)

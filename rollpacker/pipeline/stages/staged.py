@@ -43,8 +43,8 @@ class StagedPolicy(Policy):
         self._crossing = crossing
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies; before the last stage, twice the hidden states that
-        left."""
+        """Return log-probs and entropies; before the last stage, the hidden states that left,
+        twice."""
         hidden = _hidden_states(self.model, batch, self._place, self._crossing)
         if not self._place.is_last:
             return hidden, hidden

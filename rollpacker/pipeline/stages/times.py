@@ -39,8 +39,7 @@ class StageTimes:
     head_layers: float = 0.0
     """The work of the policy's output layer, in layers; the same on all stages."""
     round_trips: tuple[tuple[int, float], ...] = ()
-    """Numbers of later shards of the stage, and seconds of a message of `NUM_BYTES` there and
-    back."""
+    """Numbers of the stage's later shards, and seconds of `NUM_BYTES` there and back to each."""
     shard_bytes: float = 0.0
     """About how many bytes a step sends from one shard of the stage to another: weights, once for
     each of two sweeps, and gradients."""
