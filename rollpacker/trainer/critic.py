@@ -105,7 +105,7 @@ def _part(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _read(folder: Path, critic: Critic) -> dict[str, Tensor]:
-    """Return the whole tensors in the folder by the critic's names. Raises `TrainerStateError`."""
+    """Read a saved critic's tensors, by name. Raises `TrainerStateError` if they do not fit."""
     try:
         with no_progress_bars(), no_load_report():
             read: Any = _plain_class(critic.model).from_pretrained(

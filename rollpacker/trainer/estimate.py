@@ -65,7 +65,7 @@ class Estimate:
 
     @property
     def whole(self) -> bool:
-        """Whether no part of the memory is missing; parts are if the model's shape is not known."""
+        """Whether all parts of the memory are known, which takes the model's shape."""
         return any(memory.has_activations for memory in (self.memory, *self.ranks))
 
     @property
@@ -79,7 +79,7 @@ class Estimate:
         return self.memory.size_bytes + others
 
     def rank(self, number: int) -> Memory:
-        """Memory of one of the trainer's processes, by its number, as far as it is known."""
+        """Memory of one of the trainer's processes, by its number; without parts if not known."""
         if not self.ranks:
             return Memory()
         return self.ranks[number * len(self.ranks) // self.processes]

@@ -1,10 +1,10 @@
 """The journal of calls to the trainer's ranks since their last checkpoints, from which new ranks
 can repeat them.
 
-A checkpoint is the trainer at some version. What has brought it to later ones are calls, and the
-same calls bring new ranks there, with the same bits where the arithmetic is the same each time.
-They lie as bytes in files without a name, so that samples of many steps take no memory, and nothing
-is left behind, whoever dies.
+A checkpoint is the trainer at some version. Calls have brought the trainer to later versions, and
+the same calls bring new ranks there, with the same bits where the arithmetic is the same each time.
+Calls lie as bytes in files without a name, so that samples of many steps take no memory, and
+nothing is left behind when a process dies.
 
     saved at version 10   calls of steps 11 to 20   saved at version 20   calls of steps 21 ...
     `----------- one segment ----------------'      `------- another ---------------
@@ -41,7 +41,7 @@ class RecordedCall:
 
 
 class Segment:
-    """The calls that were recorded since the trainer had `version`."""
+    """A file of the calls that were recorded since `version` of the trainer's weights."""
 
     def __init__(self, version: int, folder: Path | None) -> None:
         self.version = version
@@ -91,7 +91,7 @@ class Journal:
         self._segments = [first]
 
     def saved(self, version: int) -> None:
-        """Begin a segment at `version`, whose checkpoint was written or will be in a moment."""
+        """Begin a segment of calls at `version`, whose checkpoint is written now or in a moment."""
         self._keep(NUM_SEGMENTS - 1)
         self._segments.append(Segment(version, self._folder))
 

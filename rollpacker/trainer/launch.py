@@ -1,7 +1,7 @@
 """Starting the trainer's processes and talking to them.
 
-    started by RollPacker   every rank is a child of the run, with an inherited line to it,
-                            or of its agent on another host
+    started by RollPacker   every rank is a child of the run, or of the run's agent on another
+                            host, with an inherited connection to the run
     under torchrun          rank 0 is the run's process, and its one child is the trainer's rank 0;
                             the other ranks become workers themselves and connect to the run's port:
                             address and token lie in torchrun's store
@@ -111,7 +111,7 @@ def _own_address() -> list[str]:
 
 
 class RankPlace(NamedTuple):
-    """The place at which a rank is started."""
+    """Where a rank is started: its host, its number there, and its environment variables."""
 
     local_rank: int
     """The rank's number on its host, which is also the number of its device there."""
@@ -168,7 +168,7 @@ class Ranks:
             self._start(rank, self._placed(rank))
 
     def _placed(self, rank: int) -> dict[str, str]:
-        """Return the environment that torchrun would give a rank."""
+        """Return the environment variables that torchrun would set for a rank."""
         place = self._places[self._order[rank]]
         return {
             "RANK": str(rank),
@@ -292,7 +292,7 @@ class Ranks:
         return self.send(method, [codec().encode((method, one)) for one in arguments], numbers)
 
     def send(self, method: str, calls: Sequence[bytes], numbers: Sequence[int] = ()) -> list[Any]:
-        """Make calls that are bytes already, and may be sent more than once. Returns their results.
+        """Make calls that are encoded already, and may be sent again later. Returns their results.
 
         Raises an error of a rank, of several one that names samples. If a rank ends meanwhile, or
         fails while others wait for it longer than `GRACE_S`, all are ended, and `RanksLost` is

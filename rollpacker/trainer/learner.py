@@ -115,9 +115,9 @@ class Learner:
     mode. `temperature` is the sampling temperature: log-probs are taken at it. `total_steps` is
     where schedules end. With `kl_coef` > 0 the reference is the model *as given* (without its
     adapter, if it has one; else a frozen copy), so build the learner from the run's first model and
-    `load` afterwards. `shards`: see the module's head. With `stage`, the models are cut down in
-    place to that pipeline stage's layers, and all stages make every call together, with the same
-    samples.
+    `load` afterwards. `shards` are the ranks that share the model; None: this is the only one. With
+    `stage`, the models are cut down in place to that pipeline stage's layers, and all stages make
+    every call together, with the same samples.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Learner:
 
     def rescale(self, factor: float) -> None:
         """Multiply what was accumulated so far by `factor`. Where the gradient cannot be multiplied
-        now, `apply` does that, and until then new losses are divided by the factor."""
+        now, the update does that, and until then new losses are divided by the factor."""
         assert self._step.parts or self._replicas > 1, "nothing was accumulated"
         assert math.isfinite(factor) and factor > 0, factor
         at_rest = self._passes.rescale(factor)
@@ -336,7 +336,7 @@ class Learner:
         )
 
     def _finish_passes(self) -> None:
-        """Finish all passes, so that nothing is under way."""
+        """Wait until no forward or backward pass is under way."""
         finite = self._passes.finish()
         self._step.finite = self._step.finite and finite
 

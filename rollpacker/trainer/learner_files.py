@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerFiles:
-    """Writer and reader of a learner's weights and checkpoints. With several ranks every method is
-    a joint call; rank 0 gathers whole tensors and writes them."""
+    """Writer and reader of a learner's weights and checkpoints. Several ranks must make every call
+    together; rank 0 gathers whole tensors and writes them."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None

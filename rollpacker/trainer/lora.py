@@ -182,7 +182,7 @@ def save_adapter(
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: Path, *, part: bool = False) -> None:
     """Copy what `save_adapter` wrote into the model's adapters, exactly; `part`: into those of a
-    pipeline stage. Raises `TrainerStateError` if the file is missing, broken or another's."""
+    pipeline stage. Raises `TrainerStateError` if that is missing, broken or does not fit."""
     path = folder / WEIGHTS_FILE
     try:
         tensors = load_file(path)

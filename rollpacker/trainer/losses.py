@@ -46,7 +46,7 @@ class Losses:
     log_ratio: Tensor
     """The trainer's log-probs minus the engine's."""
     update_log_ratio: Tensor | None
-    """The trainer's log-probs minus those under the weights that sampled. None: always 0."""
+    """The trainer's log-probs minus those under the weights that sampled. None: they are equal."""
     sums: Mapping[str, Tensor]
     value_sums: Mapping[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""Measurement of the most memory that this process held since a mark."""
+"""Measurement of the most memory that this process held since a given moment."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ It may raise, in all ranks alike."""
 
 
 class Passes(Protocol):
-    """What runs the models over samples. With several ranks every method is a joint call."""
+    """What runs the models over samples. Several ranks must make every call together."""
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
         """Run the models without gradients, and return the requests' scores in order."""

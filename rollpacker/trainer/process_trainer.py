@@ -60,8 +60,9 @@ class ProcessTrainer:
     driver awaits each call.
 
     `ranks` are started, connected or not yet; they end with the trainer. `engine_weights` are what
-    the engine's copy consists of: names, shapes and dtypes. `journal_in`: see `Journal`. Raises
-    `TrainerProcessError` if a process ends, then or in any later call.
+    the engine's copy consists of: names, shapes and dtypes. `journal_in` is the folder for the
+    journal of calls; None: that of temporary files. Raises `TrainerProcessError` if a process ends,
+    then or in any later call.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class ProcessTrainer:
         with."""
         self._relayout = Relayout.of(setup, can_switch=ranks.can_start_anew)
         self._switch_s = 0.0
-        """Seconds that a switch of the layout takes: measured in the last switch, or before the
-        first one in the ranks' start."""
+        """Seconds that the last switch of the layout took, or before the first one the ranks'
+        start."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         try:
             self._layout = BufferLayout.of(engine_weights)
@@ -178,7 +179,7 @@ class ProcessTrainer:
         await self._in_thread(lambda: self._all("offload"))
 
     async def reload(self, replicas: Sequence[int] | None = None) -> None:
-        """Have the ranks of these replicas (None: all) move back what was offloaded."""
+        """Have the ranks of these replicas move what was offloaded back to devices. None: all."""
         ranks = self._ranks_of(replicas)
         await self._in_thread(lambda: self._ranks.call("reload", [()] * len(ranks), ranks))
 

@@ -55,7 +55,7 @@ def adamw_8bit(
 
 
 def moments_like(master: Tensor) -> dict[str, Tensor]:
-    """Return blank tensors with the names, shapes and dtypes of `moments_of` a parameter."""
+    """Return blank tensors with the names, shapes and dtypes of a parameter's `moments_of`."""
     is_coded = master.numel() >= MIN_8BIT_ELEMENTS
     dtype = torch.uint8 if is_coded else torch.float32
     found = {name: torch.empty_like(master.detach(), dtype=dtype) for name in _MOMENTS}
@@ -75,7 +75,7 @@ def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def restore_moments(
     optimizer: torch.optim.Optimizer, saved: Mapping[nn.Parameter | Tensor, Mapping[str, Tensor]]
 ) -> None:
-    """Give the optimizer what `moments_of` returned, exactly. Others than `saved` get no state."""
+    """Load what `moments_of` returned, exactly. Parameters that are not in `saved` get no state."""
     known: Any = optimizer
     known.state.clear()
     for group_index, group in enumerate(optimizer.param_groups):

@@ -79,7 +79,7 @@ def check_schedule(config: TrainConfig) -> None:
 
 def _check_options(config: TrainConfig) -> None:
     """Raise `ValueError` for options that the schedule does not have. Those of its warm-up are
-    refused too, since the warm-up is ours."""
+    refused too, since `train.warmup_steps` replaces it."""
     make: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(config.schedule)]
     arguments = [name for name in inspect.signature(make).parameters if name not in _GIVEN]
     options = [name for name in arguments if not name.startswith("warmup")]

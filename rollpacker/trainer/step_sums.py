@@ -18,8 +18,9 @@ from torch import Tensor
 from rollpacker.trainer.batches import MicroBatch
 
 OUTSIDE_NATS = 0.2
-"""`sampling/sampling_logp_difference/outside` counts tokens whose two log-probs differ by more: the
-trainer's probability is then more than 1.22 times the engine's, or less than 0.82 times."""
+"""Difference between a token's two log-probs beyond which the token counts for
+`sampling/sampling_logp_difference/outside`: the trainer's probability is then more than 1.22 times
+the engine's, or less than 0.82 times."""
 MAX_LOG_RATIO = 20.0
 """Importance ratios are cut at exp of this number, so that one broken token gives no infinity."""
 WEIGHT, WEIGHT_SQUARED = "mismatch_weight", "mismatch_weight_squared"

@@ -90,7 +90,7 @@ class TorchTrainer:
         return await self._in_thread(apply)
 
     async def hand_over(self) -> HandOver:
-        """Return the weights for the engine, or None for them if the engine reads the learner's."""
+        """Return the engine's weights; they are None if the engine reads the learner's own."""
 
         if self._in_place:
             return HandOver(weights=None, probe=None)

@@ -28,14 +28,15 @@ class Trained:
         run_dtype: torch.dtype,
         mirror: str | None = None,
     ) -> None:
-        """`named_by`: the part of `module` whose parameter names are used. `mirror`: a parameter
-        that another pipeline stage owns; here its gradient is summed, but it is not updated."""
+        """Shard `module` if `shards` are given, and build its optimizer. `named_by` is the part
+        whose parameter names are used. `mirror`: a parameter that another stage owns; its gradient
+        is summed, but it is not updated here."""
         self.module = module
         self._named_by = named_by
         self._offloads = config.offload
         self._sharded: ShardedGradients | None = None
         self._widened: frozenset[str] = frozenset()
-        """Names of parameters that sharding makes float32; else the optimizer has masters."""
+        """Names of parameters that sharding made float32; empty without sharding."""
         if shards is not None:
             named = named_by.named_parameters()
             self._widened = frozenset(

@@ -57,18 +57,20 @@ class ModelConfig:
     path: str
     """A Hugging Face model folder, or a name on the hub."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on CUDA, float32 on a CPU. With bfloat16 the optimizer keeps float32 master
-    weights."""
+    """Dtype of the weights. auto: bfloat16 on CUDA, float32 on a CPU. With bfloat16 the optimizer
+    keeps float32 master weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gradient_checkpointing: bool = False
     chat_template_kwargs: Mapping[str, object] | None = None
     """Further keyword arguments for the tokenizer's `apply_chat_template`. None: there are none."""
     quantization: Literal["4bit"] | None = None
-    """4bit: the matrices inside the layers are kept as 4-bit NormalFloat codes (bitsandbytes), with
-    `model.lora` trained above them, in the trainer and in the engine alike."""
+    """How frozen weights are kept. 4bit: the matrices inside the layers as 4-bit NormalFloat codes
+    (bitsandbytes), with `model.lora` trained above them, in trainer and engine alike. None: as they
+    are."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters (peft) instead of the weights. The engine generates with the same
-    adapters; checkpoints hold the merged model and, beside it, the adapter."""
+    """Train low-rank adapters (peft) instead of the weights; None: the weights. The engine
+    generates with the same adapters; checkpoints hold the merged model and, beside it, the
+    adapter."""
     teacher: str | None = None
     """The teacher of algorithm.advantage=teacher: a folder or hub name of a model with the policy's
     vocabulary. None: there is no teacher."""
@@ -210,13 +212,13 @@ class TrainConfig:
     min_learning_rate_ratio: float = 0.0
     """Learning rate at which the schedules linear and cosine end, as a share of learning_rate."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    """adamw_8bit: AdamW with moments of 8 bits (bitsandbytes). muon: torch's Muon for the matrices
-    inside the layers, AdamW for all else."""
+    """adamw: AdamW. adamw_8bit: AdamW with moments of 8 bits (bitsandbytes). muon: torch's Muon for
+    the matrices inside the layers, AdamW for all else."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
-    """None: gradients are not clipped."""
+    """Norm to which larger gradients are scaled down. None: gradients are not clipped."""
     micro_batch_tokens: int | Literal["auto"] = AUTO_MICRO_BATCH_TOKENS
     """The most tokens of a micro-batch, padding included. A longer sample gets a micro-batch of its
     own. auto: 4096, or the length of the longest sample, since memory must have room for it; with
@@ -230,7 +232,7 @@ class TrainConfig:
     """Run the layers through torch.compile. If that fails, the run goes on without and says so."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     threads: int | Literal["auto"] = "auto"
-    """Torch threads of this process on a CPU. auto: a short measurement picks."""
+    """Number of torch's threads in this process on a CPU. auto: a short measurement picks."""
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:

@@ -1,7 +1,6 @@
 """Memory of a process, part by part, from the config and the models' `config.json`.
 
-There is one model of it for a trainer in the run's own process, a rank, a pipeline stage and an
-engine.
+The process is a trainer in the run's own process, a rank, a pipeline stage's rank or an engine.
 
 Weights, gradients, optimizer state, adapters, keys and values are exact, by formulas. Activations
 are what the model's layers keep when they run without data (`trainer/layer_trace.py`). Not counted
@@ -11,7 +10,7 @@ A micro-batch that is live in a pipeline stage is in one of two states: its forw
 and what autograd saved is there; or its backward pass for inputs (I) is done, too, and inputs and
 output gradients of the linear layers wait for the weights' products (W). A stage that is not the
 last may have all its live tokens in the first state, when a slow link holds their gradients up. The
-last one has one micro-batch of them, since its I follows the forward pass (F) at once.
+last stage has one micro-batch in it, since its I follows the forward pass (F) at once.
 """
 
 from __future__ import annotations
@@ -95,12 +94,12 @@ class Memory:
 
     @property
     def stays_bytes(self) -> int:
-        """Bytes that stay while another role has its turn on the device."""
+        """Bytes that the process holds even while another has its turn on a shared device."""
         return self.size_bytes - self.turn_bytes
 
     @property
     def has_activations(self) -> bool:
-        """Whether the model could be traced; otherwise a part of a training process is missing."""
+        """Whether activations are among the parts; they are missing if a model cannot be traced."""
         return any(part.name == "activations" for part in self.parts)
 
 

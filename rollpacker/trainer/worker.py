@@ -4,8 +4,8 @@
     score, accumulate, discard, rescale, update, apply, arrange, save, load, write_weights, offload,
     reload, hashes
 
-It ends when its line to the run does, whatever it is doing: a run that is killed leaves none
-behind.
+The process ends when its connection to the run does, whatever it is doing: a run that is killed
+leaves no process behind.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class DirectSender:
         *,
         on_lost: OnLost,
     ) -> None:
-        """`group` is a `direct_group` of this direction alone."""
+        """Start the sender's thread. `group` is a `direct_group` of this direction alone."""
         self._border = border
         self._group = group
         self._loss = Loss(on_lost)
@@ -147,7 +147,7 @@ class DirectReceiver:
         on_arrival: OnArrival,
         on_lost: OnLost,
     ) -> None:
-        """`group` is a `direct_group` of this direction alone."""
+        """Start the receiver's thread. `group` is a `direct_group` of this direction alone."""
         self._border = border
         self._group = group
         self._on_arrival = on_arrival

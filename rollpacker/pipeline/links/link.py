@@ -56,7 +56,7 @@ class Border:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendTimes:
-    """Times of one message, by the sender's clock (`time.monotonic`)."""
+    """Times of one sent message in seconds, by the sender's clock (`time.monotonic`)."""
 
     number: int
     num_bytes: int
@@ -72,8 +72,9 @@ class SendTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivalTimes:
-    """Times of one message. The clocks are those of two processes, perhaps of two hosts: their
-    difference is part of `seconds`, and cancels in a message there and one back."""
+    """Times of one received message in seconds. The clocks are those of two processes, perhaps of
+    two hosts: their difference is part of `seconds`, and cancels in a message there and one
+    back."""
 
     number: int
     num_bytes: int

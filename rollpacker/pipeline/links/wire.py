@@ -23,8 +23,7 @@ ANSWER = struct.Struct(">BQ")
 TENSOR, BYE = range(1, 3)
 """Kinds of headers. TENSOR: a tensor follows. BYE: the sender closes."""
 ALIVE, DELIVERED, CLOSED = range(1, 4)
-"""Kinds of answers. ALIVE: a sign of life. DELIVERED: a message was. CLOSED: the receiver
-closes."""
+"""Kinds of answers: a sign of life, a message was delivered, the receiver closes."""
 _CHECKSUM = struct.Struct(">I")
 _DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),

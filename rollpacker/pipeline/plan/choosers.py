@@ -39,7 +39,8 @@ KINDS: tuple[Kind, ...] = ("F", "I", "W")
 
 
 class Op(NamedTuple):
-    """One op of one stage."""
+    """One op of one stage on a micro-batch: F (forward), I (backward for inputs) or W (for
+    weights)."""
 
     kind: Kind
     micro_batch: int
@@ -81,11 +82,13 @@ class StageState:
     num_i_arrived: int = 0
     """Number of messages with gradients from the stage after; unused on the last stage."""
     num_f: int = 0
-    """Number of F that are done; `num_i` and `num_w` count the other kinds."""
+    """Number of forward passes done; `num_i` and `num_w` count backwards for inputs and for
+    weights."""
     num_i: int = 0
     num_w: int = 0
     live_tokens: int = 0
-    """Tokens of micro-batches whose F is done and whose W is not: their activations are kept."""
+    """Tokens of micro-batches whose forward pass is done and whose backward for weights is not:
+    their activations are kept."""
     peak_live_tokens: int = 0
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -159,8 +162,8 @@ class FixedOrder:
         self._order = list(order)
 
     def extend(self, order: Sequence[Op]) -> None:
-        """Append the ops of micro-batches that were added to an open sweep. Their numbers go on
-        from those of the micro-batches before."""
+        """Append the ops of micro-batches that were added to an open sweep, and whose numbers go on
+        from the earlier ones'."""
         self._order += order
 
     def choose(self, state: StageState) -> Op | None:
@@ -174,7 +177,8 @@ class FixedOrder:
 
 
 class ReadyFirst:
-    """Chooses among the ready ops: I before F before W.
+    """Chooses among the ready ops: first backward for inputs (I), then forward (F), then backward
+    for weights (W).
 
     Until its first I, a stage runs `quota` F and waits for them: that lead keeps the stage busy
     when a slow link is between it and the next. An F waits while its micro-batch would take the
@@ -191,8 +195,9 @@ class ReadyFirst:
         quotas: Sequence[int] | None = None,
         caps: Sequence[int | None] | None = None,
     ) -> None:
-        """`quotas` (numbers of F before the first I) and `caps` (live tokens; None: no cap) are by
-        stage, of all stages. Without quotas a stage waits for nothing that is ready."""
+        """`quotas` (numbers of forward passes before the first backward) and `caps` (live tokens;
+        None: no cap) are by stage, of all stages. Without quotas a stage waits for nothing that is
+        ready."""
         before = range(stage + 1)
         self._quota = min(quotas[s] for s in before) if quotas is not None else 0
         given = [caps[s] for s in before] if caps is not None else []
@@ -202,7 +207,7 @@ class ReadyFirst:
         micro-batches."""
         self._known = 0
         self._reachable = 0
-        """The quota that the first `_known` micro-batches allow."""
+        """How much of the quota the first `_known` micro-batches allow."""
 
     def choose(self, state: StageState) -> Op | None:
         """Return the first ready op in the order I, F, W; None: wait."""

@@ -2,13 +2,13 @@
 
 A stage that became slow is to have fewer layers. Two processes of one stage between which the
 network became slow are to be in two stages: a step's weights and gradients go between shards of a
-stage, and over a link between stages hidden states alone, which do not hold up who sends them.
+stage, and over a link between stages hidden states alone, which do not hold the sender up.
 
     places   0 = 1   stage 0             0 - 2   stage 0         = slow
              |   |            becomes    "   |                   " slow, but a link
              2 - 3   stage 1             1 - 3   stage 1
 
-Either costs a switch, between two steps: it must pay before the run ends.
+Either change takes a switch between two steps, which must pay before the run ends.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ class ShardTimes:
 
 
 class PairWatch:
-    """Finds places of the same stage between which the network is slow. Messages are judged as
-    `LinkWatch` judges those of links, as if a step's bytes took as long as the message's."""
+    """Finds places of the same stage between which the network is slow. Message times are judged as
+    `LinkWatch` judges those of links, scaled to the bytes of a step."""
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         self._config = WatchConfig() if config is None else config
@@ -244,7 +244,7 @@ class MeasuredSweep:
     """The sweep with gradients of one step, as its stages were measured."""
 
     costs: Sequence[StageCost]
-    """Costs by stage."""
+    """Costs of each stage's ops."""
     loads: Sequence[Load]
     links: Sequence[Link]
     bytes_per_token: float

@@ -50,8 +50,8 @@ def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = Non
 
 
 def plan_1f1b(num_stages: int, num_micro_batches: int) -> list[Order]:
-    """Return the 1f1b orders by stage: as many forwards as stages follow, then by turns F and I
-    with its W. A stage's live tokens are those of as many micro-batches and one more."""
+    """Return the 1f1b orders by stage: as many forwards as stages follow, then by turns a forward
+    and a backward (I with its W). Live tokens are those of as many micro-batches and one more."""
     orders = []
     for stage in range(num_stages):
         ahead = min(num_stages - stage - 1, num_micro_batches)

@@ -90,7 +90,7 @@ def _least(
 
 
 def check_layers(layers: Sequence[int], *, num_layers: int, num_stages: int) -> None:
-    """Raise `ValueError` unless `layers` gives every stage at least one, and all together."""
+    """Raise `ValueError` unless every stage gets a layer and all layers are dealt out."""
     where = f"train.pipeline.layers={list(layers)}"
     if len(layers) != num_stages:
         raise ValueError(f"{where} must have a number for each of {num_stages} stages")

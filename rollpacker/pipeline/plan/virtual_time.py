@@ -1,4 +1,4 @@
-"""A sweep in virtual time: choosers, what ops cost and what links do in, a timeline out.
+"""Simulation of a sweep: choosers, costs of ops and links go in, a timeline comes out.
 
 Every op takes the seconds that `Work` says, and every message those of its link when it is sent.
 Three ways to send are known:
@@ -8,7 +8,7 @@ Three ways to send are known:
               arrived: what queued launches behind a slow send amount to (head-of-line blocking)
     paired    blocking, but each direction by itself: a send and a receive are launched together
 
-A plan is such a run with the times one expects; a replay is one of `FixedOrder`s with others.
+A plan is such a run with expected times; a replay runs `FixedOrder`s with other times.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def replay(
 
 
 class _Run:
-    """A sweep while it runs."""
+    """A simulated sweep while it runs."""
 
     def __init__(
         self,

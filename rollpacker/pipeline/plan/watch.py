@@ -38,14 +38,14 @@ class WatchConfig:
     """A stage is slow if its ops take longer than usual by more than this factor."""
     link_share: float = 0.15
     """A link is slow if a message there and one back take longer than usual by more than this share
-    of a micro-batch's F, I and W on the slower of the two stages."""
+    of a micro-batch's three ops on the slower of the two stages."""
     link_share_at_once: float = 1.0
     """A link is also slow, from the first step on, if a message there and one back take more than
-    this share of a micro-batch's F, I and W, even if they always did."""
+    this share of a micro-batch's three ops, even if they always did."""
     num_sds: float = 4.0
-    """Standard deviations of chance that a difference must exceed, too, to count as slow."""
+    """Number of standard deviations of chance that a difference must exceed, too."""
     clear: float = 0.8
-    """Part of a mark below which a slow link or stage counts as well again."""
+    """Share of a mark below which a slow link or stage counts as well again."""
     healthy_steps: int = 8
     """Number of last healthy steps with which a step is compared."""
     first_steps: int = 3
@@ -76,7 +76,7 @@ class Finding:
     factor: float | None
     """Factor by which the link or stage takes longer than usual. None: it always was slow."""
     seconds: float
-    """Seconds of a message there and one back, or of a micro-batch's F, I and W."""
+    """Seconds of a message there and one back, or of a micro-batch's three ops on a stage."""
 
     def __str__(self) -> str:
         place, unit = f"stage {self.number}", "F, I and W of a micro-batch"
@@ -280,7 +280,7 @@ class LinkWatch:
     ) -> tuple[bool, float | None]:
         """Judge the messages of a step, both ways. Returns whether the link turned slow or well,
         and the factor by which messages take longer than usual (None: not known). `whole_s`:
-        seconds of a micro-batch's F, I and W on the slower of its stages."""
+        seconds of a micro-batch's three ops on the slower of its stages."""
         if not all(both):
             return False, None
         total_s = math.fsum(map(_median_s, both))

@@ -63,7 +63,7 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Costs of the three ops of one stage."""
+    """Costs of a stage's three ops: forward, backward for inputs, backward for weights."""
 
     f: OpCost
     i: OpCost
@@ -80,7 +80,8 @@ class Work:
     """Seconds, tokens and bytes of one sweep of N micro-batches through S stages."""
 
     f_s: tuple[tuple[float, ...], ...]
-    """Seconds of F by stage and micro-batch, [S][N]. `i_s` and `w_s` are those of I and W."""
+    """Seconds of forwards by stage and micro-batch, [S][N]. `i_s` and `w_s` are those of backwards
+    for inputs and for weights."""
     i_s: tuple[tuple[float, ...], ...]
     w_s: tuple[tuple[float, ...], ...]
     tokens: tuple[int, ...]
@@ -190,7 +191,7 @@ def constant(links: Sequence[Link]) -> LinkAt:
 
 
 _TOLD_APART = 0.02
-"""Parts of a cost whose columns differ less in direction cannot be told apart in noisy times."""
+"""Least difference in direction of two columns of loads that noisy times can tell apart."""
 
 
 def fit_op_cost(loads: Sequence[Load], seconds: Sequence[float]) -> OpCost:

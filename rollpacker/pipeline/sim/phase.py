@@ -1,4 +1,4 @@
-"""A trainer in pipeline stages, in virtual time: what a training phase costs, and who waits in it.
+"""A trainer in pipeline stages, in virtual time: the time of a training phase, and its waits.
 
     responses -> replicas -> micro-batches   (core/packs.py: as the trainer deals and packs)
       -> seconds of F, I and W on every stage  (OpTimes, or the scenario's training cost by layers)
@@ -67,16 +67,16 @@ class PipelineMachine:
     """Costs, caps and sizes of a trainer's stages."""
 
     costs: tuple[StageCost, ...]
-    """Costs by stage."""
+    """Costs of each stage's ops."""
     layers: tuple[int, ...]
     """Number of layers by stage; empty where the times of ops were given."""
     caps: Caps
-    """Caps of live tokens by stage."""
+    """The most tokens whose activations each stage may keep; None: any number."""
     num_replicas: int
     stage_gpus: int
-    """GPUs of a stage of one replica."""
+    """Number of GPUs of a stage of one replica."""
     bytes_per_token: float
-    """Bytes of a message per token."""
+    """Bytes of a message per token of its micro-batch."""
     relayout: tuple[int, ...] = ()
     """Numbers of layers by stage that would be faster; empty: none is known."""
 
@@ -149,7 +149,7 @@ class Pipeline:
         orders: Sequence[Order] = (),
         seed: int = 0,
     ) -> None:
-        """`orders` are those of a CSV, if `spec.order` names one, else empty."""
+        """Begin a run. `orders` are those of a CSV, if `spec.order` names one, else empty."""
         self._spec = spec
         self._machine = machine
         self._orders = orders

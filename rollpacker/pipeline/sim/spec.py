@@ -86,9 +86,9 @@ class PipelineSpec:
     what is trained, at 34 bytes a token, layer and unit of hidden size (bfloat16, nothing computed
     again); null: no limit."""
     links: LinkKind = "auto"
-    """direct: a stage waits until a slow link has taken its message. host: messages wait in host
-    memory. auto: host while over some link a message and its answer take longer than a
-    micro-batch's F and I, which is Eq. 1 of ADAPTRA for a slack of 2."""
+    """How stages send to each other. direct: a stage waits until a slow link has taken its message.
+    host: messages wait in host memory. auto: host while over some link a message and its answer
+    take longer than a micro-batch's F and I, which is Eq. 1 of ADAPTRA for a slack of 2."""
     relayout: Literal["propose", "never", "do"] = "propose"
     """What happens with a faster split of the layers, with `slow_stages`. propose: it is shown. do:
     it is used. never: nothing."""
@@ -96,8 +96,8 @@ class PipelineSpec:
     """The most tokens of a micro-batch, into which responses with their prompts are packed. A
     longer response has a micro-batch of its own."""
     micro_batches: int | None = None
-    """Number of micro-batches of a replica's sweep, all about as large, instead of
-    `micro_batch_tokens`. None: as many as these give."""
+    """Number of micro-batches of a replica's sweep, all about as large. None: `micro_batch_tokens`
+    decides."""
     op_times: OpTimes | None = None
     """Measured times of ops. None: the training cost of the scenario, shared out by layers."""
     head_layers: float = 2.5

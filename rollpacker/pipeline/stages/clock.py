@@ -1,5 +1,5 @@
 """Times the ops of a stage. On CUDA that is done by events on the stream, so that nothing waits for
-the GPU until the step is over; this has not been run yet."""
+the GPU until the step is over: written, but not run so far."""
 
 from __future__ import annotations
 

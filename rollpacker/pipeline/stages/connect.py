@@ -35,7 +35,7 @@ from rollpacker.trainer.trainer import PipelineConfig
 
 def connected_stage(shards: Shards, config: PipelineConfig, csv: str | None) -> Stage:
     """Return this rank's stage, with links that end with the process. All ranks must make this call
-    together. `csv`: see `Orders`."""
+    together. `csv` is the text of the file that `config.order` names, None if it names none."""
     mesh = shards.pipelines
     assert mesh is not None
     connected = Connected(

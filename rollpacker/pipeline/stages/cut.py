@@ -26,7 +26,7 @@ from rollpacker.trainer.policy import CHECKED_TOKENS, LOW_PRECISION_TOLERANCE, T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The place of a stage among all stages."""
+    """The place of a stage among all stages: its index from 0, and their number."""
 
     index: int
     count: int

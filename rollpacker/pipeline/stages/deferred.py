@@ -1,5 +1,5 @@
-"""Weight products of `nn.Linear`, put off: a backward pass gives gradients of inputs, and those of
-the weights when somebody has time for them.
+"""Weight products of `nn.Linear`, put off: a backward pass (I) gives gradients of inputs, and those
+of the weights (W) are computed later, when there is time.
 
     I   backward through the stage's graph: inputs, norms, biases, embeddings, output layer
     W   weight.grad += output_gradient.T @ input, for each linear layer

@@ -1,4 +1,4 @@
-"""One stage's loop: ask the chooser, run the op, send what it gave, wait for what is missing.
+"""One stage's loop: ask the chooser for an op, run it, send its result, wait for messages.
 
 Ops of one kind run in the order of the micro-batches whatever arrives when, so that timing changes
 no bit of a result. A message's number counts those of its direction since the start, over all
@@ -84,7 +84,7 @@ class Executor:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Note that nothing will arrive any more: a sweep that waits, now or later, raises it."""
+        """Note that no message comes any more: a sweep that waits, now or later, raises `error`."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
@@ -275,8 +275,8 @@ class OpenSweep:
 
     def add(self, loads: Sequence[Load]) -> None:
         """Append micro-batches of these loads. Returns when the forwards of the micro-batches
-        before are done, so that one call's micro-batches wait while another's run. Also raises the
-        chooser's errors, which hears of the new micro-batches while the sweep goes on."""
+        before are done, so that one call's micro-batches wait while another's run. Also raises
+        errors of the chooser, which is asked about new micro-batches while the sweep goes on."""
         state = self._sweep.state
         self._chooser.add(loads)  # it may ask the other stages, which need this one's ops meanwhile
         with self._changed:

@@ -49,8 +49,8 @@ class Orders:
     def __init__(
         self, place: Place, config: PipelineConfig, *, peers: Peers, csv: str | None = None
     ) -> None:
-        """`csv` is the text of the file that `config.order` names, None if it names none. Raises
-        `ValueError` as `orders_from_csv` does."""
+        """Prepare for sweeps. `csv` is the text of the file that `config.order` names, None if it
+        names none. Raises `ValueError` as `orders_from_csv` does."""
         self._place = place
         self._config = config
         self._peers = peers
@@ -148,7 +148,7 @@ class Planned:
     their own, which runs after the others'."""
 
     def __init__(self, place: Place, plan: Callable[[Sequence[Load]], Sequence[Order]]) -> None:
-        """`plan` returns the orders of all stages for these loads."""
+        """Begin without micro-batches. `plan` returns the orders of all stages for given loads."""
         self._place = place
         self._plan = plan
         self._count = 0

@@ -4,7 +4,7 @@ ranks between steps.
     ranks --StageTimes--> Overseer --> the log: which link or stage has turned slow, or well again
                                    --> Arrangement: which links to use, what all of it costs
 
-It outlives the ranks: others in their place are told the same. Light: no torch.
+The overseer outlives the ranks: ranks in their place are told the same. It imports no torch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Overseer:
         self.arrangement = first_arrangement(config)
         """The arrangement of the next step."""
         self.found: list[Found] = []
-        """All findings so far."""
+        """All findings about slow links and stages so far."""
         self._choice = LinkChoice() if config.links == "auto" else None
         self._num_stages = config.stages
         self._watches = [PipelineWatch(config.stages) for _ in range(num_shards)]

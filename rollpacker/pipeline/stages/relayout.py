@@ -24,8 +24,9 @@ class Relayout:
     def __init__(
         self, *, does: bool, can_switch: bool, total_steps: int | None, updates: int
     ) -> None:
-        """`updates` is the number of updates, and so of sweeps, per step. `does`: layouts are to be
-        returned, not only logged. `can_switch`: the trainer's processes can be started anew."""
+        """Begin the search. `updates` is the number of updates, and so of sweeps, per step. `does`:
+        layouts are to be returned, not only logged. `can_switch`: the processes can be started
+        anew."""
         self._does = does and can_switch
         self._can_switch = can_switch
         self._total_steps = total_steps
