@@ -59,12 +59,10 @@ def save_model(
     weights: Iterable[tuple[str, Tensor]] | None = None,
     union: Union = iter,
 ) -> None:
-    """Write weights, config and generation config, and the tokenizer if there is one.
-
-    The weights are `model`'s own, or `weights` by the names of a plain model, such as merged ones.
-    They are written in `dtype`, if given. Rank 0 holds all of them in host memory, once; there,
-    `union` adds what other pipeline stages have. Raises `OSError` if a file cannot be written.
-    """
+    """Write weights, config and generation config, and the tokenizer if there is one. The weights
+    are `model`'s own, or `weights` by the names of a plain model, such as merged ones. They are
+    written in `dtype`, if given. Rank 0 holds all of them in host memory, once; there, `union` adds
+    what other pipeline stages have. Raises `OSError` if a file cannot be written."""
     named = state_tensors(model).items() if weights is None else weights
     whole = dict(union(full_tensors(named, shards, dtype)))
     _on_all_ranks(lambda: _write_model(model, tokenizer, folder, whole), shards, only=0)
@@ -78,12 +76,9 @@ def load_model_weights(
     part: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Copy a saved model's parameters and buffers into `model`, plain or sharded, in place. `part`:
-    the tensors of a pipeline stage, by the whole model's names; only these are loaded.
-
-    Each process reads no more than its shards, unless transformers saves such a model under other
-    names than it has. Raises `TrainerStateError` if the folder cannot be read or holds another
-    model.
-    """
+    the tensors of a pipeline stage, by the whole model's names; only these are loaded. Each process
+    reads no more than its shards, unless transformers saves such a model under other names than it
+    has. Raises `TrainerStateError` if the folder cannot be read or holds another model."""
     target = state_tensors(model) if part is None else dict(part)
     saved = _on_all_ranks(lambda: _saved_layout(folder), shards)
     if part is not None:
@@ -117,10 +112,8 @@ def save_trainer(
 
 def load_trainer_state(folder: Path) -> dict[str, Any]:
     """Return the JSON that `save_trainer` wrote, with the number of `processes` that wrote it.
-
     Raises `TrainerStateError` if it cannot be read, is of another format, or a file that belongs to
-    it is missing or incomplete.
-    """
+    it is missing or incomplete."""
     path = folder / STATE_FILE
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -152,10 +145,8 @@ def load_trainer_tensors(
     part: bool = False,
 ) -> dict[str, Tensor]:
     """Read the tensors that `save_trainer` wrote into new ones, placed and sharded as those of
-    `like`. With `part`, this is a pipeline stage, and only tensors that `like` has are read.
-
-    Raises `TrainerStateError` if files cannot be read, or if names, shapes or dtypes are others.
-    """
+    `like`. With `part`, this is a pipeline stage, and only tensors that `like` has are read. Raises
+    `TrainerStateError` if files cannot be read, or if names, shapes or dtypes are others."""
     saved = _on_all_ranks(lambda: _checked_layout(folder, like, part=part), shards)
     loaded = {name: torch.empty_like(like[name]).detach() for name in saved}
     _load(loaded, folder, shards)

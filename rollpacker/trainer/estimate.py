@@ -160,11 +160,8 @@ def _memory_lines(memory: Memory, where: str, *, whole: bool) -> list[str]:
 
 def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
     """Estimate a run from its config, and `config.json` and safetensors headers of a local model
-    (or of the hub's local copy).
-
-    `has_cuda` says whether device "auto" will find CUDA; None: a driver is looked for. What cannot
-    be known becomes a note.
-    """
+    (or of the hub's local copy). `has_cuda` says whether device "auto" will find CUDA; None: a
+    driver is looked for. What cannot be known becomes a note."""
     if has_cuda is None:
         has_cuda = _PROC_NVIDIA.exists()
     on_cuda = config.model.device == "cuda" or (config.model.device == "auto" and has_cuda)

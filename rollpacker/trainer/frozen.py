@@ -44,12 +44,9 @@ def load_teacher(
     dtype: torch.dtype | None = None,
 ) -> FrozenPolicy:
     """Load the causal LM in `path` (a Hugging Face folder or a hub name), on the policy's device,
-    in `dtype` (None: the policy's).
-
-    `model` and `tokenizer` are the policy's. Raises `ModelError` if the teacher cannot be loaded,
-    numbers tokens in another way, or has fewer rows of embeddings than the policy. More rows are
-    padding: models of one family often differ in that.
-    """
+    in `dtype` (None: the policy's). `model` and `tokenizer` are the policy's. Raises `ModelError`
+    if the teacher cannot be loaded, numbers tokens in another way, or has fewer rows of embeddings
+    than the policy. More rows are padding: models of one family often differ in that."""
     dtype = model.dtype if dtype is None else dtype
     name: Literal["bfloat16", "float32"] = "bfloat16" if dtype == torch.bfloat16 else "float32"
     loaded = load_model(ModelConfig(path=path, dtype=name, device="cpu"), setting="model.teacher")

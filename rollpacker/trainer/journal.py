@@ -101,10 +101,7 @@ class Journal:
 
     def since(self, version: int) -> Iterator[RecordedCall]:
         """Read the calls that bring ranks of this version to the newest one. Calls of an unfinished
-        step are dropped.
-
-        Raises `TrainerProcessError` if the journal does not reach back so far.
-        """
+        step are dropped. Raises `TrainerProcessError` if the journal does not reach back so far."""
         self.forget_step()
         start = next((i for i, one in enumerate(self._segments) if one.version == version), None)
         if start is None:
@@ -131,12 +128,10 @@ RELAYOUT = "relayout"
 
 
 class KeptState:
-    """State that the ranks have written between two checkpoints, for ranks in another layout.
-
-    A lost trainer is restored from it until there are newer checkpoints. It ends with the run's
+    """State that the ranks have written between two checkpoints, for ranks in another layout. A
+    lost trainer is restored from it until there are newer checkpoints. It ends with the run's
     process; a resumed run begins from its checkpoints. `parent` is the folder that holds the state;
-    None: it lies where temporary files do.
-    """
+    None: it lies where temporary files do."""
 
     def __init__(self, parent: Path | None = None) -> None:
         self.version: int | None = None

@@ -293,11 +293,9 @@ class Ranks:
 
     def send(self, method: str, calls: Sequence[bytes], numbers: Sequence[int] = ()) -> list[Any]:
         """Make calls that are encoded already, and may be sent again later. Returns their results.
-
         Raises an error of a rank, of several one that names samples. If a rank ends meanwhile, or
         fails while others wait for it longer than `GRACE_S`, all are ended, and `RanksLost` is
-        raised, or `TrainerProcessError` under torchrun.
-        """
+        raised, or `TrainerProcessError` under torchrun."""
         from rollpacker.trainer.calls import codec, error_of
 
         with self._calling:

@@ -70,10 +70,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class OpenStep:
-    """Samples, sums and gradient scale that a learner has accumulated since its last update.
-
-    It is dropped as a whole when the step ends, one way or the other.
-    """
+    """Samples, sums and gradient scale that a learner has accumulated since its last update. It is
+    dropped as a whole when the step ends, one way or the other."""
 
     sums: StepSums = field(default_factory=StepSums)
     gradient_scale: float = 1.0

@@ -21,10 +21,7 @@ from rollpacker.trainer.trainer import TrainSample
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
     """Outputs of the models for the N response tokens of some samples, sample after sample; [N]
-    each.
-
-    Gradients flow through `log_probs`, `entropy` and `values`.
-    """
+    each. Gradients flow through `log_probs`, `entropy` and `values`."""
 
     log_probs: Tensor
     """The policy's log-probs, at the sampling temperature."""

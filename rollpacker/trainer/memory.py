@@ -18,11 +18,8 @@ _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 
 class PeakMemory:
     """Peak of the memory that torch's allocator held for tensors on a CUDA device; on a CPU, of the
-    process's resident set.
-
-    Where the system cannot set the resident set's peak back (`resets` is False: everywhere but on
-    Linux), the peak since the process began stands in for it.
-    """
+    process's resident set. Where the system cannot set the resident set's peak back (`resets` is
+    False: everywhere but on Linux), the peak since the process began stands in for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None

@@ -53,12 +53,9 @@ def plan_micro_batches(
     overhead_tokens: int = MICRO_BATCH_OVERHEAD_TOKENS,
 ) -> list[slice]:
     """Cut rows sorted by rising length into runs, so that padded tokens plus `overhead_tokens` for
-    each run are the least possible.
-
-    Every run holds at most `max_tokens` padded tokens (rows times its longest row), except that a
-    row longer than that has a run of its own. Exact dynamic programme over cut points, O(rows *
-    rows per micro-batch).
-    """
+    each run are the least possible. Every run holds at most `max_tokens` padded tokens (rows times
+    its longest row), except that a row longer than that has a run of its own. Exact dynamic
+    programme over cut points, O(rows * rows per micro-batch)."""
     sizes = np.asarray(lengths, dtype=np.int64)
     count = len(sizes)
     assert bool((sizes[1:] >= sizes[:-1]).all()), "rows must be sorted by length"

@@ -273,11 +273,8 @@ def check_padding(model: PreTrainedModel, path: str) -> None:
 
 def fingerprint(path: str | Path) -> str:
     """Return the SHA-256 over the weights, the config and the tokenizer of a folder (or of a hub
-    name's local copy).
-
-    Two folders with the same files have the same fingerprint, wherever they lie. Raises
-    `ModelError` if there is no such folder or copy.
-    """
+    name's local copy). Two folders with the same files have the same fingerprint, wherever they
+    lie. Raises `ModelError` if there is no such folder or copy."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         try:

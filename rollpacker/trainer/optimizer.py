@@ -33,10 +33,8 @@ def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], config: TrainConfig
 ) -> MasterOptimizer:
     """Build the optimizer of `train.optimizer` for the parameters that require a gradient. Call
-    this after the model was sharded, since that replaces the parameters.
-
-    Raises `ValueError` where this torch or this model cannot do what the config asks for.
-    """
+    this after the model was sharded, since that replaces the parameters. Raises `ValueError` where
+    this torch or this model cannot do what the config asks for."""
     return MasterOptimizer(
         named_parameters,
         optimizer=config.optimizer,
@@ -391,12 +389,10 @@ def _muon(matrices: list[Tensor], weight_decay: float) -> torch.optim.Optimizer:
 
 
 class _ShardedMuon(torch.optim.Optimizer):
-    """torch's Muon for matrices of which every process has a shard.
-
-    An update needs the whole matrix. torch's own arithmetic on shards adds bfloat16 numbers up in
-    another order, which changes the update by more than a percent. So the momentum is kept in
-    shards, each matrix in turn is gathered, every process computes its update and keeps its shard.
-    """
+    """torch's Muon for matrices of which every process has a shard. An update needs the whole
+    matrix. torch's own arithmetic on shards adds bfloat16 numbers up in another order, which
+    changes the update by more than a percent. So the momentum is kept in shards, each matrix in
+    turn is gathered, every process computes its update and keeps its shard."""
 
     def __init__(self, matrices: list[Tensor], weight_decay: float) -> None:
         super().__init__(matrices, {"lr": 0.0, "weight_decay": weight_decay, "momentum": 0.95})

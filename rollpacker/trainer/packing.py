@@ -128,10 +128,8 @@ def _head_dim(config: Any) -> int:
 @contextmanager
 def packed_attention(model: nn.Module, kind: PackedKind) -> Iterator[None]:
     """A context in which calls with a `pack`, and their backward passes, use packed attention;
-    other calls use what they did before. Afterwards the model is as it was.
-
-    `model` may wrap the transformers model (peft, a policy, a critic).
-    """
+    other calls use what they did before. Afterwards the model is as it was. `model` may wrap the
+    transformers model (peft, a policy, a critic)."""
     configs = _configs(model)
     before = [config._attn_implementation for config in configs]
     try:
@@ -164,9 +162,7 @@ def _configs(model: nn.Module) -> list[Any]:
 
 def _registered_name(kind: PackedKind, before: str | None) -> str:
     """Return the name under which transformers finds this packed attention in place of `before`.
-
-    The name does not contain `before`: transformers looks for words such as "flash" in a name.
-    """
+    The name does not contain `before`: transformers looks for words such as "flash" in a name."""
     before = _replaced.get(before, before) if before is not None else None
     name = _names.get((kind, before))
     if name is None:

@@ -55,11 +55,9 @@ class Policy(nn.Module):
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probabilities [N] of the batch's targets and the entropies [N] of their
-        distributions, under softmax(logits / temperature).
-
-        Both are differentiable, in float32 (float64 for such a model). No attention mask is given:
-        with causal attention nothing real looks at the padding on the right.
-        """
+        distributions, under softmax(logits / temperature). Both are differentiable, in float32
+        (float64 for such a model). No attention mask is given: with causal attention nothing real
+        looks at the padding on the right."""
         if not self.runs_in_blocks:
             return _log_probs(self._logits_at(batch), batch.targets, temperature)
         hidden = self._hidden_states(batch.input_ids, batch.model_inputs)

@@ -279,10 +279,8 @@ class ProcessTrainer:
 
     def _relaid(self, outcomes: Sequence[StepOutcome]) -> dict[str, float]:
         """Switch the layout after a step, if it is time for a switch. Returns the switch's metrics;
-        empty: there was none.
-
-        The step is done whatever happens: that ranks were lost is left to be found by `how_lost`.
-        """
+        empty: there was none. The step is done whatever happens: that ranks were lost is left to be
+        found by `how_lost`."""
         overseer = self.overseer
         if overseer is None or self._relayout is None:
             return {}

@@ -48,10 +48,8 @@ def build_learner(
     shards: Shards | None = None,
 ) -> Learner:
     """Load the models and build a learner. `model` and `tokenizer`: train these in place; None:
-    load them.
-
-    Raises `ModelError` and `ValueError` for what is wrong with model, teacher or settings.
-    """
+    load them. Raises `ModelError` and `ValueError` for what is wrong with model, teacher or
+    settings."""
     from rollpacker.trainer.critic import from_policy_model, load_critic
     from rollpacker.trainer.frozen import check_same_vocabulary, load_teacher
     from rollpacker.trainer.learner import Learner

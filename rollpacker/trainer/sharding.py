@@ -163,10 +163,8 @@ class ShardedGradients:
 
     def finish(self, run_filler: Callable[[], object]) -> None:
         """Sum the gradients, so that every parameter's `grad` holds its shard of the sum.
-
         `run_filler` runs forward and backward of the whole model once, with a loss of weight zero;
-        it is not called where every backward has summed already.
-        """
+        it is not called where every backward has summed already."""
         if self._is_complete:
             return
         self._fsdp.set_requires_gradient_sync(True)
@@ -311,11 +309,8 @@ def full_tensors(
     named: Iterable[tuple[str, Tensor]], shards: Shards | None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors in host memory, one at a time, on rank 0, or for a model in stages on the
-    first process of each stage.
-
-    Other processes get nothing, but they must iterate to the end too. Floating-point tensors are
-    cast to `dtype`, if given, before they are gathered.
-    """
+    first process of each stage. Other processes get nothing, but they must iterate to the end too.
+    Floating-point tensors are cast to `dtype`, if given, before they are gathered."""
     for name, value in named:
         value = value.detach()
         if dtype is not None and value.is_floating_point():

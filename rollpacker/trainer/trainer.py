@@ -394,11 +394,8 @@ class Trainer(Protocol):
         self, samples: Sequence[TrainSample], replicas: Sequence[int] | None = None
     ) -> None:
         """Add these samples' share of the step's gradient. `replicas` are the numbers of the
-        replicas that compute; None: all.
-
-        Raises `NonFiniteError`, which names the samples, if a loss is NaN or infinite. With
-        pipeline stages, the update raises that error instead.
-        """
+        replicas that compute; None: all. Raises `NonFiniteError`, which names the samples, if a
+        loss is NaN or infinite. With pipeline stages, the update raises that error instead."""
         ...
 
     async def rescale(self, factor: float) -> None:
@@ -412,12 +409,9 @@ class Trainer(Protocol):
 
     async def apply(self) -> Mapping[str, float]:
         """Make the step's last update: clip the gradients, step the optimizer, drop the gradients.
-        `version` goes up by one.
-
-        Returns the update's metrics, named as in `docs/metrics.md`. Raises `NonFiniteError`, with
-        weights and optimizer untouched and the gradients dropped, if the gradient is NaN or
-        infinite.
-        """
+        `version` goes up by one. Returns the update's metrics, named as in `docs/metrics.md`.
+        Raises `NonFiniteError`, with weights and optimizer untouched and the gradients dropped, if
+        the gradient is NaN or infinite."""
         ...
 
     async def hand_over(self) -> HandOver:

@@ -409,10 +409,8 @@ class TrainingMemory:
     def stages(self, notes: list[str]) -> tuple[tuple[Memory, ...], Sweep] | None:
         """Memory of a process of each pipeline stage, and the stages' largest sweep. None if the
         policy's shape, or what its layers keep, is not known; the policy's `layers` and the cap of
-        live tokens are then unchecked.
-
-        Raises `ValueError` for layers or a cap of live tokens that the run would refuse.
-        """
+        live tokens are then unchecked. Raises `ValueError` for layers or a cap of live tokens that
+        the run would refuse."""
         pipeline, sweep = self.config.train.pipeline, Sweep.of(self.config, self.ranks)
         caps = live_token_caps(
             pipeline.live_tokens, num_stages=pipeline.stages, longest=sweep.micro_batch_tokens

@@ -56,18 +56,14 @@ class PackedAttention(Protocol):
         softcap: float | None,
     ) -> Tensor:
         """Return attention [1, N, H, D] of query [1, H, N, D] to key and value [1, K, N, D].
-
         `scaling` None is 1 / sqrt(D). `window`: how many tokens back a token sees, itself included;
-        None is all. `softcap` bends the scores to within this bound, as in Gemma 2; None: not.
-        """
+        None is all. `softcap` bends the scores to within this bound, as in Gemma 2; None: not."""
         ...
 
 
 class PackedRows:
-    """Where the rows of a pack begin and end, in the form that each implementation needs.
-
-    Each form is made when it is first asked for and kept, as all layers need the same form.
-    """
+    """Where the rows of a pack begin and end, in the form that each implementation needs. Each form
+    is made when it is first asked for and kept, as all layers need the same form."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths = tuple(lengths)
