@@ -75,7 +75,7 @@ class Batcher:
 
     @property
     def layout(self) -> Literal["sorted", "packed"]:
-        """The layout in use, which for `auto` was chosen by the models."""
+        """The layout in use: for `auto`, what all models' attention allows."""
         return "packed" if self._packed else "sorted"
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:

@@ -162,7 +162,7 @@ def state_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash over names, types, shapes and bytes, independent of the mapping's order."""
+    """Return the SHA-256 of tensors' names, dtypes, shapes and bytes, in the names' order."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()

@@ -129,9 +129,9 @@ RELAYOUT = "relayout"
 
 class KeptState:
     """State that the ranks have written between two checkpoints, for ranks in another layout. A
-    lost trainer is restored from it until there are newer checkpoints. It ends with the run's
-    process; a resumed run begins from its checkpoints. `parent` is the folder that holds the state;
-    None: it lies where temporary files do."""
+    lost trainer is restored from this state until there are newer checkpoints. The state ends with
+    the run's process; a resumed run begins from its checkpoints. `parent` is the folder that holds
+    the state; None: it lies where temporary files do."""
 
     def __init__(self, parent: Path | None = None) -> None:
         self.version: int | None = None

@@ -80,7 +80,7 @@ class OpenStep:
     """Of each call of `accumulate`: the factor that its samples' weights were multiplied by since,
     and the samples."""
     finite: bool = True
-    """Whether every loss of passes that went on between calls was finite, as far as is known."""
+    """False once a loss of passes that went on between calls is known not to be finite."""
 
     @property
     def has_samples(self) -> bool:

@@ -95,7 +95,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """A context in which the model computes what it did without adapters, and no gradients."""
+    """A context without gradients, in which the model computes what it did without adapters."""
     modules = _adapted_modules(model).values()
     trainable = [p for p in adapter_parameters(model).values() if p.requires_grad]
     for module in modules:

@@ -81,8 +81,7 @@ class TorchTrainer:
         return await self._in_thread(update)
 
     async def apply(self) -> Mapping[str, float]:
-        """Make the step's last update; see `Trainer.apply`. Raises `TrainerError` without
-        samples."""
+        """Make the step's last update. Raises `TrainerError` if nothing was accumulated."""
 
         def apply() -> Mapping[str, float]:
             return step_metrics([self.learner.apply()], peak_flops(self.learner.device))

@@ -146,7 +146,7 @@ class Trained:
         return (item for item in self._named_by.named_parameters() if item[0] in self._widened)
 
     def summing(self, run_filler: Callable[[], object]) -> Callable[[], object]:
-        """Return `run_filler` wrapped so that its backward sums this module's gradients over
+        """Return `run_filler` wrapped so that its backward pass also sums gradients over the
         ranks."""
         return run_filler if self._sharded is None else partial(self._sharded.finish, run_filler)
 

@@ -184,7 +184,7 @@ class ShardTimes:
     """Seconds of a message there and back, by pair of places."""
     message_bytes: int
     step_bytes: float
-    """Bytes that each of these places sends to each other place in a step."""
+    """Bytes that a place sends to another place of the same stage in a step."""
     step_s: float
 
 

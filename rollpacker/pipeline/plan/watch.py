@@ -68,7 +68,7 @@ class SweepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A link or a stage turned slow, or well again."""
+    """A report that a link or a stage turned slow, or well again."""
 
     what: Literal["link", "stage"]
     number: int

@@ -109,7 +109,7 @@ class PipelineSpec:
     slow_links_gb_s: Mapping[int, float] = field(default_factory=dict)
     """Rates of links that differ from `link_gb_s`, by number of the link."""
     drawn_delays: DrawnDelays | None = None
-    """Random delays, in addition to all that. None: there are none."""
+    """Random delays of messages, in addition to the fixed times above. None: there are none."""
     slow_stages: Mapping[int, float] = field(default_factory=dict)
     """Factor by which the ops of a stage take longer, by number of the stage from 0."""
     direct_fixed_s: float = 0.0

@@ -189,7 +189,7 @@ def _measured(stages: Sequence[Sequence[StageTimes]]) -> Measured | None:
 
 
 def _pooled(stages: Sequence[Sequence[StageTimes]], link: int) -> tuple[Messages, Messages]:
-    """Return all shards' messages down a link, and up."""
+    """Return the messages of all shards over a link: those to the next stage, and those back."""
     down = [message for shard in stages[link + 1] for message in shard.from_previous]
     return down, [message for shard in stages[link] for message in shard.from_next]
 

@@ -126,7 +126,7 @@ class StagedPasses:
         return None
 
     def rescale(self, factor: float) -> bool:
-        """Multiply what is still to be added to `sums`. Returns whether no sweep is open."""
+        """Multiply by `factor` what is still to be summed. Returns whether no sweep is open."""
         for one in () if self._open is None else self._open.ops.work:
             one.factor *= factor
         return self._open is None
