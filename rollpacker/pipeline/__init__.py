@@ -1,1 +1,1 @@
-"""The straggler-resilient trainer: plans (pure), stages, links, and their simulation."""
+"""Pipeline stages that withstand slow stages and links: plans, stages, links and simulation."""

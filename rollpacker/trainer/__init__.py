@@ -1,1 +1,1 @@
-"""Trainers: they turn weighted samples into one optimizer step."""
+"""Trainers, which turn weighted samples into optimizer steps."""

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 
 def enable_checkpointing(model: PreTrainedModel) -> list[nn.Module]:
-    """Switch it on and return the layers that it works on. Raises `ValueError` if the model's class
-    does not support it."""
+    """Switch gradient checkpointing on, and return the layers that are checkpointed. Raises
+    `ValueError` if the model's class does not support it."""
     if not model.supports_gradient_checkpointing:
         raise ValueError(
             f"{type(model).__name__} does not support gradient checkpointing: "
@@ -27,8 +27,8 @@ def enable_checkpointing(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def layers_in_training(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Layers checkpoint only in training mode. What is inside them stays in eval mode: no
-    dropout."""
+    """A context with these layers in training mode, in which alone they checkpoint. What is inside
+    the layers stays in eval mode: no dropout."""
     for layer in layers:
         layer.training = True
     try:

@@ -1,5 +1,5 @@
-"""Arithmetic of a step, from the config alone: prompts and samples that it launches, and tokens
-that it trains on."""
+"""Arithmetic of a step, from the config alone: prompts and samples that are submitted to engines,
+and tokens that are trained on."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ class BatchArithmetic:
     short_samples_per_prompt: int
     short_samples: int
     cascade_rounds: tuple[tuple[int, int], ...]
-    """Prompts, and samples of each, that every further race of deferred prompts launches."""
+    """Numbers of prompts, and of samples per prompt, in every further round of deferred prompts."""
     long_samples: int
-    """Samples that a long round launches; a plain round launches as many."""
+    """Number of samples that a long or a plain round submits to engines."""
     pooled: bool
-    """Whether deferred prompts race on in the next round."""
+    """Whether prompts that a short round defers go on in the next short round."""
     trained_prompts: int
     trained_samples: int
     max_trained_tokens: int
     min_micro_batches: int
     max_micro_batches: int
     updates_per_round: int
-    """Optimizer steps of a step, on equal shares of its prompts."""
+    """Number of optimizer updates per step, each on an equal share of the step's prompts."""
     steps: int | None
-    """Steps of the run. None: until the data's epochs are done."""
+    """Number of steps of the run. None: until the data's epochs are done."""
     most_carried: int
-    """Prompts that wait with the tokens that they have, at most; see docs/tail-batching.md."""
+    """The most deferred prompts that wait with the tokens generated so far; see
+    docs/tail-batching.md."""
 
     @property
     def most_samples(self) -> int:
-        """Samples that the largest round launches."""
+        """The most samples that a round submits to engines."""
         cascades = (prompts * samples for prompts, samples in self.cascade_rounds)
         return max(self.short_samples, self.long_samples, *cascades)
 
 
 def batch_arithmetic(config: RunConfig) -> BatchArithmetic:
-    """Compute the prompts, samples and tokens of a step of this run."""
+    """Compute the numbers of prompts, samples and tokens of a step of this run."""
     prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
     tail = config.tail_batching
     short_prompts = tail.factors.num_prompts(prompts)
@@ -122,8 +123,8 @@ def tail_notes(config: RunConfig) -> list[str]:
 
 
 def micro_batch_notes(config: RunConfig) -> list[str]:
-    """Whether a sample may be longer than a micro-batch. Its last token does not go through the
-    model."""
+    """Return a note if a sample may be longer than a micro-batch; its last token does not count,
+    since it does not go through the model."""
     row = longest_sample(config) - 1
     if most_micro_batch_tokens(config) >= row:
         return []
@@ -134,10 +135,10 @@ def micro_batch_notes(config: RunConfig) -> list[str]:
 
 
 def most_micro_batch_tokens(config: RunConfig) -> int:
-    """Tokens that a micro-batch of several samples may have."""
+    """Return the most tokens that a micro-batch of several samples may have."""
     return config.train.most_micro_batch_tokens(longest_sample(config) - 1)
 
 
 def longest_sample(config: RunConfig) -> int:
-    """Tokens of a prompt and a response that are as long as they may be."""
+    """Return the number of tokens of a prompt and a response that are as long as allowed."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens

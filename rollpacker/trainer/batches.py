@@ -39,11 +39,11 @@ __all__ = [
 
 Layout = Literal["auto", "sorted", "packed"]
 Packs = Callable[[Sequence[int], int], list[list[int]]]
-"""A function of row lengths and a budget in tokens. It returns the rows of each micro-batch, by
-index."""
+"""A function of row lengths and a budget in tokens that returns the indices of rows by
+micro-batch."""
 Budget = Callable[[Sequence[int], Packs], int]
-"""A function that chooses a budget in tokens from the lengths of a call's rows and the function
-that would put them together."""
+"""A function that chooses a micro-batch's budget in tokens, from the lengths of a call's rows and
+the `Packs` function that would put them together."""
 
 
 class Batcher:
@@ -52,9 +52,9 @@ class Batcher:
     `layout`: `sorted` pads rows of like length to the longest, `packed` lays rows end to end;
     `auto` packs where every model's attention allows it and sorts elsewhere. `max_tokens` is the
     budget of a micro-batch, padding included, or a function that chooses it for a call's rows.
-    `others` take the same micro-batches (a reference, a teacher, a critic). `dtype` is what the
-    models compute in, if that is not the dtype of their weights. Raises `ValueError` if `packed` is
-    asked for and cannot be had.
+    `others` are models that run on the same micro-batches (a reference, a teacher, a critic).
+    `dtype` is that of the computation; None: the weights'. Raises `ValueError` if `packed` is asked
+    for and cannot be had.
     """
 
     def __init__(
@@ -75,34 +75,33 @@ class Batcher:
 
     @property
     def layout(self) -> Literal["sorted", "packed"]:
-        """The layout that is used, whatever was asked for."""
+        """The layout in use: for `auto`, what all models' attention allows."""
         return "packed" if self._packed else "sorted"
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Plan which rows each micro-batch takes, by index. `lengths` are `row_length`s: tokens
-        that go through the model. The plan depends on them and the order of equal ones alone; a
-        row longer than the budget has a micro-batch of its own."""
+        """Return the indices of each micro-batch's rows. `lengths` are `row_length`s: tokens that
+        go through the model. The plan depends on lengths and the order of equal ones alone; a row
+        longer than the budget has a micro-batch of its own."""
         packs = plan_packs if self.layout == "packed" else _sorted_runs
         chosen = self._max_tokens
         return packs(lengths, chosen if isinstance(chosen, int) else chosen(lengths, packs))
 
     def batch(self, rows: Sequence[Row]) -> MicroBatch:
-        """One micro-batch of these rows, in their order. Models take a packed one inside
-        `attention()` alone."""
+        """Make one micro-batch of these rows, in their order. Models can run on a packed one only
+        inside `attention()`."""
         if self.layout == "packed":
             return pack(rows, self._device)
         return collate(rows, self._pad_token_id, self._device)
 
     def filler(self) -> MicroBatch:
-        """The least work possible, one target after one token, for a rank that has fewer
-        micro-batches than others and must run along. Give its loss no weight."""
+        """Make a micro-batch of the least work, one target after one token, for a rank that has
+        fewer micro-batches than others and must run along. Give its loss no weight."""
         token = (self._pad_token_id,)
         return self.batch([Row(token, token)])
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """A context for a trainer call's forward and backward passes, in which packed attention
-        is on."""
+        """A context, with packed attention on, for a trainer call's forward and backward passes."""
         with ExitStack() as stack:
             for model, kind in self._packed:
                 stack.enter_context(packed_attention(model, kind))
@@ -110,7 +109,7 @@ class Batcher:
 
 
 def budget_of(config: TrainConfig, of_stages: Callable[..., int] | None) -> int | Budget:
-    """The `max_tokens` of a `Batcher`. `of_stages` is `Stage.budget`, or None outside of
+    """Return the `max_tokens` of a `Batcher`. `of_stages` is `Stage.budget`, or None outside of
     pipeline stages."""
     if config.micro_batch_tokens != "auto":
         return config.micro_batch_tokens
@@ -131,7 +130,8 @@ def _sorted_runs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def _packed_kinds(
     models: Sequence[nn.Module], layout: Layout, device: torch.device, dtype: torch.dtype | None
 ) -> list[tuple[nn.Module, PackedKind]]:
-    """Each model and its packed attention; none at all for sorted rows."""
+    """Return each model with its packed attention; empty for sorted rows. Raises `ValueError` if
+    `packed` is asked for and cannot be had."""
     if layout == "sorted":
         return []
     packed: list[tuple[nn.Module, PackedKind]] = []

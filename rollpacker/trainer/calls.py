@@ -1,7 +1,7 @@
 """Calls, results and errors between the run's own process and a rank of the trainer, as bytes.
 
 The bytes cannot execute anything, since under torchrun they come over a network. Both sides know
-the same types, and a rank does nothing but `METHODS`.
+the same types, and a rank runs no method but `METHODS`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _ERRORS: dict[str, type[Exception]] = {
         *(torch.OutOfMemoryError, OSError, ValueError),
     )
 }
-"""The errors that the run's own process raises again, the most special ones first."""
+"""Classes of errors that the run's own process raises again, by name; the most special come
+first."""
 
 
 _RECORDS = (
@@ -70,14 +71,14 @@ _KINDS = (
 
 @functools.cache
 def codec() -> Codec:
-    """The codec of calls and results, which knows these types alone."""
+    """Return the codec of calls and results, which knows the types listed here alone."""
     return Codec([*_RECORDS, *_KINDS])
 
 
 def error_bytes(error: Exception) -> bytes:
-    """Write an error so that the run's own process can raise it. A foreign one becomes a
-    `TrainerError`: its class may be unknown there, and its traceback, by which that process tells a
-    user's mistake from a bug, does not survive the way."""
+    """Encode an error so that the run's own process can raise it. An error from outside of the
+    package becomes a `TrainerError`: its class may be unknown there, and its traceback, by which
+    that process tells a user's mistake from a bug, does not survive the way."""
     name = next((n for n, kind in _ERRORS.items() if isinstance(error, kind)), "")
     module = type(error).__module__
     is_ours = module.startswith("rollpacker.")
@@ -93,7 +94,7 @@ def error_bytes(error: Exception) -> bytes:
 
 
 def error_of(data: bytes) -> Exception:
-    """Read what `error_bytes` has written."""
+    """Decode the error that `error_bytes` has encoded."""
     name, said = codec().decode(data)
     return _ERRORS[name](*said)
 
@@ -110,12 +111,12 @@ def _foreign(error: Exception) -> tuple[str, tuple[str]]:
 
 
 def _is_of_another(error: Exception) -> bool:
-    """Whether a joint call failed since another process is gone: that one is what to report."""
+    """Whether a joint call failed because another process is gone, which is then what to report."""
     return "gloo/transport" in str(error) or "ncclRemoteError" in str(error)
 
 
 def _raised_in(error: Exception) -> str:
-    """Return the name of the module that raised it."""
+    """Return the name of the module that raised the error; empty if it has no traceback."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

@@ -4,9 +4,9 @@ model/      config, tokenizer and whole weights, written by rank 0
 trainer/    shard-00001-model-00001-of-00001.safetensors ...    every rank's shards of tensors
             trainer.json                                        numbers, and which files belong here
 
-What n processes wrote, any other number of them can read. Who calls decides when a folder is
+What n processes wrote, any other number of processes can read. The caller decides when a folder is
 complete (manifest, rename) and whether its bytes are what was written; these functions only write
-and read files. With `shards` all of them are collectives: they return, or raise, in all processes.
+and read files. With `shards` they are collectives: they return, or raise, in all processes.
 """
 
 from __future__ import annotations
@@ -59,12 +59,10 @@ def save_model(
     weights: Iterable[tuple[str, Tensor]] | None = None,
     union: Union = iter,
 ) -> None:
-    """Weights, config and generation config, and the tokenizer if there is one.
-
-    The weights are `model`'s own, or `weights` by the names of a plain model, such as merged ones.
-    They are written in `dtype`, if given. Rank 0 holds all of them in host memory, once. `union`
-    adds there what other pipeline stages have. Raises `OSError`.
-    """
+    """Write weights, config and generation config, and the tokenizer if there is one. The weights
+    are `model`'s own, or `weights` by the names of a plain model, such as merged ones. They are
+    written in `dtype`, if given. Rank 0 holds all of them in host memory, once; there, `union` adds
+    what other pipeline stages have. Raises `OSError` if a file cannot be written."""
     named = state_tensors(model).items() if weights is None else weights
     whole = dict(union(full_tensors(named, shards, dtype)))
     _on_all_ranks(lambda: _write_model(model, tokenizer, folder, whole), shards, only=0)
@@ -78,12 +76,9 @@ def load_model_weights(
     part: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Copy a saved model's parameters and buffers into `model`, plain or sharded, in place. `part`:
-    those of a pipeline stage alone, by the whole model's names.
-
-    Each process reads no more than its shards, unless transformers saves such a model under other
-    names than it has. Raises `TrainerStateError` if the folder cannot be read or holds another
-    model.
-    """
+    the tensors of a pipeline stage, by the whole model's names; only these are loaded. Each process
+    reads no more than its shards, unless transformers saves such a model under other names than it
+    has. Raises `TrainerStateError` if the folder cannot be read or holds another model."""
     target = state_tensors(model) if part is None else dict(part)
     saved = _on_all_ranks(lambda: _saved_layout(folder), shards)
     if part is not None:
@@ -101,7 +96,8 @@ def save_trainer(
     folder: Path,
     shards: Shards | None = None,
 ) -> None:
-    """Tensors, plain (then the same in all processes) or sharded, and JSON. Raises `OSError`."""
+    """Write `tensors`, plain (then the same in all processes) or sharded, and `state` as JSON.
+    Raises `OSError` if a file cannot be written."""
     _on_all_ranks(lambda: _make_empty(folder), shards, only=0)
     if tensors:
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
@@ -115,11 +111,9 @@ def save_trainer(
 
 
 def load_trainer_state(folder: Path) -> dict[str, Any]:
-    """The JSON that `save_trainer` wrote, and with it `processes`, how many wrote it.
-
+    """Return the JSON that `save_trainer` wrote, with the number of `processes` that wrote it.
     Raises `TrainerStateError` if it cannot be read, is of another format, or a file that belongs to
-    it is missing or incomplete.
-    """
+    it is missing or incomplete."""
     path = folder / STATE_FILE
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -137,7 +131,8 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def saved_names(folder: Path) -> frozenset[str]:
-    """Names of the tensors that `save_trainer` wrote. Raises `TrainerStateError`."""
+    """Return names of the tensors that `save_trainer` wrote. Raises as `load_trainer_state`
+    does."""
     load_trainer_state(folder)
     return frozenset(_saved_layout(folder))
 
@@ -150,10 +145,8 @@ def load_trainer_tensors(
     part: bool = False,
 ) -> dict[str, Tensor]:
     """Read the tensors that `save_trainer` wrote into new ones, placed and sharded as those of
-    `like`. With `part`, this is a pipeline stage, and no more is read than `like` has.
-
-    Raises `TrainerStateError` if files cannot be read, or if names, shapes or dtypes are others.
-    """
+    `like`. With `part`, this is a pipeline stage, and only tensors that `like` has are read. Raises
+    `TrainerStateError` if files cannot be read, or if names, shapes or dtypes are others."""
     saved = _on_all_ranks(lambda: _checked_layout(folder, like, part=part), shards)
     loaded = {name: torch.empty_like(like[name]).detach() for name in saved}
     _load(loaded, folder, shards)
@@ -161,14 +154,15 @@ def load_trainer_tensors(
 
 
 def state_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters, each once, and those buffers that are part of the model's state. Not copies."""
+    """Return a model's parameters, each once, and buffers that are part of its state. Not
+    copies."""
     persistent = model.state_dict(keep_vars=True).keys()
     buffers = {name: value for name, value in model.named_buffers() if name in persistent}
     return {name: value.detach() for name, value in model.named_parameters()} | buffers
 
 
 def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
-    """One hash over names, types, shapes and bytes, independent of the mapping's order."""
+    """Return the SHA-256 of tensors' names, dtypes, shapes and bytes, in the names' order."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
@@ -195,7 +189,8 @@ def _write_model(
 
 
 def _make_empty(folder: Path) -> None:
-    """A shard that more processes left here would be read as part of what fewer write now."""
+    """Make a folder without tensor files. A shard that more processes left there would be read as
+    part of what fewer write now."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(_TENSOR_FILES):
         leftover.unlink()
@@ -217,7 +212,7 @@ def _check_file(path: Path, size: int) -> None:
 
 
 def _saved_layout(folder: Path) -> dict[str, Tensor]:
-    """The tensors in a folder's files as tensors without data."""
+    """Return the tensors in a folder's files, by name, as tensors without data."""
     try:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     except _READ_ERRORS as error:
@@ -259,7 +254,7 @@ def _check_shapes(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor], fol
 
 
 def _load(tensors: dict[str, Tensor], folder: Path, shards: Shards | None) -> None:
-    """Fill tensors that the folder has by the same names, in place."""
+    """Fill `tensors`, in place, with those that the folder has by the same names."""
     if not tensors:
         return
     reader = HuggingFaceStorageReader(str(folder))
@@ -286,7 +281,7 @@ def _copy_by_transformers(
 
 
 def _cause(failure: CheckpointException) -> str:
-    """The first process's error, without the traceback."""
+    """Return the error of the first process that failed, as text without the traceback."""
     rank, (error, _) = min(failure.failures.items())
     return f"rank {rank}: {type(error).__name__}: {error}"
 
@@ -294,8 +289,8 @@ def _cause(failure: CheckpointException) -> str:
 def _on_all_ranks(
     work: Callable[[], Result], shards: Shards | None, only: int | None = None
 ) -> Result:
-    """Run `work` in all processes, or in one, and raise in all of them if it fails in one, so
-    that no process waits for another."""
+    """Run `work` in all processes, or in rank `only` alone, and raise in all of them if it fails in
+    one, so that no process waits for another."""
     error: Exception | None = None
     result: Result | None = None  # stays so in a process that has nothing to do
     if shards is None or only in (None, shards.rank):

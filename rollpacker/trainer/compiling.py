@@ -24,7 +24,8 @@ from rollpacker.trainer.packing import layers_with_state
 log = logging.getLogger(__name__)
 
 _FORWARD_CHECKPOINTS = "__call__" not in vars(GradientCheckpointingLayer)
-"""Earlier versions of transformers checkpoint in `__call__`, around whatever `forward` is."""
+"""Whether layers checkpoint inside `forward`. Earlier versions of transformers checkpoint in
+`__call__`, around whatever `forward` is."""
 
 Backend = str | Callable[..., Any]
 
@@ -62,8 +63,7 @@ def compile_layers(model: nn.Module, *, backend: Backend = "inductor") -> bool:
 
 
 class _Attempt:
-    """State that the compiled layers of one model share: the backend, and whether compiling has
-    failed."""
+    """State that a model's compiled layers share: the backend, and whether compiling has failed."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -80,7 +80,7 @@ class _Attempt:
 
 
 class _CompiledForward:
-    """Stands for a layer's `forward`."""
+    """Replaces a layer's `forward` by compiled code, or by the plain one once compiling failed."""
 
     def __init__(self, layer: nn.Module, attempt: _Attempt) -> None:
         self._layer = layer
@@ -88,7 +88,8 @@ class _CompiledForward:
         self._compiled: Callable[..., Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the model must not run this one's compiled code, which has its weights."""
+        """Leave compiled code out of copies: a copy of the model must not use this one's
+        weights."""
         return {"_layer": self._layer, "_attempt": self._attempt, "_compiled": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,8 +119,9 @@ class _CompiledForward:
     def _compile(
         self, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Compile, and try it forward and backward on copies of these arguments. Some compilers are
-        called by the backward pass only, where nothing could be put right any more."""
+        """Compile the layer, and try it forward and backward on copies of these arguments: some
+        compilers are called by the backward pass only, where nothing could be put right any
+        more."""
         try:
             self._compiled = torch.compile(eager, dynamic=True, backend=self._attempt.backend)
             args, kwargs = tree_map_only(Tensor, _fresh_leaf, (args, dict(kwargs)))
@@ -138,8 +140,8 @@ class _CompiledForward:
             raise _CompilingFailed from error
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """The compiled code, without checkpointing, which would hide what is inside from the
-        compiler. A layer's own training flag is there for nothing else."""
+        """Run the compiled code, without checkpointing, which would hide the layer's inside from
+        the compiler. The layer's training flag, cleared here, serves checkpointing alone."""
         assert self._compiled is not None
         before, self._layer.training = self._layer.training, False
         try:

@@ -26,8 +26,8 @@ HEAD_FILE = "value_head.safetensors"
 
 
 class Critic(nn.Module):
-    """`model` is the body, without an output layer; it is put in eval mode and made trainable. The
-    value head starts at zero, so a new critic says 0 of every state."""
+    """The value model. `model` is its body, without an output layer, which is put in eval mode and
+    made trainable. The value head starts at zero, so a new critic gives 0 for every state."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -41,13 +41,13 @@ class Critic(nn.Module):
         self.eval()
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Values [N] of the states before the batch's targets, in float32 (float64 for such a
-        model)."""
+        """Return values [N] of the states before the batch's targets, in float32 or the model's
+        float64."""
         output = self.model(input_ids=batch.input_ids, use_cache=False, **batch.model_inputs)
         return self.from_hidden_states(output.last_hidden_state, batch)
 
     def from_hidden_states(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        """Values [N], as `forward` gives them, from hidden states [B, W, D] after the last norm."""
+        """Return values [N] as `forward` does, from hidden states [B, W, D] after the last norm."""
         hidden = hidden.flatten(0, 1).index_select(0, batch.positions)
         # A value in bfloat16 would have three digits; the head costs next to nothing.
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -57,21 +57,21 @@ class Critic(nn.Module):
 
 
 def from_policy_model(model: PreTrainedModel) -> Critic:
-    """A critic on a deep copy of a causal LM's body. Raises `ModelError` if it cannot be told from
-    the output layer."""
+    """Return a critic on a deep copy of a causal LM's body. Raises `ModelError` if the body cannot
+    be told from the output layer."""
     return Critic(copy.deepcopy(_body(model)))
 
 
 def load_critic(config: ModelConfig, path: str) -> Critic:
-    """A critic on the body of the causal LM in `path` (a Hugging Face folder or a hub name), in
-    `config`'s dtype and on its device. Raises `ModelError`."""
+    """Return a critic on the body of the causal LM in `path` (a Hugging Face folder or a hub name),
+    in `config`'s dtype and on its device. Raises `ModelError` if that cannot be loaded."""
     loaded = load_model(replace(config, path=path), setting="train.critic.path")
     return Critic(_body(loaded.model))
 
 
 def save_critic(critic: Critic, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
     """Write the body as a Hugging Face folder, and the value head beside it. `state` are the whole
-    tensors by the critic's names, where its own are sharded."""
+    tensors by the critic's names, if the critic is sharded; None: its own tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     state = critic.state_dict() if state is None else state
     with no_progress_bars():
@@ -82,9 +82,9 @@ def save_critic(critic: Critic, folder: Path, state: Mapping[str, Tensor] | None
 
 @torch.no_grad()
 def load_critic_weights(critic: Critic, folder: Path) -> None:
-    """Copy what `save_critic` wrote into `critic`, in place; each rank of a sharded one takes its
-    part. Raises `TrainerStateError`, with nothing changed, if the folder cannot be read or holds a
-    critic of another architecture."""
+    """Copy what `save_critic` wrote into `critic`, in place; each rank of a sharded critic copies
+    its part. Raises `TrainerStateError`, with nothing changed, if the folder cannot be read or
+    holds a critic of another architecture."""
     saved = _read(folder, critic)
     for name, value in critic.state_dict().items():
         value.copy_(placed_like(value, saved[name]))
@@ -105,7 +105,7 @@ def _part(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _read(folder: Path, critic: Critic) -> dict[str, Tensor]:
-    """The whole tensors in the folder, by the critic's names: all of them, in its shapes."""
+    """Read a saved critic's tensors, by name. Raises `TrainerStateError` if they do not fit."""
     try:
         with no_progress_bars(), no_load_report():
             read: Any = _plain_class(critic.model).from_pretrained(
@@ -138,7 +138,7 @@ def _read(folder: Path, critic: Critic) -> dict[str, Tensor]:
 
 
 def _plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The model's class without the one that sharding puts in front of it."""
+    """Return the model's class without the class that sharding puts in front of it."""
     plain = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
     assert issubclass(plain, PreTrainedModel)
     return plain

@@ -1,10 +1,11 @@
 """Estimate of a step's work and memory, from the config and the model's config.json alone.
 
-Behind `--dry-run`: loads no weights (safetensors headers give the exact number of parameters), and
-torch only to run the model's layers without data (`trainer/layer_trace.py`). Memory is what
-training needs at its peak plus the engine's keys and values; the formulas stand beside each line.
-Not in it: torch itself, and what an allocator keeps of freed blocks, which is a matter of the order
-of sizes (`benchmarks/memory_estimate.py` measures how much).
+`--dry-run` prints it. No weights are loaded (safetensors headers give the exact number of
+parameters), and torch is loaded only to run the model's layers without data
+(`trainer/layer_trace.py`). Memory is what training needs at its peak plus the engine's keys and
+values; the formulas stand beside each line. Not counted are torch itself, and what an allocator
+keeps of freed blocks, which depends on the order of sizes (`benchmarks/memory_estimate.py` measures
+how much).
 """
 
 from __future__ import annotations
@@ -35,36 +36,36 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
 
 CARRIED_TOKEN_BYTES = 12
-"""Bytes of a token that waits for its prompt's next launch: itself and its log-prob, as
-`run/ports/carried.py` keeps them."""
+"""Bytes of a generated token that is kept for its prompt's next submission to an engine: the token
+and its log-prob, as `run/ports/carried.py` keeps them."""
 _PROC_NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """The estimate that `--dry-run` prints."""
+    """The estimate of a step's work and memory that `--dry-run` prints."""
 
     device: str
     dtype: str
     num_parameters: int | None
     batch: BatchArithmetic
     memory: Memory
-    """Memory of the run's own process. It has no parts if nothing is known of the model."""
+    """Memory of the run's own process, without parts if nothing is known of the model."""
     processes: int
-    """Processes that the trainer has of its own; 0 if it works in the run's process."""
+    """Number of the trainer's own processes; 0 if the trainer works in the run's process."""
     ranks: tuple[Memory, ...]
     """Memory of each of the trainer's processes: one record for all of them, or one for each
-    pipeline stage, whose processes follow each other. Empty if there are none, or if nothing is
-    known of their memory."""
+    pipeline stage, in the order of the stages. Empty if the trainer has no processes of its own, or
+    if nothing is known of their memory."""
     sweep: Sweep | None
-    """The largest sweep through the pipeline stages. None: there are none, or their memory is not
+    """The largest sweep through the pipeline stages. None: there are none, or memory is not
     known."""
     notes: tuple[str, ...]
     """Notes about facts that could not be known, and about settings that look wrong."""
 
     @property
     def whole(self) -> bool:
-        """Whether no part of the memory is missing, which takes the model's shape."""
+        """Whether all parts of the memory are known, which takes the model's shape."""
         return any(memory.has_activations for memory in (self.memory, *self.ranks))
 
     @property
@@ -78,7 +79,7 @@ class Estimate:
         return self.memory.size_bytes + others
 
     def rank(self, number: int) -> Memory:
-        """Memory of one of the trainer's processes, by its number, as far as it is known."""
+        """Memory of one of the trainer's processes, by its number; without parts if not known."""
         if not self.ranks:
             return Memory()
         return self.ranks[number * len(self.ranks) // self.processes]
@@ -158,12 +159,9 @@ def _memory_lines(memory: Memory, where: str, *, whole: bool) -> list[str]:
 
 
 def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
-    """Reads `config.json` and safetensors headers of a local model (or of the hub's local copy),
-    nothing else.
-
-    `has_cuda` says what device "auto" will find; None looks for a driver. What cannot be known is a
-    note.
-    """
+    """Estimate a run from its config, and `config.json` and safetensors headers of a local model
+    (or of the hub's local copy). `has_cuda` says whether device "auto" will find CUDA; None: a
+    driver is looked for. What cannot be known becomes a note."""
     if has_cuda is None:
         has_cuda = _PROC_NVIDIA.exists()
     on_cuda = config.model.device == "cuda" or (config.model.device == "auto" and has_cuda)
@@ -227,8 +225,8 @@ def _stage_notes(count: int, sweep: Sweep | None) -> list[str]:
 
 
 def _engine_memory(models: TrainingMemory, notes: list[str]) -> list[MemoryPart]:
-    """The engine's own copy of the model, where it has one, and what training changes of it on the
-    way there."""
+    """The parts for the engine's own copy of the model, where it has one, and for the weights or
+    adapters on their way to that copy."""
     config, policy = models.config, models.policy
     processes, lora = config.train.processes, config.model.lora
     if policy is None:
@@ -258,7 +256,8 @@ def _engine_memory(models: TrainingMemory, notes: list[str]) -> list[MemoryPart]
 
 
 def _carried_memory(config: RunConfig, on_cuda: bool, notes: list[str]) -> list[MemoryPart]:
-    """Memory of the tokens that deferred prompts keep for their next launch."""
+    """The parts for tokens that deferred prompts, put off to a later round, keep for their next
+    submission to an engine."""
     prompts = batch_arithmetic(config).most_carried
     if not prompts:
         return []
@@ -278,7 +277,7 @@ def _carried_memory(config: RunConfig, on_cuda: bool, notes: list[str]) -> list[
 
 
 def _cache_memory(models: TrainingMemory, notes: list[str]) -> list[MemoryPart]:
-    """Memory of keys and values of the rows that an engine generates at once."""
+    """The part for keys and values of the rows that an engine generates at once."""
     rows, one_sample, limit = cache_rows(models)
     longest = longest_sample(models.config)
     if limit is None:

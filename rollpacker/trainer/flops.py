@@ -53,11 +53,11 @@ PEAK_TFLOPS: dict[tuple[str, ...], float] = {
     ("RTX", "4090"): 165.2,
     ("RTX", "3090"): 71,
 }
-"""Dense bfloat16 on tensor cores with float32 sums, by words of the device's name. From NVIDIA's
-datasheets (halved where one gives the sparse number); GeForce and RTX A6000 from the white papers
-of their architectures."""
+"""Peak TFLOP/s by words of the device's name: dense bfloat16 on tensor cores with float32 sums.
+From NVIDIA's datasheets (halved where one gives the sparse number); GeForce and RTX A6000 from the
+white papers of their architectures."""
 _OTHER_CHIPS = ("Laptop", "MIG", "D", "Ti")
-"""Words after which a name's chip is a smaller or another one than the table's."""
+"""Words in a device's name that mean a smaller or another chip than the table's."""
 _MEASURE_S = 0.05
 _MATMUL_SIZE = 512
 
@@ -73,12 +73,12 @@ class FlopModel:
     attention: float
     """FLOPs per token, token attended to, and layer."""
     windows: tuple[int | None, ...]
-    """Tokens that each layer with attention looks back. None: to the beginning."""
+    """How many tokens back each layer with attention looks. None: to the beginning."""
 
     @classmethod
     def of(cls, model: nn.Module) -> FlopModel:
-        """The costs of a transformers causal LM or its body, with or without adapters. Which
-        parameters are trained is read off now."""
+        """Return the costs of a transformers causal LM or its body, with or without adapters. Which
+        parameters are trained is read from the model now."""
         known: Any = model
         config = known.config.get_text_config()
         head = getattr(known.get_output_embeddings(), "weight", None)
@@ -100,16 +100,16 @@ class FlopModel:
         )
 
     def training(self, lengths: Sequence[int], num_predicted: int) -> float:
-        """FLOPs of forward and backward over rows of so many tokens, `num_predicted` of which (over
-        all rows) go through the output layer."""
+        """Return the FLOPs of forward and backward over rows of these lengths in tokens.
+        `num_predicted` tokens of all rows go through the output layer."""
         pairs = sum(_attended(length, window) for length in lengths for window in self.windows)
         return self.body * sum(lengths) + self.output * num_predicted + self.attention * pairs
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """FLOP/s that the device could do: on CUDA the datasheet's for bfloat16, whatever is trained
-    in; on a CPU the best float32 matrix product in a measurement of 50 ms, with this thread's
-    number of threads. None: the device is not in the table."""
+    """Return the FLOP/s that the device could do: on CUDA the datasheet's for bfloat16, whatever
+    the dtype in use; on a CPU the best float32 matrix product in a measurement of 50 ms, with this
+    thread's number of threads. None: the device is not in the table."""
     if device.type == "cuda":
         return known_peak_flops(torch.cuda.get_device_name(device))
     if device.type == "cpu":
@@ -129,7 +129,8 @@ def known_peak_flops(device_name: str) -> float | None:
 
 @functools.cache
 def _measured_flops(num_threads: int) -> float:
-    """Measured once per number of threads, which torch takes from the calling thread."""
+    """Return the best FLOP/s of a matrix product on this CPU, measured once per number of
+    threads."""
     left, right = (torch.randn(_MATMUL_SIZE, _MATMUL_SIZE) for _ in range(2))
     result = left @ right
     best = float("inf")
@@ -145,7 +146,7 @@ def _per_parameter(parameter: nn.Parameter) -> int:
 
 
 def _active_experts(config: Any) -> float:
-    """Share of the experts that a token goes through."""
+    """Return the share of the experts that a token goes through; 1 for a model without experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     total = next((n for n in (getattr(config, name, None) for name in names) if n), None)
     chosen = getattr(config, "num_experts_per_tok", None)
@@ -160,7 +161,7 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _attended(length: int, window: int | None) -> float:
-    """Tokens that a row's tokens look at, all together."""
+    """Return the number of pairs of a row's token and a token that it attends to."""
     if window is None or window >= length:
         return length * length / 2
     return window * length - window * window / 2

@@ -16,9 +16,8 @@ from rollpacker.trainer.trainer import ModelConfig
 
 
 class FrozenPolicy:
-    """A causal LM without gradients. It takes `model`, or a policy around one, as it is: its
-    parameters stop to require gradients and it is put in eval mode. `policy` is what may be
-    sharded."""
+    """A causal LM without gradients. The given `model`, or a policy around one, is changed in
+    place: its parameters require no gradients, and it is in eval mode. `policy` may be sharded."""
 
     def __init__(self, model: PreTrainedModel | Policy) -> None:
         policy = model if isinstance(model, Policy) else Policy(model)
@@ -26,14 +25,14 @@ class FrozenPolicy:
 
     @torch.no_grad()
     def log_probs(self, batch: MicroBatch, temperature: float) -> Tensor:
-        """Log-probabilities [N] of the batch's targets at `temperature`, in float32 (float64 for
-        such a model)."""
+        """Return log-probabilities [N] of the batch's targets at `temperature`, in float32 (float64
+        for such a model)."""
         log_probs: Tensor = self.policy(batch, temperature)[0]
         return log_probs
 
 
 def frozen_copy(model: PreTrainedModel | Policy) -> FrozenPolicy:
-    """The model as it is now, on tensors of its own."""
+    """Return a frozen copy of the model as it is now, with tensors of its own."""
     return FrozenPolicy(copy.deepcopy(model))
 
 
@@ -44,13 +43,10 @@ def load_teacher(
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype | None = None,
 ) -> FrozenPolicy:
-    """The causal LM in `path` (a Hugging Face folder or a hub name), on the policy's device, in
-    `dtype` (None: the policy's).
-
-    `model` and `tokenizer` are the policy's. Raises `ModelError` if the teacher cannot be loaded,
-    numbers tokens in another way, or has fewer rows of embeddings than the policy. More rows are
-    padding: models of one family often differ in that.
-    """
+    """Load the causal LM in `path` (a Hugging Face folder or a hub name), on the policy's device,
+    in `dtype` (None: the policy's). `model` and `tokenizer` are the policy's. Raises `ModelError`
+    if the teacher cannot be loaded, numbers tokens in another way, or has fewer rows of embeddings
+    than the policy. More rows are padding: models of one family often differ in that."""
     dtype = model.dtype if dtype is None else dtype
     name: Literal["bfloat16", "float32"] = "bfloat16" if dtype == torch.bfloat16 else "float32"
     loaded = load_model(ModelConfig(path=path, dtype=name, device="cpu"), setting="model.teacher")
@@ -68,7 +64,8 @@ def load_teacher(
 def check_same_vocabulary(
     other: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, name: str
 ) -> None:
-    """Raise `ModelError` if the model that `name` stands for numbers tokens in another way."""
+    """Raise `ModelError`, which calls the model `name`, if its tokenizer numbers tokens
+    otherwise."""
     theirs = {number: token for token, number in other.get_vocab().items()}
     ours = {number: token for token, number in policy.get_vocab().items()}
     if theirs == ours:

@@ -1,10 +1,10 @@
 """The journal of calls to the trainer's ranks since their last checkpoints, from which new ranks
 can repeat them.
 
-A checkpoint is the trainer at some version. What has brought it to later ones are calls, and the
-same calls bring new ranks there, with the same bits where the arithmetic is the same each time.
-They lie as bytes in files without a name, so that samples of many steps take no memory, and nothing
-is left behind, whoever dies.
+A checkpoint is the trainer at some version. Calls have brought the trainer to later versions, and
+the same calls bring new ranks there, with the same bits where the arithmetic is the same each time.
+Calls lie as bytes in files without a name, so that samples of many steps take no memory, and
+nothing is left behind when a process dies.
 
     saved at version 10   calls of steps 11 to 20   saved at version 20   calls of steps 21 ...
     `----------- one segment ----------------'      `------- another ---------------
@@ -32,7 +32,8 @@ NUM_SEGMENTS = 2
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """See `Ranks.send`."""
+    """A call of ranks: its method, the call's bytes for each rank, and their numbers (empty:
+    all)."""
 
     method: str
     calls: list[bytes]
@@ -40,13 +41,13 @@ class RecordedCall:
 
 
 class Segment:
-    """The calls since the trainer had some version."""
+    """A file of the calls that were recorded since `version` of the trainer's weights."""
 
     def __init__(self, version: int, folder: Path | None) -> None:
         self.version = version
         self.file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # stays open
         self.end = 0
-        """Bytes of the calls that belong to finished steps."""
+        """Length in bytes of the calls that belong to finished steps."""
 
     def calls(self) -> Iterator[RecordedCall]:
         """Read the calls of finished steps."""
@@ -57,14 +58,15 @@ class Segment:
 
 
 class Journal:
-    """`folder`: on whose file system the calls lie. None: where temporary files do."""
+    """Recorded calls, in nameless files on `folder`'s file system; None: that of temporary
+    files."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._segments = [Segment(0, folder)]
 
     def add(self, method: str, calls: Sequence[bytes], numbers: Sequence[int]) -> None:
-        """Record a call that all of these ranks have done. Raises `OSError`."""
+        """Record a call that all of these ranks have done. Raises `OSError` if writing fails."""
         file = self._segments[-1].file
         head = json.dumps([method, list(numbers), [len(call) for call in calls]])
         file.write(f"{head}\n".encode())
@@ -72,38 +74,34 @@ class Journal:
             file.write(call)
 
     def finish_step(self) -> None:
-        """Note that the calls so far have made a new version."""
+        """Count the calls so far as those of finished steps."""
         last = self._segments[-1]
         last.end = last.file.tell()
 
     def forget_step(self) -> None:
-        """Drop the calls since the last finished step, which have come to nothing."""
+        """Drop the calls of the unfinished step, which have come to nothing."""
         last = self._segments[-1]
         last.file.seek(last.end)
         last.file.truncate()
 
     def loaded(self, version: int) -> None:
-        """Begin anew: the trainer is what a checkpoint says, whatever it was before."""
+        """Drop all calls and begin at `version`, of which the trainer has loaded a checkpoint."""
         first = Segment(version, self._folder)
         self._keep(0)
         self._segments = [first]
 
     def saved(self, version: int) -> None:
-        """Begin a segment: there is one more checkpoint to start from, or there will be in a
-        moment."""
+        """Begin a segment of calls at `version`, whose checkpoint is written now or in a moment."""
         self._keep(NUM_SEGMENTS - 1)
         self._segments.append(Segment(version, self._folder))
 
     def reaches(self, version: int) -> bool:
-        """Whether ranks of this version can be brought to the last one."""
+        """Whether recorded calls can bring ranks of this version to the newest one."""
         return any(segment.version == version for segment in self._segments)
 
     def since(self, version: int) -> Iterator[RecordedCall]:
-        """Read the calls that bring ranks of this version to the last one. Calls of an unfinished
-        step are forgotten.
-
-        Raises `TrainerProcessError` if it does not reach back so far.
-        """
+        """Read the calls that bring ranks of this version to the newest one. Calls of an unfinished
+        step are dropped. Raises `TrainerProcessError` if the journal does not reach back so far."""
         self.forget_step()
         start = next((i for i, one in enumerate(self._segments) if one.version == version), None)
         if start is None:
@@ -126,16 +124,14 @@ class Journal:
 
 
 RELAYOUT = "relayout"
-"""The folder of kept states, in a run's folder."""
+"""Name of the folder of kept states in a run's folder."""
 
 
 class KeptState:
-    """State that the ranks have written between two checkpoints.
-
-    A lost trainer comes back from it until there are newer checkpoints. It ends with the run's
-    process; a resumed run begins from its checkpoints. `parent` is the folder in which it lies;
-    None: it lies where temporary files do.
-    """
+    """State that the ranks have written between two checkpoints, for ranks in another layout. A
+    lost trainer is restored from this state until there are newer checkpoints. The state ends with
+    the run's process; a resumed run begins from its checkpoints. `parent` is the folder that holds
+    the state; None: it lies where temporary files do."""
 
     def __init__(self, parent: Path | None = None) -> None:
         self.version: int | None = None
@@ -150,7 +146,7 @@ class KeptState:
         return self._root / f"version-{version}"
 
     def new_folder(self, version: int) -> Path:
-        """An empty place for the state of this version, to which ranks write it."""
+        """Return an empty place for the state of this version, for ranks to write the state to."""
         if self._root is None:
             self._root = Path(tempfile.mkdtemp(prefix=f"rollpacker-{RELAYOUT}-"))
         folder = self.folder(version)
@@ -164,12 +160,13 @@ class KeptState:
         self.version = version
 
     def give_up(self, version: int) -> None:
-        """Remove the state of this version, which was written for nothing, unless it is kept."""
+        """Remove the state of this version, which was written for nothing, unless it is the kept
+        one."""
         if version != self.version:
             shutil.rmtree(self.folder(version), ignore_errors=True)
 
     def drop(self) -> None:
-        """Remove all state, which nobody needs any more. Idempotent."""
+        """Remove all state. Idempotent."""
         self.version = None
         if self._root is not None:
             shutil.rmtree(self._root, ignore_errors=True)

@@ -1,14 +1,14 @@
 """Starting the trainer's processes and talking to them.
 
-    started by RollPacker   every rank is a child of the run, with an inherited line to it,
-                            or of its agent on another host
+    started by RollPacker   every rank is a child of the run, or of the run's agent on another
+                            host, with an inherited connection to the run
     under torchrun          rank 0 is the run's process, and its one child is the trainer's rank 0;
-                            the other ranks become workers themselves and knock at its port: address
-                            and token lie in torchrun's store
+                            the other ranks become workers themselves and connect to the run's port:
+                            address and token lie in torchrun's store
 
-Every rank obeys one call at a time; a call is made on all of them at once, or on some. A rank that
-ends, ends all: others may wait for it in a joint call. Those that RollPacker has started it can
-start anew (`RanksLost`); torchrun's end with the run.
+Every rank serves one call at a time; a call is made on all ranks at once, or on some. If a rank
+ends, all are ended, since others may wait for it in a joint call. Ranks that RollPacker has started
+can be started anew (`RanksLost`); torchrun's end with the run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Torchrun:
     has_store: bool
     """Whether torchrun's agent keeps the store. Otherwise rank 0 does."""
     restart: str = "0"
-    """How often torchrun has started its processes anew; the store outlives them."""
+    """How often torchrun has restarted its processes, as text; the store outlives the processes."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Torchrun | None:
@@ -79,8 +79,8 @@ class Torchrun:
         return store_of(host, port, is_master=self.rank == 0 and not self.has_store)
 
     def listener(self) -> Listener:
-        """Listen at the one address where the other ranks reach this process. Raises
-        `ValueError`."""
+        """Listen at the one address where the other ranks reach this process. Raises `ValueError`
+        if this machine has no such address."""
         if self.local_world_size == self.world_size:
             return Listener(LOOPBACK)
         host = self.master[0]
@@ -111,7 +111,7 @@ def _own_address() -> list[str]:
 
 
 class RankPlace(NamedTuple):
-    """The place at which a rank is started."""
+    """Where a rank is started: its host, its number there, and its environment variables."""
 
     local_rank: int
     """The rank's number on its host, which is also the number of its device there."""
@@ -168,7 +168,7 @@ class Ranks:
             self._start(rank, self._placed(rank))
 
     def _placed(self, rank: int) -> dict[str, str]:
-        """Return the environment that torchrun would give a rank."""
+        """Return the environment variables that torchrun would set for a rank."""
         place = self._places[self._order[rank]]
         return {
             "RANK": str(rank),
@@ -178,8 +178,8 @@ class Ranks:
         }
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
-        """Memory for weights, on the host of rank 0. Raises `OSError`, and `ValueError` if there is
-        no room."""
+        """Reserve memory for weights on rank 0's host, and return the layout with its place. Raises
+        `OSError`, and `ValueError` if there is no room."""
         return self._places[0].host.hold(layout)
 
     @property
@@ -193,9 +193,9 @@ class Ranks:
         return self._order
 
     def start_anew(self, order: Sequence[int] | None = None) -> None:
-        """End the ranks that are left, and start others, with another `order` of ranks over the
-        places if one is given; `connect` before the next call. Rank 0's place holds the weights'
-        memory, and stays. Raises `TrainerProcessError` if the ranks were closed meanwhile."""
+        """End the ranks that are left, and start new ones; `connect` before the next call. `order`
+        is the place of each new rank, None: as before. Rank 0's place holds the weights' memory,
+        and stays. Raises `TrainerProcessError` if the ranks were closed meanwhile."""
         assert self.can_start_anew, "torchrun starts its processes itself"
         if order is not None:
             assert sorted(order) == [*range(self.num_processes)] and order[0] == 0, order
@@ -213,8 +213,8 @@ class Ranks:
             self._start_all()
 
     def how_lost(self) -> str | None:
-        """Name a rank that has ended between two calls, and how it ended. None if none of those
-        that RollPacker has started has ended."""
+        """Return in words which rank has ended between two calls, and how. None if no rank that
+        RollPacker has started has ended."""
         if not self.can_start_anew:
             return None
         if self._why_lost is not None:
@@ -236,7 +236,8 @@ class Ranks:
         self._started.append(_member(number, child.pid, line, child))
 
     def connect(self) -> None:
-        """Wait until all ranks are there. Raises `TrainerProcessError` if one ends before."""
+        """Wait until all ranks have reported, and send them their environment. Raises
+        `TrainerProcessError` if a rank ends or does not report in time."""
         environment = gloo_at(self._address if self._listener is None else self._listener.host)
         if self._listener is None:
             # Served here, so that no rank has to find a port that is still free when it binds it.
@@ -291,12 +292,10 @@ class Ranks:
         return self.send(method, [codec().encode((method, one)) for one in arguments], numbers)
 
     def send(self, method: str, calls: Sequence[bytes], numbers: Sequence[int] = ()) -> list[Any]:
-        """Make calls of this method that are bytes already, and may be sent more than once.
-
-        Raises what a rank raised: the first that names samples if there is one. A rank that ends
-        meanwhile ends all: `RanksLost`, or `TrainerProcessError` under torchrun. So does an error
-        of one rank that others wait for longer than `GRACE_S`.
-        """
+        """Make calls that are encoded already, and may be sent again later. Returns their results.
+        Raises an error of a rank, of several one that names samples. If a rank ends meanwhile, or
+        fails while others wait for it longer than `GRACE_S`, all are ended, and `RanksLost` is
+        raised, or `TrainerProcessError` under torchrun."""
         from rollpacker.trainer.calls import codec, error_of
 
         with self._calling:
@@ -319,11 +318,12 @@ class Ranks:
         return [codec().decode(replies[rank.number][1]) for rank in called]
 
     def _replies(self, method: str, called: Sequence[Member]) -> dict[int, tuple[int, bytes]]:
-        """See `group.replies`."""
+        """Return the kind and the bytes of each rank's reply, by the rank's number."""
         return group.replies(called, method)
 
     def lose(self, reason: str) -> TrainerProcessError:
-        """End all ranks, and return the error to raise. `reason` is that of `RanksLost`."""
+        """End all ranks, and return the error to raise. `reason` says which rank was lost, and
+        how."""
         self._why_lost = reason
         self._kill()
         lost = RanksLost(reason)
@@ -356,7 +356,7 @@ def _member(number: int, pid: int, line: Line, child: Process | None) -> Member:
 
 
 def store_of(host: str, port: int, *, is_master: bool, listen_fd: int | None = None) -> TCPStore:
-    """A store that is served here, or reached at this address. Torch comes with the call."""
+    """Serve torch's key-value store (`is_master`), or reach one at this address. Imports torch."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it
 
     return TCPStore(
@@ -365,7 +365,7 @@ def store_of(host: str, port: int, *, is_master: bool, listen_fd: int | None = N
 
 
 def store_at(address: str) -> TCPStore:
-    """Serve a store that is reached at this address alone: left to itself, torch's listens on every
+    """Serve a store that is reached at this address alone. torch by itself would listen on every
     interface, whatever host it is given."""
     with socket.create_server((address, 0)) as listening:
         port = listening.getsockname()[1]
@@ -373,7 +373,7 @@ def store_at(address: str) -> TCPStore:
 
 
 def served_at(address: str, port: int) -> dict[str, str]:
-    """Return the environment in which torchrun would say where its store is."""
+    """Return the environment variables in which torchrun would say where its store is."""
     return {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
@@ -383,7 +383,8 @@ def served_at(address: str, port: int) -> dict[str, str]:
 
 
 def line_to_run() -> Line:
-    """Return a worker's line to the run's own process. Raises `OSError` and `LineEnded`."""
+    """Return a worker's connection to the run's own process. Raises `OSError` or `LineEnded` if
+    there is none."""
     line = inherited_line()
     if line is not None:
         line.send(HELLO, payload=str(os.getpid()).encode())

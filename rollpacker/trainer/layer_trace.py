@@ -34,7 +34,7 @@ class LayerTrace:
     ends: float
     """Bytes per token that are kept before the first and behind the last layer."""
     backward_bytes: int
-    """The most that the backward pass takes besides what the forward pass left, in all."""
+    """The most bytes that the backward pass holds besides what the forward pass left."""
     waiting: float
     """Bytes per token of inputs and output gradients of a layer's trained linear layers: what a
     pipeline stage keeps until it computes their weight products."""
@@ -53,8 +53,8 @@ class TraceSettings:
 
 
 def trace_layers(folder: Path, settings: TraceSettings, notes: list[str]) -> LayerTrace | None:
-    """The trace of the model whose `config.json` is in `folder`. None if transformers builds no
-    such model; `notes` then say why."""
+    """Trace the model whose `config.json` is in `folder`. None if transformers builds no such
+    model; `notes` then say why."""
     try:
         return _traced((folder / "config.json").read_text(encoding="utf-8"), settings)
     except Exception as error:  # a family's own code, on a device that it was not written for
@@ -141,7 +141,7 @@ def _waiting_bytes(decoder: Any, ids: torch.Tensor) -> int:
 
 
 def _model(config: dict[str, Any], settings: TraceSettings) -> tuple[Any, list[nn.Module]]:
-    """The model as the trainer has it, without data, and its layers that checkpoint."""
+    """Return the model as the trainer has it, without data, and its checkpointed layers."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -163,7 +163,7 @@ def _model(config: dict[str, Any], settings: TraceSettings) -> tuple[Any, list[n
 
 
 def _live_bytes() -> Any:
-    """A context in which `now` counts the bytes that tensors hold, and `peak` the most of them."""
+    """A context whose `now` counts the bytes that tensors hold, and `peak` the most of them."""
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -185,7 +185,7 @@ def _live_bytes() -> Any:
             return given
 
         def leave_out(self, tensor: Tensor) -> None:
-            """Leave out a tensor that was there before."""
+            """Do not count a tensor that was there before."""
             storage = tensor.untyped_storage()
             self._known[storage._cdata] = weakref.ref(storage)
 

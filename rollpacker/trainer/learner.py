@@ -6,17 +6,17 @@
     update      clip, step, forget the gradients
     apply       the same, and the step is over
 
-It knows no algorithm: losses are `algo`'s, advantages and weights come with the samples. Nor does
-it know micro-batches, or how the models lie on devices: it asks `passes` for sums over samples.
-Alone it is the whole trainer; with `shards` it is one of several equals, each with samples of its
-own and a part of every parameter, and every call is a joint one: `score` and `accumulate` of the
-ranks of a replica, all else of all ranks. What a rank has accumulated another replica need not
-know, but `rescale` is for all alike.
+A learner knows no algorithm: losses are `algo`'s, advantages and weights come with the samples. Nor
+does it know micro-batches, or how the models lie on devices: it asks `passes` for sums over
+samples. Alone it is the whole trainer. With `shards` it is one of several equal ranks, each with
+samples of its own and a part of every parameter, and every call is made by several ranks together:
+`score` and `accumulate` by the ranks of a replica, all else by all ranks. What a rank has
+accumulated another replica need not know, but `rescale` is for all alike.
 
-A loss or a gradient that is not finite spoils the step's gradient, so that is computed from the
-beginning, with a look after each micro-batch, which names the samples if it happens again. Passes
-in stages go on between the calls, so that this shows in `update`. Calls that need weights or
-gradients at rest wait first until nothing is under way.
+If a loss or a gradient is not finite, the step's gradient is computed from the beginning, with a
+look after each micro-batch, which names the samples if the fault comes again. With pipeline stages
+passes go on between the calls, so that the fault shows in `update`. Calls that need weights or
+gradients wait first until no pass is under way.
 """
 
 from __future__ import annotations
@@ -70,34 +70,33 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class OpenStep:
-    """Samples, sums and gradient scale that a learner has accumulated since its last update.
-
-    It is dropped as a whole when the step ends, one way or the other.
-    """
+    """Samples, sums and gradient scale that a learner has accumulated since its last update. It is
+    dropped as a whole when the step ends, one way or the other."""
 
     sums: StepSums = field(default_factory=StepSums)
     gradient_scale: float = 1.0
-    """Factor by which the gradient so far must still be multiplied."""
+    """Factor by which the gradient accumulated so far must still be multiplied."""
     parts: list[tuple[float, list[TrainSample]]] = field(default_factory=list)
-    """The samples of each call, with what their weights were multiplied by since."""
+    """Of each call of `accumulate`: the factor that its samples' weights were multiplied by since,
+    and the samples."""
     finite: bool = True
-    """Whether every loss of passes that went on between calls was finite, as far as is known."""
+    """False once a loss of passes that went on between calls is known not to be finite."""
 
     @property
     def has_samples(self) -> bool:
         return any(samples for _, samples in self.parts)
 
     def rescale(self, factor: float, *, gradient_has_it: bool) -> None:
-        """Multiply weights that were provisional by a factor. With `gradient_has_it`, the
-        gradient of these samples was multiplied already."""
+        """Multiply the weights of all samples so far, which were provisional, by a factor. With
+        `gradient_has_it`, their gradient was multiplied already."""
         if not gradient_has_it:
             self.gradient_scale *= factor
         self.parts = [(so_far * factor, samples) for so_far, samples in self.parts]
         self.sums.scale(factor)
 
     def anew(self) -> OpenStep:
-        """The step before its first pass, which remembers how many passes were for nothing. What
-        the gradient is multiplied by stays: it is the same in all replicas."""
+        """Return the step as before its first pass, with the number of passes that were for
+        nothing. The factor on the gradient stays, since it is the same in all replicas."""
         done = self.sums.recomputed_micro_batches + self.sums.micro_batches
         return OpenStep(
             sums=StepSums(recomputed_micro_batches=done),
@@ -107,14 +106,16 @@ class OpenStep:
 
 
 class Learner:
-    """Policy, optimizer and what else the algorithm asks for: a critic, a reference, a teacher.
+    """Trains a policy. A learner holds the policy, its optimizer, and what else the algorithm asks
+    for: a critic, a reference, a teacher.
 
     `model` is a plain causal model or one with an adapter; it is trained in place and stays in eval
     mode. `temperature` is the sampling temperature: log-probs are taken at it. `total_steps` is
     where schedules end. With `kl_coef` > 0 the reference is the model *as given* (without its
     adapter, if it has one; else a frozen copy), so build the learner from the run's first model and
-    `load` afterwards. `shards`: see the module's head. `stage`: the models are cut down to its
-    parts in place, and all calls are joint ones of all stages, with the same samples on each.
+    `load` afterwards. `shards` are the ranks that share the model; None: this is the only one. With
+    `stage`, the models are cut down in place to that pipeline stage's layers, and all stages make
+    every call together, with the same samples.
     """
 
     def __init__(
@@ -180,13 +181,13 @@ class Learner:
     # -- the calls -------------------------------------------------------------------------
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
-        """See `Trainer`."""
+        """Return scores of the responses under the present weights; see `Trainer.score`."""
         rows = [rows_of(request) for request in requests]
         return joined(self._passes.score([row for of in rows for row in of]), map(len, rows))
 
     def accumulate(self, samples: Sequence[TrainSample]) -> None:
-        """See `Trainer`. Also raises `NonFiniteError` for an advantage that is no finite number.
-        In stages, a loss that is not finite is found by `update`."""
+        """Add the gradient of these samples to the step's. Raises `NonFiniteError` if an advantage
+        or a loss is not finite. In stages, such a loss is found by `update`."""
         self._refuse_bad_advantages(samples)
         ordered = sorted((row for one in samples for row in rows_of(one)), key=_by_length)
         self._step.parts.append((1.0, ordered))
@@ -195,8 +196,8 @@ class Learner:
             self._compute_again("a loss or a log-prob")
 
     def rescale(self, factor: float) -> None:
-        """See `Trainer`. Where the gradient cannot be multiplied now, that is done in `apply`, and
-        until then new losses are divided by the same."""
+        """Multiply what was accumulated so far by `factor`. Where the gradient cannot be multiplied
+        now, the update does that, and until then new losses are divided by the factor."""
         assert self._step.parts or self._replicas > 1, "nothing was accumulated"
         assert math.isfinite(factor) and factor > 0, factor
         at_rest = self._passes.rescale(factor)
@@ -204,13 +205,15 @@ class Learner:
         self._step.rescale(factor, gradient_has_it=all(multiplied))
 
     def apply(self) -> StepOutcome:
-        """See `Trainer`. Raises `TrainerError` if nothing was accumulated, on any rank."""
+        """Make the step's last update. Raises what `update` does."""
         outcome = self.update()
         self.version += 1
         return outcome
 
     def update(self) -> StepOutcome:
-        """See `Trainer`. Raises `TrainerError` if nothing was accumulated, on any rank."""
+        """Clip, step the optimizer, drop the gradients. Raises `TrainerError` if nothing was
+        accumulated on any rank, and `NonFiniteError` if the gradient, computed again, is not
+        finite."""
         if not self._any(self._step.has_samples):
             raise TrainerError("an update without a sample since the last one")
         self._finish_passes()
@@ -250,13 +253,14 @@ class Learner:
         self._step = OpenStep()
 
     def arrange(self, arrangement: Arrangement) -> None:
-        """Take an arrangement between two steps, of a model in stages: see `Stage`."""
+        """Use, from the next step on, the links and costs of an arrangement; for a model in stages
+        only."""
         assert self._stage is not None and not self._step.has_samples
         self._stage.arrange(arrangement)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The step's gradient so far, by parameter, in full precision. With several ranks: what is
-        summed over them already."""
+        """Return the step's gradient so far, by parameter, in full precision. With several ranks,
+        only what is summed over them already is in it."""
         self._finish_passes()
         gradients = self.trained["actor"].optimizer.gradients()
         scale = self._step.gradient_scale
@@ -265,22 +269,24 @@ class Learner:
     # -- what goes out ---------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `LearnerFiles`."""
+        """Yield the weights that an engine needs, by name; see `LearnerFiles.weights`."""
         self._finish_passes()
         return self._files.weights()
 
     def write_weights(self, buffer: Mapping[str, Tensor] | None) -> str | None:
-        """See `LearnerFiles`."""
+        """Copy the weights into `buffer` and return their probe; see
+        `LearnerFiles.write_weights`."""
         self._finish_passes()
         return self._files.write_weights(buffer)
 
     def state_hashes(self) -> dict[str, str]:
-        """See `LearnerFiles`."""
+        """Return SHA-256 of the weights and of the optimizer's state, by `weights` and
+        `optimizer`."""
         self._finish_passes()
         return self._files.state_hashes()
 
     def offload(self) -> None:
-        """See `Trainer`."""
+        """Move the models and what is trained to host memory; see `Trainer.offload`."""
         self._finish_passes()
         kept = [tensor for trained in self.trained.values() for tensor in trained.tensors()]
         for module in self._modules:
@@ -288,11 +294,11 @@ class Learner:
         self._host.offload(kept)
 
     def reload(self) -> None:
-        """See `Trainer`."""
+        """Move what `offload` moved back to its device."""
         self._host.reload()
 
     def save(self, folder: Path) -> None:
-        """See `Trainer`."""
+        """Write model, optimizer and version to `folder`; see `Trainer.save`."""
         self._finish_passes()
         with contextlib.ExitStack() as reading:
             offloaded = (one.optimizer.offloaded_state for one in self.trained.values())
@@ -302,7 +308,7 @@ class Learner:
         self._offload()
 
     def load(self, folder: Path) -> None:
-        """See `Trainer`. Raises `TrainerError` if what lies there is not this model's."""
+        """Restore what `save` wrote. Raises `TrainerError` if that is another model's state."""
         self._finish_passes()
         version = self._files.load(folder)
         self.discard()
@@ -315,7 +321,7 @@ class Learner:
         self, samples: Sequence[TrainSample], factor: float = 1.0, look: Look | None = None
     ) -> bool | None:
         """Add the gradient of these samples, whose weights are to be multiplied by `factor`.
-        Whether all losses were finite here; None: that is not known yet."""
+        Returns whether all losses were finite here; None: that is not known yet."""
         for trained in self.trained.values():
             trained.reload_gradients()
         return self._passes.differentiate(
@@ -328,13 +334,13 @@ class Learner:
         )
 
     def _finish_passes(self) -> None:
-        """Finish all passes, so that nothing is under way."""
+        """Wait until no forward or backward pass is under way."""
         finite = self._passes.finish()
         self._step.finite = self._step.finite and finite
 
     def _compute_again(self, what: str) -> None:
-        """Compute the step's gradient from the beginning, since memory and kernels fail, too.
-        Raises `NonFiniteError` where a micro-batch shows that it was not a passing fault."""
+        """Compute the step's gradient from the beginning, since memory or kernels may have failed
+        once. Raises `NonFiniteError` if a micro-batch shows that the fault was no passing one."""
         logger.warning("%s is not finite; the step's gradient is computed once more", what)
         again = self._step.anew()
         self.discard()
@@ -344,7 +350,7 @@ class Learner:
 
     def _compute_again_jointly(self) -> None:
         """Compute the gradient again after the ranks' gradients were summed. Replicas compute
-        alone; all go on, or none."""
+        alone, so if one finds a lasting fault, all raise `NonFiniteError`."""
         refused: NonFiniteError | None = None
         try:
             self._compute_again("the gradient")
@@ -357,7 +363,7 @@ class Learner:
             )
 
     def _summed_norms(self) -> dict[str, float]:
-        """The norms of the whole gradients, which are summed over the ranks now."""
+        """Sum the gradients over the ranks, and return the norm of each module's whole gradient."""
         sum_gradients(self.trained.values(), self._passes.differentiate_nothing)
         scale = self._step.gradient_scale
         if self._stage is None:
@@ -366,8 +372,8 @@ class Learner:
         return {n: self._stage.norm(trained.norm()) * scale for n, trained in self.trained.items()}
 
     def _update_weights(self, rate: float, norms: Mapping[str, float]) -> None:
-        """Update the weights. `norms` are those of the whole gradients, of which a stage has a
-        part."""
+        """Update the weights. `norms` are those of the whole gradients, of which a pipeline stage
+        has only a part."""
         actor, critic = self.trained["actor"], self.trained.get("critic")
         scale, config = self._step.gradient_scale, self._config
         whole: Mapping[str, float] = {} if self._stage is None else norms
@@ -408,7 +414,7 @@ class Learner:
     # -- what is not finite ----------------------------------------------------------------
 
     def _refuse_non_finite(self, losses: Losses, samples: Sequence[TrainSample]) -> None:
-        """A `Look` that raises `NonFiniteError` if a loss or a gradient is not finite."""
+        """After a micro-batch, raise `NonFiniteError` if a loss or a gradient is not finite."""
         bad_losses = not losses.finite
         if self._any_of_replica(bad_losses):
             self._refuse(
@@ -466,7 +472,7 @@ def _passes(
 def _trained(
     models: ModelSet, config: TrainConfig, shards: Shards | None, run_dtype: torch.dtype
 ) -> dict[str, Trained]:
-    """The modules that are trained, by name. Frozen ones are sharded here, too."""
+    """The trained modules, by name: actor and critic. Frozen modules are sharded here, too."""
     if shards is not None:
         for one in models.frozen:
             shard(one, shards, param_dtype=None, gradient_sync="step")

@@ -1,5 +1,4 @@
-"""Tensors that a learner writes for others: weights for an engine, and the files of a
-checkpoint."""
+"""Tensors that a learner writes: weights for an engine, and the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,14 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerFiles:
-    """Writer and reader of a learner's weights and checkpoints. With several ranks every method
-    is a joint call; rank 0 has the whole and writes it."""
+    """Writer and reader of a learner's weights and checkpoints. Several ranks must make every call
+    together; rank 0 gathers whole tensors and writes them."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     critic: Critic | None
     trained: Mapping[str, Trained]
-    """The modules with an optimizer, by the prefix of their tensors in a checkpoint."""
+    """The trained modules, by the prefix of their tensors in a checkpoint (actor, critic)."""
     shards: Shards | None
     run_dtype: torch.dtype
     stage: Stage | None = None
@@ -56,7 +55,7 @@ class LearnerFiles:
 
     @property
     def _mirror(self) -> Tied | None:
-        """The weight of this stage that another stage owns. None: there is none."""
+        """The weight of this stage that another stage owns. None: there is no such weight."""
         return None if self.stage is None else self.stage.mirror_of(self.trained["actor"])
 
     def _stage_tensors(self) -> dict[str, Tensor] | None:
@@ -71,11 +70,11 @@ class LearnerFiles:
     def _whole(
         self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of all stages on rank 0; see `full_tensors`."""
+        """Yield whole tensors of all stages on rank 0; see `full_tensors`."""
         return self._union(full_tensors(named, self.shards, dtype))
 
     def _union(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors together with those of the other stages, on the first stage."""
+        """Yield these tensors and, on the first stage, those of the other stages."""
         if self.stage is None:
             return iter(named)
         mirror = None if self._mirror is None else self._mirror.mirror
@@ -84,9 +83,9 @@ class LearnerFiles:
     # -- weights for an engine -------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that training changes, whole and by the model's names, on rank 0: in the
-        run's dtype, and of a model with adapters those alone, as they are. All ranks must iterate
-        to the end.
+        """Yield the weights that training changes, whole and by the model's names, on rank 0: in
+        the run's dtype, or of a model with adapters only the adapters, as they are. All ranks must
+        iterate to the end.
 
         The engine has the same adapters. Merging them into weights of half precision would round
         small updates away, and the engine would not compute what the trainer does.
@@ -98,16 +97,16 @@ class LearnerFiles:
 
     @torch.no_grad()
     def write_weights(self, buffer: Mapping[str, Tensor] | None) -> str | None:
-        """Copy the weights into tensors of the same names, if there are any here. Returns the probe
-        of what was written, on rank 0."""
+        """Copy the weights into `buffer`'s tensors of the same names; None: this rank only takes
+        part. Returns the `weight_probe` of what was written; None without a buffer."""
         for name, value in self.weights():
             if buffer is not None:
                 buffer[name].copy_(value)
         return None if buffer is None else weight_probe(buffer.items())
 
     def state_hashes(self) -> dict[str, str]:
-        """SHA-256 of the weights and of the optimizer's state, by `weights` and `optimizer`. With
-        several ranks: of whole tensors, on rank 0."""
+        """Return the SHA-256 of the weights and of the optimizer's state, by `weights` and
+        `optimizer`. With several ranks: of whole tensors, on rank 0."""
         named = (item for item in self.model.named_parameters() if item[1].requires_grad)
         optimizer = self.trained["actor"].optimizer.state()
         tensors = {
@@ -117,7 +116,7 @@ class LearnerFiles:
         return {name: checkpoint.tensors_sha256(values) for name, values in tensors.items()}
 
     def lora_merge_loss(self) -> float | None:
-        """Share of the adapters' change that the merged weights of a checkpoint lack. None if
+        """Return the share of the adapters' change that a checkpoint's merged weights lack. None if
         there are no adapters, or if a merge rounds no more than its own arithmetic does
         (`lora.merge_squares`)."""
         rounds = self._adapted and self.run_dtype in (torch.bfloat16, torch.float16)
@@ -130,7 +129,7 @@ class LearnerFiles:
     # -- checkpoints -----------------------------------------------------------------------
 
     def save(self, folder: Path, *, version: int, total_steps: int | None) -> None:
-        """`model/`, `trainer/` and, where there are such, `adapter/` and `critic/`."""
+        """Write `model/`, `trainer/` and, where the run has them, `adapter/` and `critic/`."""
         checkpoint.save_model(
             self.model,
             self.tokenizer,
@@ -156,7 +155,7 @@ class LearnerFiles:
 
     def load(self, folder: Path) -> int:
         """Read a checkpoint that `save` wrote. Returns its version. Raises `TrainerError` if it
-        is not this model's."""
+        belongs to another model."""
         state = checkpoint.load_trainer_state(folder / "trainer")
         if self._adapted:
             load_adapter(self.model, folder / "adapter", part=self.stage is not None)

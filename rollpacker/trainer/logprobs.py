@@ -18,7 +18,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
-"""Logits that are computed at a time. A CPU is quicker with what its caches hold in part."""
+"""Number of logits that are computed at a time, by type of device. A CPU is quicker with what its
+caches hold in part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,8 @@ class LogitTransform:
         return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / temperature)
 
     def backward_(self, gradient: Tensor, logits: Tensor, temperature: float) -> Tensor:
-        """The gradient of what `apply_` was given, from that of `logits`, its result; in place."""
+        """Return, in place, the gradient of `apply_`'s input, from `gradient`, that of its
+        result."""
         if self.softcap is not None:
             bent = logits * (temperature / self.softcap)
             gradient.mul_(bent.square_().neg_().add_(1))
@@ -137,23 +139,22 @@ class _OutputLayer:
     transform: LogitTransform
 
     def logits(self, hidden: Tensor, columns: slice) -> Tensor:
-        """[rows, columns], transformed and over the temperature, in full precision. The product is
-        rounded as the model itself rounds it."""
+        """Return logits [rows, columns], transformed and over the temperature, in full precision.
+        The matrix product is rounded as the model itself rounds it."""
         bias = None if self.bias is None else self.bias[columns]
         logits = F.linear(hidden, self.weight[columns], bias)
         logits = logits.to(full_precision(logits.dtype))
         return self.transform.apply_(logits, self.temperature)
 
     def backward(self, gradient: Tensor, log_probs: Tensor, norms: Tensor) -> Tensor:
-        """The gradient of the product, from that of the logits; in place."""
+        """Return the gradient of the matrix product, from that of the logits; in place."""
         capped = self.transform.softcap is not None
         logits = log_probs + norms[:, None] if capped else log_probs
         return self.transform.backward_(gradient, logits, self.temperature)
 
 
 def _whole_softmax(logits: Tensor, table: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Results as those of `_RunningSoftmax.results`. `table` [N, V] is the log-softmax of
-    `logits`."""
+    """Return what `_RunningSoftmax.results` does. `table` [N, V] is the log-softmax of `logits`."""
     chosen = table.gather(-1, targets[:, None])
     norms = logits.gather(-1, targets[:, None]) - chosen
     return chosen[:, 0], torch.linalg.vecdot(table.exp(), table).neg_(), norms[:, 0]
@@ -162,7 +163,7 @@ def _whole_softmax(logits: Tensor, table: Tensor, targets: Tensor) -> tuple[Tens
 def _softmax_in_blocks(
     hidden: Tensor, output: _OutputLayer, targets: Tensor, columns: list[slice]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Results as those of `_RunningSoftmax.results`, from blocks of columns."""
+    """Return what `_RunningSoftmax.results` does, computed from blocks of columns."""
     softmax = _RunningSoftmax(targets, full_precision(hidden.dtype))
     for part in columns:
         softmax.add(output.logits(hidden, part), part.start)
@@ -170,7 +171,8 @@ def _softmax_in_blocks(
 
 
 class _RunningSoftmax:
-    """Sums over the vocabulary, block after block, relative to the largest logit so far."""
+    """Sums of exponentials over the vocabulary, block by block, relative to the largest logit so
+    far."""
 
     def __init__(self, targets: Tensor, dtype: torch.dtype) -> None:
         self._targets = targets
@@ -182,7 +184,7 @@ class _RunningSoftmax:
         self._chosen = torch.zeros_like(self._top)
 
     def add(self, logits: Tensor, first: int) -> None:
-        """Add a block of logits [rows, columns], whose columns begin at `first`. It is
+        """Add a block of logits [rows, columns] from column `first` on. The block is
         overwritten."""
         index = self._targets - first
         inside = (index >= 0) & (index < logits.shape[1])
@@ -200,7 +202,8 @@ class _RunningSoftmax:
         self._top = top
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of the targets, entropies, and logs of the sums of all exponentials."""
+        """Return by row: the target's log-probability, the entropy, the log of the exponentials'
+        sum."""
         log_sum = self._sum.log()
         norms = self._top + log_sum
         return self._chosen - norms, log_sum - self._weighted / self._sum, norms
@@ -213,8 +216,8 @@ def _gradient(
     grad_entropy: Tensor | None,
     entropy: Tensor,
 ) -> Tensor:
-    """Gradient of a block of logits [rows, columns]. `index` is the column of each row's target,
-    inside the block or outside of it."""
+    """Return the gradient of a block of logits [rows, columns]. `index` is the column of each row's
+    target, inside the block or outside of it."""
     result = log_probs.exp()
     if grad_entropy is None:
         assert grad is not None
@@ -276,8 +279,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _plan_blocks(
     num_rows: int, num_columns: int, block_elements: int
 ) -> tuple[list[slice], list[slice]]:
-    """Cuts of rows and of columns. Near-square blocks: fewest passes over hidden states, weight and
-    their gradients."""
+    """Return the slices of rows and of columns. Blocks are near-square, which takes the fewest
+    passes over hidden states, weight and their gradients."""
     assert num_rows > 0 and num_columns > 0, "nothing to predict"
     height = min(num_rows, math.isqrt(block_elements))
     width = min(num_columns, block_elements // height)

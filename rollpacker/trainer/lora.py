@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ADAPTER = "default"
-"""peft's own name for an only adapter."""
+"""peft's default name for a model's only adapter."""
 _FILE_PREFIX = "base_model.model."
-"""Prefix that peft writes before a module's path, since its files are made by a wrapper."""
+"""Prefix that peft writes before a module's path, since its wrapper writes the files."""
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 
@@ -38,8 +38,8 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0) ->
     computes what it did before, since an adapter's second factor begins at zero. `seed` alone
     decides the first factors, so every process gets the same.
 
-    Raises `ValueError`: peft is missing, no module has such a name, or a named module's weight is
-    tied to another module's.
+    Raises `ValueError` if peft is missing, if no module has such a name, or if a named module's
+    weight is tied to another module's.
     """
     require("peft", extra="lora", what="model.lora")
     import peft
@@ -79,7 +79,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0) ->
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether `add_adapter` has changed it."""
+    """Whether `add_adapter` has given the model adapters."""
     return bool(getattr(model, "peft_config", None))
 
 
@@ -95,7 +95,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes what it did before it got adapters. No gradients inside."""
+    """A context without gradients, in which the model computes what it did without adapters."""
     modules = _adapted_modules(model).values()
     trainable = [p for p in adapter_parameters(model).values() if p.requires_grad]
     for module in modules:
@@ -113,12 +113,13 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model without adapters that computes the same: names, shapes and dtypes as
-    in the state dict of the model before `add_adapter`, a tied weight once, under its first name.
+    """Yield the weights of a model without adapters that computes the same: names, shapes and
+    dtypes as in the model's state dict before `add_adapter`, a tied weight once, under its first
+    name.
 
-    A base of 4 bits is what its codes stand for. Products and sums are in float32 (float64 for
-    such a model), one matrix at a time; the model stays as it is. What has no adapter is not
-    copied. Of a sharded model these are `DTensor`s, and all processes have to take part.
+    A 4-bit matrix is yielded as what its codes stand for. Products and sums are in float32 (float64
+    for such a model), one matrix at a time; the model stays as it is. Weights without an adapter
+    are not copied. Those of a sharded model are `DTensor`s, and all processes have to take part.
     """
     adapted, adapters = _adapted_modules(model), adapter_parameters(model)
     seen: set[int] = set()
@@ -138,8 +139,8 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def merge_squares(model: nn.Module) -> tuple[float, float]:
-    """Two squared norms: of what a merge would lose of the adapters' change by rounding to the
-    weights' own precision, and of that change (0 before the first update). All processes of a
+    """Return two squared norms: of what a merge would lose of the adapters' change by rounding to
+    the weights' own precision, and of that change (0 before the first update). All processes of a
     sharded model have to take part."""
     lost, changed = [torch.zeros(())], [torch.zeros(())]
     for module in _adapted_modules(model).values():
@@ -161,8 +162,8 @@ def save_adapter(
     union: Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]] = iter,
 ) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json` as peft does, for
-    `PeftModel.from_pretrained`. Of a sharded model all processes have to take part, and one to
-    write; `union` adds there what other pipeline stages have."""
+    `PeftModel.from_pretrained`. All processes of a sharded model have to take part, and only one
+    has `write`; there, `union` adds what other pipeline stages have."""
     own = (
         (name, whole(value.detach()).contiguous().cpu())
         for name, value in adapter_parameters(model).items()
@@ -181,8 +182,7 @@ def save_adapter(
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: Path, *, part: bool = False) -> None:
     """Copy what `save_adapter` wrote into the model's adapters, exactly; `part`: into those of a
-    pipeline stage. Raises `TrainerStateError` if it is not there, is broken or belongs to other
-    adapters."""
+    pipeline stage. Raises `TrainerStateError` if that is missing, broken or does not fit."""
     path = folder / WEIGHTS_FILE
     try:
         tensors = load_file(path)
@@ -207,15 +207,15 @@ def load_adapter(model: nn.Module, folder: Path, *, part: bool = False) -> None:
 
 
 def _adapted_modules(model: nn.Module) -> dict[str, Any]:
-    """The layers that peft has put in, by name. Their methods depend on the modules that they
-    adapt, so that peft's own types do not tell them."""
+    """The layers that peft has put in, by name. `Any`, since their methods depend on the modules
+    that they adapt, which peft's own types do not show."""
     from peft.tuners.lora import LoraLayer
 
     return {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
 
 
 def _tied_modules(model: nn.Module) -> set[str]:
-    """Modules whose weight is another module's too."""
+    """Return names of modules whose weight is another module's too."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])

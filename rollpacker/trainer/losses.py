@@ -1,7 +1,7 @@
-"""The losses of some whole samples, from what the models said of their tokens.
+"""The losses of some whole samples, from the models' outputs for their tokens.
 
-Knows no model and no micro-batch: whoever runs the models, on one device or in stages, hands over
-what came out of them.
+This module knows no model and no micro-batch: the models' outputs are handed over, whether they ran
+on one device or in stages.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from rollpacker.trainer.trainer import TrainSample
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
     """Outputs of the models for the N response tokens of some samples, sample after sample; [N]
-    each.
-
-    Gradients flow through `log_probs`, `entropy` and `values`.
-    """
+    each. Gradients flow through `log_probs`, `entropy` and `values`."""
 
     log_probs: Tensor
     """The policy's log-probs, at the sampling temperature."""
@@ -37,26 +34,26 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
-    """The losses of one micro-batch. The tensors besides are [N]."""
+    """The losses of one micro-batch, and tensors [N] by response token."""
 
     losses: Sequence[Tensor]
-    """The policy's, and the critic's if there is one; weighted sums, to be differentiated."""
+    """The policy's loss, and the critic's if there is one; weighted sums, to be differentiated."""
     per_token: Tensor
     entropy: Tensor
     log_ratio: Tensor
     """The trainer's log-probs minus the engine's."""
     update_log_ratio: Tensor | None
-    """The trainer's log-probs minus the old ones. None: they cannot differ."""
+    """The trainer's log-probs minus those under the weights that sampled. None: they are equal."""
     sums: Mapping[str, Tensor]
     value_sums: Mapping[str, Tensor]
 
     def detached(self) -> Losses:
-        """The losses without the graph that they were made by."""
+        """Return the losses without their autograd graph."""
         return replace(self, losses=[loss.detach() for loss in self.losses])
 
     @property
     def finite(self) -> bool:
-        """Whether the losses are, and the two log-probs, whose ratio the loss may have cut."""
+        """Whether the losses are finite, and the log-probs, whose ratio the loss may have cut."""
         whole = torch.stack([loss.detach().double() for loss in self.losses])
         return bool(whole.isfinite().all() & self.log_ratio.isfinite().all())
 
@@ -105,7 +102,7 @@ def losses_of(
 
 
 def no_losses(outputs: Outputs) -> Losses:
-    """Losses of weight zero: the backward pass of a filler reaches every parameter with them."""
+    """Return losses of weight zero, with which a filler's backward pass reaches every parameter."""
     losses = [(outputs.log_probs.sum() + outputs.entropy.sum()) * 0.0]
     if outputs.values is not None:
         losses.append(outputs.values.sum() * 0.0)
@@ -121,7 +118,7 @@ def no_losses(outputs: Outputs) -> Losses:
 
 
 def describe_bad_losses(losses: Losses, samples: Sequence[TrainSample]) -> str:
-    """Name the samples that made the loss or a log-prob non-finite."""
+    """Return a message that names the samples that made the loss or a log-prob non-finite."""
     finite = losses.per_token.isfinite() & losses.log_ratio.isfinite()
     lengths = [s.num_targets for s in samples]
     rows = torch.split(finite, lengths)
@@ -132,7 +129,7 @@ def describe_bad_losses(losses: Losses, samples: Sequence[TrainSample]) -> str:
 
 
 def named(samples: Sequence[SampleId], limit: int = 5) -> str:
-    """The first of them, and how many more there are; those of several rows once."""
+    """Return the first `limit` different samples as text, and how many more there are."""
     samples = list(dict.fromkeys(samples))
     more = f" and {len(samples) - limit} more" if len(samples) > limit else ""
     return ", ".join(map(str, samples[:limit])) + more
@@ -141,7 +138,8 @@ def named(samples: Sequence[SampleId], limit: int = 5) -> str:
 def _flat(
     values: Sequence[float | tuple[float, ...]], like: Tensor, counts: Sequence[int] = ()
 ) -> Tensor:
-    """[N], sample after sample. Single numbers hold for all of a sample's `counts` tokens."""
+    """Return [N], sample after sample. A single number holds for all of a sample's `counts`
+    tokens."""
     flat: list[float] = []
     for index, value in enumerate(values):
         flat.extend(value if isinstance(value, tuple) else (value,) * counts[index])
@@ -152,7 +150,8 @@ def _flat(
 def _old_log_probs(
     samples: Sequence[TrainSample], like: Tensor, rollout: Tensor, config: AlgorithmConfig
 ) -> Tensor | None:
-    """[N]. None: those of the policy as it is now, which nothing has updated since it sampled."""
+    """Return the loss's old log-probs [N]. None: the present policy's, not updated since it
+    sampled."""
     if config.old_logprobs == "rollout":
         return rollout
     known = [s.old_log_probs for s in samples if s.old_log_probs is not None]
@@ -161,8 +160,8 @@ def _old_log_probs(
 
 
 def _known_reference(samples: Sequence[TrainSample], like: Tensor) -> Tensor | None:
-    """The reference's log-probs that came with the samples. They serve a metric alone, since the
-    penalty is in the advantages already."""
+    """Return the reference's log-probs that came with the samples; None if some have none. They
+    serve a metric alone, since the penalty is in the advantages already."""
     known = [s.ref_log_probs for s in samples if s.ref_log_probs is not None]
     return _flat(known, like) if len(known) == len(samples) else None
 

@@ -1,4 +1,4 @@
-"""Measurement of the most memory that this process held since a mark."""
+"""Measurement of the most memory that this process held since a given moment."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 
 class PeakMemory:
     """Peak of the memory that torch's allocator held for tensors on a CUDA device; on a CPU, of the
-    process's resident set.
-
-    Where the system cannot set the resident set's peak back (`resets` is False: everywhere but on
-    Linux), the peak since the process began stands in for it.
-    """
+    process's resident set. Where the system cannot set the resident set's peak back (`resets` is
+    False: everywhere but on Linux), the peak since the process began stands in for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
@@ -32,7 +29,7 @@ class PeakMemory:
         self.reset()
 
     def reset(self) -> None:
-        """Set the mark: the peak counts from here."""
+        """Begin to measure: the peak counts from now on."""
         if self._cuda is not None:
             torch.cuda.reset_peak_memory_stats(self._cuda)
             self.mark_bytes = torch.cuda.memory_allocated(self._cuda)
@@ -44,13 +41,13 @@ class PeakMemory:
         self.mark_bytes = self.read()
 
     def read(self) -> int:
-        """Bytes: the most since the last `reset`, what was there before it included."""
+        """Return the most bytes held since the last `reset`, including what was there before."""
         if self._cuda is not None:
             return torch.cuda.max_memory_allocated(self._cuda)
         return _peak_resident_set() if self.resets else _lifetime_peak()
 
     def above_mark(self) -> int:
-        """Bytes by which the peak lies above what was held at the last `reset`."""
+        """Return by how many bytes the peak exceeds what was held at the last `reset`."""
         return self.read() - self.mark_bytes
 
 

@@ -18,20 +18,19 @@ from rollpacker.spans import Spans, num_outside, outside
 from rollpacker.trainer.trainer import ScoreRequest
 
 MICRO_BATCH_OVERHEAD_TOKENS = 192
-"""Cost of starting a micro-batch, in padded tokens: one more micro-batch is worth avoiding this
-much padding."""
+"""Cost of starting a micro-batch, in padded tokens: avoiding one is worth this much padding."""
 
 
 class Row(NamedTuple):
-    """A sample's tokens. Those of the response that were drawn are targets."""
+    """A sample's tokens. Response tokens that the model sampled are targets."""
 
     context: Sequence[int]
     """Tokens of the prompt; at least one."""
     response: Sequence[int]
-    """Tokens of the response, of which at least one was drawn."""
+    """Tokens of the response, of which the model sampled at least one."""
     given: Spans = ()
-    """Spans of the response's tokens that the model was given: they are context for what
-    follows, and no targets."""
+    """Spans of response tokens that the model was given and did not sample: they are context for
+    what follows, and no targets."""
 
     @property
     def num_targets(self) -> int:
@@ -39,12 +38,12 @@ class Row(NamedTuple):
 
 
 def row_of(sample: ScoreRequest) -> Row:
-    """The tokens of a sample that go through the models."""
+    """Return the tokens of a sample that go through the models."""
     return Row(sample.prompt_tokens, sample.response_tokens, sample.given)
 
 
 def row_length(row: Row) -> int:
-    """Tokens of a row that go through the model: its last one predicts nothing and is left out."""
+    """Return the number of a row's tokens that go through the model: the last predicts nothing."""
     return len(row.context) + len(row.response) - 1
 
 
@@ -53,13 +52,10 @@ def plan_micro_batches(
     max_tokens: int,
     overhead_tokens: int = MICRO_BATCH_OVERHEAD_TOKENS,
 ) -> list[slice]:
-    """Cut rows sorted by rising length into runs; the padded tokens plus the overhead are the least
-    possible.
-
-    Every run holds at most `max_tokens` padded tokens (rows times its longest row), except that a
-    row longer than that has a run of its own. Exact dynamic programme over cut points, O(rows *
-    rows per micro-batch).
-    """
+    """Cut rows sorted by rising length into runs, so that padded tokens plus `overhead_tokens` for
+    each run are the least possible. Every run holds at most `max_tokens` padded tokens (rows times
+    its longest row), except that a row longer than that has a run of its own. Exact dynamic
+    programme over cut points, O(rows * rows per micro-batch)."""
     sizes = np.asarray(lengths, dtype=np.int64)
     count = len(sizes)
     assert bool((sizes[1:] >= sizes[:-1]).all()), "rows must be sorted by length"
@@ -86,16 +82,16 @@ class MicroBatch:
     tokens in them that are predicted."""
 
     input_ids: Tensor
-    """[B, W] int64. A row's last token predicts nothing and is left out, so W is the longest row
-    less one, or the sum of all rows less one each."""
+    """The rows' tokens, [B, W] int64. A row's last token predicts nothing and is left out, so W is
+    the longest row less one, or the sum of all rows less one each."""
     positions: Tensor
-    """[N] int64: where in the flattened [B * W] the prediction of each target is made."""
+    """Place in the flattened [B * W] at which each target is predicted; [N] int64."""
     targets: Tensor
     """Tokens to predict, row after row; [N] int64."""
     num_targets: tuple[int, ...]
-    """Targets of each row."""
+    """Number of targets of each row."""
     lengths: tuple[int, ...]
-    """Tokens of each row, without padding."""
+    """Number of tokens of each row, without padding."""
     model_inputs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the model's forward besides `input_ids`. Right-padded rows need none."""
 
@@ -122,7 +118,7 @@ def micro_batch(
     model_inputs: Mapping[str, Any],
     device: torch.device,
 ) -> MicroBatch:
-    """The micro-batch of rows that lie in `input_ids` from the flat positions `starts` on."""
+    """Make the micro-batch of rows that lie in `input_ids` from the flat positions `starts` on."""
     positions, targets = [], []
     for start, row in zip(starts, rows, strict=True):
         assert row.context and row.num_targets > 0, "a row needs a context and a target"

@@ -1,7 +1,7 @@
-"""Models and tokenizers: load a Hugging Face folder or hub name, name its contents, build a tiny
-one.
+"""Load models and tokenizers from a Hugging Face folder or hub name, fingerprint them, and build
+tiny ones.
 
-Weights are safetensors only and no code from a model's folder is ever run.
+Weights are safetensors only, and no code from a model's folder is ever run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 MIN_TOKENS = 256
-"""transformers makes an almost empty tokenizer where the vocabulary's file is missing."""
+"""Tokens below which a tokenizer is suspected to be incomplete: transformers makes an almost empty
+tokenizer where the vocabulary's file is missing."""
 _TRIED_TOKENS, _TRIED_WIDTH = 8, 24
 _PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _LOAD_ERRORS = (
@@ -71,7 +72,7 @@ class ModelError(ValueError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     model: PreTrainedModel
-    """On `device`, in `dtype`, in eval mode, every parameter trainable."""
+    """The model, on `device`, in `dtype`, in eval mode, with every parameter trainable."""
     tokenizer: PreTrainedTokenizerBase
     """The tokenizer. It has a padding token (the end token where the folder names none)."""
     device: torch.device
@@ -79,8 +80,8 @@ class LoadedModel:
 
 
 def load_model(config: ModelConfig, *, setting: str = "model.path") -> LoadedModel:
-    """Load `config.path`. Raises `ModelError`, one message, for whatever is wrong with it;
-    `setting` is what the user calls it."""
+    """Load the model and tokenizer of `config.path`. Raises `ModelError`, with one message, for
+    whatever is wrong with them; `setting` names the path's setting in that message."""
     device = model_device(config.device)
     dtype = model_dtype(config.dtype, device)
     path = _checked_path(config.path, setting)
@@ -111,8 +112,8 @@ def load_model(config: ModelConfig, *, setting: str = "model.path") -> LoadedMod
 
 
 def load_tokenizer(path: str, *, setting: str = "model.path") -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name. Raises `ModelError`;
-    `setting` is what the user calls it."""
+    """Load the tokenizer of a folder or hub name. Raises `ModelError` if it cannot be used;
+    `setting` names the path's setting in the message."""
     path = _checked_path(path, setting)
     try:
         tokenizer: PreTrainedTokenizerBase = _tokenizer_class(path).from_pretrained(
@@ -137,8 +138,9 @@ def load_tokenizer(path: str, *, setting: str = "model.path") -> PreTrainedToken
 
 
 def _tokenizer_class(path: str) -> Any:
-    """The plain class for a folder that says that its tokenizer.json is all there is. The automatic
-    one goes by the model's type instead, and gives a qwen2 model's characters another splitter."""
+    """Return the class that loads a folder's tokenizer: the plain class if the folder says that its
+    tokenizer.json is all there is, else the automatic one. The automatic class goes by the model's
+    type, and would split a qwen2 model's characters in another way."""
     try:
         named = json.loads((Path(path) / "tokenizer_config.json").read_text("utf-8"))
     except (OSError, ValueError):
@@ -154,7 +156,8 @@ def _lacks_vocabulary(folder: Path) -> bool:
 
 
 def context_tokens(path: str) -> int | None:
-    """Tokens that prompt and response may have together, if the model says. Raises `ModelError`."""
+    """Return the most tokens that prompt and response may have together; None if the model does not
+    say. Raises `ModelError` if its config cannot be loaded."""
     try:
         config = AutoConfig.from_pretrained(_checked_path(path), trust_remote_code=False)
     except _LOAD_ERRORS as error:
@@ -164,8 +167,9 @@ def context_tokens(path: str) -> int | None:
 
 
 def end_tokens(path: str) -> frozenset[int]:
-    """Where the model's responses stop, besides the tokenizer's own end token: as its generation
-    config says, or without one its config. Raises `ModelError`."""
+    """Return the ids of tokens that end the model's responses, besides the tokenizer's own end
+    token, from its generation config, or if there is none from its config. Raises `ModelError` if
+    the config cannot be loaded."""
     folder = _checked_path(path)
     try:
         configured: Any = GenerationConfig.from_pretrained(folder).eos_token_id
@@ -197,7 +201,8 @@ def _check_loaded(info: Mapping[str, Any], path: str) -> None:
 
 @contextmanager
 def no_load_report() -> Iterator[None]:
-    """transformers logs a table of missing weights; `_check_loaded` says it in one line."""
+    """A context in which transformers logs no table of missing weights, since `_check_loaded` says
+    the same in one line."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.ERROR)
     try:
@@ -207,8 +212,8 @@ def no_load_report() -> Iterator[None]:
 
 
 def check_weights(path: str) -> None:
-    """Raise `ModelError` if a file of a folder's weights is missing or cut off. Reads headers
-    alone; what is on the hub is not looked at."""
+    """Raise `ModelError` if a file of a folder's weights is missing or cut off. Only headers are
+    read, and a model on the hub is not checked."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return
@@ -225,7 +230,7 @@ def check_weights(path: str) -> None:
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Rows of the model's input embeddings: tokens that it knows, and padding."""
+    """Number of rows of the model's input embeddings: tokens that it knows, and padding."""
     rows = model.get_input_embeddings().num_embeddings
     assert isinstance(rows, int)
     return rows
@@ -244,9 +249,9 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
 @torch.no_grad()
 def check_padding(model: PreTrainedModel, path: str) -> None:
-    """Raise `ModelError` if what a row's tokens say depends on what comes behind them or lies
-    beside them. Micro-batches are padded on the right and have no mask: nothing is wrong with that
-    for causal attention, and any other kind of layer is tried out here."""
+    """Raise `ModelError` if a row's logits depend on later tokens or on another row. Micro-batches
+    are padded on the right and have no mask, which does no harm with causal attention; a model with
+    any other kind of layer is tried out here."""
     state = layers_with_state(model)
     if state is None:
         return
@@ -267,12 +272,9 @@ def check_padding(model: PreTrainedModel, path: str) -> None:
 
 
 def fingerprint(path: str | Path) -> str:
-    """SHA-256 over the weights, the config and the tokenizer of a folder (or of a hub name's local
-    copy).
-
-    Two folders with the same files have the same fingerprint, wherever they lie. Raises
-    `ModelError`.
-    """
+    """Return the SHA-256 over the weights, the config and the tokenizer of a folder (or of a hub
+    name's local copy). Two folders with the same files have the same fingerprint, wherever they
+    lie. Raises `ModelError` if there is no such folder or copy."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         try:
@@ -296,8 +298,8 @@ def fingerprint(path: str | Path) -> str:
 def character_tokenizer(
     alphabet: str, markers: Sequence[str] = (), chat_template: str | None = None
 ) -> PreTrainedTokenizerFast:
-    """One character, one token: the special tokens first, then `alphabet` in its order, then
-    `markers`, longer texts that are one token each.
+    """Build a tokenizer with one token per character. Its tokens are the special tokens, then
+    `alphabet` in its order, then `markers`, longer texts that are one token each.
 
     Decoding with `skip_special_tokens` gives back exactly the text; a character that is not in the
     alphabet becomes the unknown token. Raises `ModelError` if the alphabet is empty or repeats a
@@ -325,7 +327,7 @@ def character_tokenizer(
 
 
 def write_character_tokenizer(alphabet: str, folder: str | Path) -> PreTrainedTokenizerFast:
-    """Save a `character_tokenizer` where `AutoTokenizer` finds it."""
+    """Save a `character_tokenizer` in a folder, for `AutoTokenizer` to load, and return it."""
     tokenizer = character_tokenizer(alphabet)
     tokenizer.save_pretrained(str(folder))
     return tokenizer
@@ -334,8 +336,9 @@ def write_character_tokenizer(alphabet: str, folder: str | Path) -> PreTrainedTo
 def new_model(
     architecture: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
-    """A float32 model with random weights. `architecture` is `model_type` and fields of its config;
-    vocabulary and special tokens follow the tokenizer. Raises `ModelError`."""
+    """Return a float32 model with random weights. `architecture` holds `model_type` and fields of
+    that type's config; vocabulary and special tokens follow the tokenizer. Raises `ModelError` if
+    such a model cannot be built."""
     settings: dict[str, Any] = dict(architecture)
     model_type = settings.pop("model_type", None)
     try:
@@ -375,7 +378,8 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def _check_fields(config_class: type[PreTrainedConfig], settings: Mapping[str, object]) -> None:
-    """transformers takes any keyword; a misspelt one would be ignored."""
+    """Raise `ModelError` for a setting that is no field of the config class; transformers would
+    ignore a misspelt one."""
     if not is_dataclass(config_class):
         return
     known = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
@@ -390,8 +394,8 @@ def _check_fields(config_class: type[PreTrainedConfig], settings: Mapping[str, o
 
 
 def _checked_path(path: str, setting: str = "model.path") -> str:
-    """A path that transformers can load from: a sound folder, or a name that may be one of the
-    hub."""
+    """Return a path that transformers can load from: a folder with config and weights, or a name
+    that may be one of the hub. Raises `ModelError` for anything else."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
@@ -412,7 +416,8 @@ def _checked_path(path: str, setting: str = "model.path") -> str:
 
 
 def model_device(name: str) -> torch.device:
-    """Where `model.device` says that this process computes. Raises `ModelError`."""
+    """Return the device that a value of `model.device` means in this process. Raises `ModelError`
+    for cuda if torch sees no CUDA device."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ModelError("model.device=cuda, but torch sees no CUDA device; use auto or cpu")
     if name == "auto":
@@ -421,7 +426,7 @@ def model_device(name: str) -> torch.device:
 
 
 def model_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype that `model.dtype` means on this device."""
+    """Return the dtype that a value of `model.dtype` means on this device."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, name)
@@ -429,7 +434,8 @@ def model_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _short(error: Any) -> str:
-    """The first line of a message, which is all that a user needs of transformers' long ones."""
+    """Return the first line of an error's message, which is all that a user needs of transformers'
+    long messages."""
     if isinstance(error, KeyError):  # its text is the key alone
         return f"{type(error).__name__} {error}"
     text = str(error).strip() or type(error).__name__

@@ -1,4 +1,4 @@
-"""The models that a step asks, as whole modules on this device (or this rank's shards of them)."""
+"""The models that a step runs, as whole modules on this device (or this rank's shards of them)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rollpacker.trainer.policy import Policy
 
 
 class Cut(Protocol):
-    """Cuts models down to the part that one stage of a pipeline has, each in place."""
+    """Cuts models down, each in place, to the part that one pipeline stage has."""
 
     def policy(self, whole: Policy) -> Policy: ...
 
@@ -34,20 +34,20 @@ class Cut(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSet:
-    """Policy, critic, reference and teacher, and what of them the algorithm asks for."""
+    """Policy, critic, reference and teacher, as far as the algorithm needs them."""
 
     policy: Policy
     critic: Critic | None
     reference: FrozenPolicy | None
-    """None, though the algorithm needs one: the policy with its adapter switched off."""
+    """The reference model. None, if it is needed: the policy with its adapter switched off."""
     teacher: FrozenPolicy | None
     algorithm: AlgorithmConfig
     temperature: float
     """The sampling temperature, at which log-probs are taken."""
     checkpointed: tuple[nn.Module, ...]
-    """Layers that keep no activations for the backward pass."""
+    """Layers that compute their activations again in the backward pass."""
     scores_policy: bool = False
-    """Scores hold the policy's log-probs, whether the advantages need them or not."""
+    """Whether scores hold the policy's log-probs even if the advantages do not need them."""
 
     @classmethod
     def of(
@@ -63,8 +63,8 @@ class ModelSet:
         scores_policy: bool = False,
         stage: Cut | None = None,
     ) -> ModelSet:
-        """Around `model`, which is trained in place. A reference is a copy of it as it is now.
-        With a `stage` all models are cut down to its parts of them, in place."""
+        """Make a set around `model`, which is trained in place. A reference is a copy of the model
+        as it is now. With a `stage` all models are cut down, in place, to the stage's parts."""
         policy = Policy(model)
         if stage is not None:
             policy = stage.policy(policy)
@@ -93,21 +93,21 @@ class ModelSet:
 
     @property
     def frozen(self) -> list[Policy]:
-        """The policies that only score: reference and teacher."""
+        """The policies that only give scores and are not trained: reference and teacher."""
         return [one.policy for one in (self.reference, self.teacher) if one is not None]
 
     def besides_the_policy(self) -> Iterator[nn.Module]:
-        """The models of transformers that take the same micro-batches as the policy's."""
+        """Yield the other transformers models that run on the policy's micro-batches."""
         yield from (one.model for one in self.frozen)
         if self.critic is not None:
             yield self.critic.model
 
     def for_backward(self) -> AbstractContextManager[None]:
-        """A context in which layers are checkpointed."""
+        """A context in which the layers of `checkpointed` keep no activations."""
         return layers_in_training(self.checkpointed)
 
     def outputs(self, batch: MicroBatch) -> Outputs:
-        """Run the models for the losses of a micro-batch."""
+        """Run the models on a micro-batch, for its losses."""
         reference = None
         if self.algorithm.reference_in_loss:
             reference = self._reference_log_probs(batch)
@@ -117,8 +117,8 @@ class ModelSet:
 
     @torch.no_grad()
     def scores(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """Run the models for the scores of the batch's N targets that the advantages need, by
-        the fields of `TokenScores`; [N] each."""
+        """Run the models on a micro-batch, for the scores that advantages need: [N] for its N
+        targets, by the fields of `TokenScores`."""
         columns: dict[str, Tensor] = {}
         if self.algorithm.reference_in_scores:
             columns["ref_log_probs"] = self._reference_log_probs(batch)

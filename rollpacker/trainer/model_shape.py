@@ -1,6 +1,7 @@
-"""A decoder's shape, and how many parameters it has, from its files. Light: no torch.
+"""A decoder's shape and number of parameters, read from its files without torch.
 
-Read from `config.json` and safetensors headers of a local model, or of the hub's local copy.
+The files are `config.json` and the safetensors headers of a local model, or of the hub's local
+copy.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 _NOT_TEXT = re.compile(
     r"(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mtp)\."
 )
-"""Weights that a text model does not load: of pictures and sound, and those that guess tokens
-ahead."""
+"""Matches names of weights that a text model does not load: those for images and sound, and those
+for predicting several tokens ahead."""
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bBmM])(?![a-zA-Z0-9])")
 
 
@@ -28,15 +29,15 @@ class DecoderShape:
 
     layers: int
     attention_layers: int
-    """Layers that keep keys and values. The other layers keep a state of one size for every row."""
+    """Number of layers that keep keys and values. Others keep a state of fixed size per row."""
     hidden: int
     feed_forward: int
     query: int
-    """Query heads x head size."""
+    """Width of all queries: query heads x head size."""
     key_value: int
     vocabulary: int
     tied: bool
-    """Whether the output layer is the embeddings."""
+    """Whether the output layer shares the embeddings' weight."""
     max_positions: int | None
 
     @property
@@ -45,13 +46,14 @@ class DecoderShape:
 
     @property
     def layer_matrices(self) -> int:
-        """Elements of the matrices of one layer."""
+        """Number of elements of the matrices of one layer."""
         attention = 2 * self.query + 2 * self.key_value
         return self.hidden * (attention + 3 * self.feed_forward)
 
 
 def model_folder(path: str) -> Path | None:
-    """Where a model's files are on this machine: the path itself, or the hub's local copy."""
+    """Return the folder of a model's files on this machine: the path itself, or the hub's local
+    copy. None: there is none."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -68,7 +70,7 @@ def model_folder(path: str) -> Path | None:
 
 
 def read_shape(folder: Path, notes: list[str]) -> DecoderShape | None:
-    """Read a decoder's shape from `config.json`. None if it does not tell; `notes` then say why."""
+    """Read a decoder's shape from `config.json`. None if that is impossible; `notes` say why."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
@@ -118,8 +120,8 @@ def _attention_layers(config: Mapping[str, Any], layers: int) -> int:
 
 
 def num_parameters(folder: Path | None, path: str, notes: list[str]) -> int | None:
-    """Count a model's parameters from the headers of its files, from its config, or from its
-    name; `notes` say if it is not the files."""
+    """Return a model's number of parameters, from the headers of its files, else from its config,
+    else from its name; `notes` say if not from files. None: it cannot be known."""
     files = sorted(folder.glob("*.safetensors")) if folder else []
     if files:
         return sum(_parameters_in(file) for file in files)

@@ -1,5 +1,5 @@
-"""AdamW, also of 8 bits, and Muon with float32 master weights and gradient sums, whatever precision
-the model has.
+"""AdamW, also with 8-bit moments, and Muon. Master weights and gradient sums are float32, whatever
+precision the model has.
 
 For a bfloat16 model every backward pass adds its gradients to float32 sums and frees them; the step
 updates float32 masters and rounds them into the model, in place. A float32 weight is its own
@@ -32,11 +32,9 @@ _FULL_PRECISION = (torch.float32, torch.float64)
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], config: TrainConfig
 ) -> MasterOptimizer:
-    """The optimizer of `train.optimizer` for those of the parameters that require a gradient. Build
-    it after the model was sharded, since that replaces the parameters.
-
-    Raises `ValueError` where this torch or this model cannot do what the config asks for.
-    """
+    """Build the optimizer of `train.optimizer` for the parameters that require a gradient. Call
+    this after the model was sharded, since that replaces the parameters. Raises `ValueError` where
+    this torch or this model cannot do what the config asks for."""
     return MasterOptimizer(
         named_parameters,
         optimizer=config.optimizer,
@@ -47,14 +45,15 @@ def build_optimizer(
 
 
 class MasterOptimizer:
-    """Weight decay is on matrices only, not on biases and norms.
+    """Updates float32 masters of a model's weights. Weight decay is on matrices only, not on biases
+    and norms.
 
-    optimizer="muon" takes the matrices inside the layers, with momentum 0.95 and torch's other
-    defaults; embeddings, head, norms and biases are AdamW's, and so are `betas` and `eps`. Muon's
-    updates are scaled to the size of AdamW's (`adjust_lr_fn="match_rms_adamw"`: an orthogonal
-    update of a matrix [A, B] times 0.2 * sqrt(max(A, B)) has a root mean square of about 0.2, as
-    AdamW's typically has; Liu et al. 2025, "Muon is scalable for LLM training"). So both use one
-    learning rate and one weight decay, of AdamW's usual size.
+    With optimizer="muon", Muon updates the matrices inside the layers, with momentum 0.95 and
+    torch's other defaults; AdamW, with `betas` and `eps`, updates embeddings, head, norms and
+    biases. Muon's updates are scaled to the size of AdamW's (`adjust_lr_fn="match_rms_adamw"`: an
+    orthogonal update of a matrix [A, B] times 0.2 * sqrt(max(A, B)) has a root mean square of about
+    0.2, as AdamW's typically has; Liu et al. 2025, "Muon is scalable for LLM training"). So both
+    use one learning rate and one weight decay, of AdamW's usual size.
 
     `offload` takes memory off devices of type `offload_from`.
     """
@@ -90,8 +89,8 @@ class MasterOptimizer:
         self._parked_gradients: dict[str, Tensor] = {}
 
     def gradients(self) -> dict[str, Tensor]:
-        """The sums of gradients so far, by parameter; parameters without a gradient are left
-        out. They are no copies."""
+        """Return the sums of gradients so far, by parameter, not as copies. Parameters without a
+        gradient are left out."""
         self.reload(state=False)
         return {n: m.grad for n, m in self._masters.items() if m.grad is not None}
 
@@ -110,13 +109,14 @@ class MasterOptimizer:
         gradient_scale: float = 1.0,
         whole_norm: float | None = None,
     ) -> float:
-        """Multiply the gradients by `gradient_scale`, clip, update, forget them. Returns their norm
-        after scaling and before clipping, over all processes. Reloads what was offloaded.
+        """Multiply the gradients by `gradient_scale`, clip, update the weights, drop the gradients.
+        Returns the gradients' norm after scaling and before clipping, over all processes. Reloads
+        what was offloaded.
 
         `whole_norm`: the norm of a larger gradient, of which this is a pipeline stage's part; that
-        one is then clipped and returned.
+        norm is then used to clip, and returned.
 
-        Raises `NonFiniteError` if that is NaN or infinite; weights and optimizer are then as
+        Raises `NonFiniteError` if the norm is NaN or infinite; weights and optimizer are then as
         before.
         """
         self.reload()
@@ -145,10 +145,11 @@ class MasterOptimizer:
         return norm_value
 
     def state(self) -> dict[str, Tensor]:
-        """`exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME`, or `momentum_buffer.NAME` where Muon
-        works, or with 8 bits `state1.NAME`, `absmax1.NAME` and so on; and `master.NAME` where
-        master and weight differ. Not copies; `DTensor`s where the parameters are. Reloads what was
-        offloaded, unless it is readable where it is."""
+        """Return the optimizer's tensors by name: `exp_avg.NAME`, `exp_avg_sq.NAME` and
+        `step.NAME`, or `momentum_buffer.NAME` for Muon, or with 8 bits `state1.NAME`,
+        `absmax1.NAME` and so on; and `master.NAME` where master and weight differ. They are no
+        copies, and `DTensor`s where the parameters are. Reloads what was offloaded, unless it is
+        readable where it is."""
         if not self.offloaded_state.is_readable:
             self.reload()
         tensors: dict[str, Tensor] = {}
@@ -172,9 +173,9 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a state that `state` gave, exactly and as copies; `DTensor`s where the parameters
-        are. Gradients are forgotten. Raises `TrainerStateError` if it belongs to other
-        parameters or to another `train.optimizer`."""
+        """Load what `state` returned, exactly and as copies; `DTensor`s where the parameters are.
+        Gradients are dropped. Raises `TrainerStateError` if the state belongs to other parameters
+        or to another `train.optimizer`."""
         self.reload()
         per_name: dict[str, dict[str, Tensor]] = {}
         for full_name, value in tensors.items():
@@ -212,8 +213,8 @@ class MasterOptimizer:
         )
 
     def reload(self, *, state: bool = True) -> None:
-        """Bring back what was offloaded, bit for bit; the gradients alone if `state` is false. That
-        is enough for backward passes, and `step` then fetches the rest. Idempotent."""
+        """Bring back what was offloaded, bit for bit. With `state` false only gradients are, which
+        is enough for backward passes; `step` then fetches the rest. Idempotent."""
         self._offloaded_gradients.reload()
         for name, gradient in self._parked_gradients.items():
             assert self._masters[name].grad is None, f"a backward pass while {name} was offloaded"
@@ -223,7 +224,7 @@ class MasterOptimizer:
             self.offloaded_state.reload()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Weights, masters, gradients and state, as far as nothing else has offloaded them."""
+        """Yield weights, masters, gradients and state, without gradients that are offloaded."""
         for name, master in self._masters.items():
             yield from (self._weights[name], master)
             if master.grad is not None:
@@ -253,7 +254,7 @@ class MasterOptimizer:
         return {}
 
     def _blank_state(self, name: str) -> dict[str, Tensor]:
-        """Tensors like those that the optimizer keeps of this parameter."""
+        """Return blank tensors like those that the optimizer keeps of this parameter."""
         master = self._masters[name]
         if self._is_coded:
             return moments_like(master)
@@ -300,7 +301,7 @@ class MasterOptimizer:
 
 
 class MirrorGradient:
-    """The gradient of a weight that is updated elsewhere, in full precision."""
+    """Sums the gradient, in full precision, of a weight that another pipeline stage updates."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         self._weight = weight
@@ -326,7 +327,7 @@ class MirrorGradient:
 
 
 class _GradientSum:
-    """Moves a parameter's fresh gradient into its master's float32 sum."""
+    """A hook that moves a parameter's new gradient into the float32 sum of its master."""
 
     def __init__(self, master: Tensor) -> None:
         self._master = master
@@ -371,7 +372,7 @@ def _adamw_8bit(
 
 
 def _decayed(masters: list[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Groups of matrices and of all other parameters. The matrices alone decay."""
+    """Return the optimizer's groups: matrices, which decay, and other parameters, which do not."""
     groups = [
         {"params": [m for m in masters if m.ndim >= 2], "weight_decay": weight_decay},
         {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
@@ -388,12 +389,10 @@ def _muon(matrices: list[Tensor], weight_decay: float) -> torch.optim.Optimizer:
 
 
 class _ShardedMuon(torch.optim.Optimizer):
-    """torch's Muon for matrices of which every process has a shard.
-
-    An update needs the whole matrix. torch's own arithmetic on shards adds bfloat16 numbers up in
-    another order, which changes the update by more than a percent. So the momentum is kept in
-    shards, each matrix in turn is gathered, every process computes its update and keeps its shard.
-    """
+    """torch's Muon for matrices of which every process has a shard. An update needs the whole
+    matrix. torch's own arithmetic on shards adds bfloat16 numbers up in another order, which
+    changes the update by more than a percent. So the momentum is kept in shards, each matrix in
+    turn is gathered, every process computes its update and keeps its shard."""
 
     def __init__(self, matrices: list[Tensor], weight_decay: float) -> None:
         super().__init__(matrices, {"lr": 0.0, "weight_decay": weight_decay, "momentum": 0.95})
@@ -420,7 +419,7 @@ class _ShardedMuon(torch.optim.Optimizer):
 
 
 def _orthogonal_update(gradient: Tensor, learning_rate: float) -> Tensor:
-    """The change that torch's Muon without momentum and decay makes to a matrix with this
+    """Return the change that torch's Muon without momentum and decay makes to a matrix with this
     gradient."""
     change = torch.zeros_like(gradient, requires_grad=True)
     change.grad = gradient

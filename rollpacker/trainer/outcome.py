@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """Report of one rank about an update. The norms are those of the whole step, the same on
+    """One rank's report about an update. The norms are those of the whole gradient, the same on
     every rank."""
 
     sums: StepSums
@@ -23,13 +23,15 @@ class StepOutcome:
     peak_memory_bytes: int
     """The most bytes that this rank's process or device held since the step before."""
     lora_merge_loss: float | None = None
-    """`lora.merge_squares` as a ratio of norms, after the update, where a merge rounds."""
+    """Share of the adapters' change that merging would lose by rounding, after the update. None:
+    nothing is rounded."""
     stage_times: StageTimes | None = None
     """Times of this rank's pipeline stage. None: the model is not in stages."""
 
 
 def step_metrics(outcomes: Sequence[StepOutcome], peak_flops: float | None) -> dict[str, float]:
-    """Make one step's metrics of all ranks' outcomes. `peak_flops` are those of one device."""
+    """Return one step's metrics from all ranks' outcomes. `peak_flops` is what one rank's device
+    could do, in FLOP/s; None: not known."""
     first = outcomes[0]
     sums = StepSums.merge(outcome.sums for outcome in outcomes)
     metrics = sums.metrics(

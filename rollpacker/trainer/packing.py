@@ -1,5 +1,5 @@
 """Rows laid end to end without padding: a pack's tensors, and the switch of the model's attention.
-Which rows share a pack is `core/packs.py`'s.
+`core/packs.py` chooses which rows share a pack.
 
 Everything that works token by token (projections, norms, the feed-forward) then sees real tokens
 only. Attention alone needs to know where rows begin: `varlen.py` has its implementations.
@@ -31,14 +31,14 @@ KINDS: tuple[PackedKind, ...] = ("varlen", "flex", "grouped")
 """Kinds of packed attention, the fastest first."""
 
 _names: dict[tuple[PackedKind, str | None], str] = {}
-"""Names that transformers knows our functions by: one per kind and implementation replaced."""
+"""Names under which transformers knows our functions: one per kind and implementation replaced."""
 _replaced: dict[str, str | None] = {}
-"""The implementation that each of our names stands in for."""
+"""The implementation of attention that each of our names replaces. None: transformers' default."""
 
 
 def pack(rows: Sequence[Row], device: torch.device) -> MicroBatch:
-    """Rows in the given order as one row [1, N]. `packed_attention` must be on for the model's
-    call, and for its backward pass if that computes activations again."""
+    """Pack rows, in the given order, into one row [1, N]. `packed_attention` must be on for the
+    model's call, and for its backward pass if that computes activations again."""
     lengths = [row_length(row) for row in rows]
     packed = PackedRows(lengths, device)
     tokens = [token for row in rows for token in (*row.context, *row.response[:-1])]
@@ -54,15 +54,15 @@ def pack(rows: Sequence[Row], device: torch.device) -> MicroBatch:
 def best_kind(
     model: nn.Module, device: torch.device, dtype: torch.dtype | None = None
 ) -> PackedKind | None:
-    """The fastest packed attention that this model can use there, if any."""
+    """Return the fastest packed attention that this model can use on this device; None: none."""
     return next((kind for kind in KINDS if why_not(model, kind, device, dtype) is None), None)
 
 
 def why_not(
     model: nn.Module, kind: PackedKind, device: torch.device, dtype: torch.dtype | None = None
 ) -> str | None:
-    """Why `model` cannot use this packed attention on `device`; None if it can. `dtype` is what it
-    computes in, the dtype of its weights if None."""
+    """Return why `model` cannot use this packed attention on `device`; None if it can. `dtype` is
+    that of the computation; None: the dtype of the weights."""
     transformer = _outermost_transformer(model)
     if transformer is None:
         return f"{type(model).__name__} is no transformers model"
@@ -127,11 +127,9 @@ def _head_dim(config: Any) -> int:
 
 @contextmanager
 def packed_attention(model: nn.Module, kind: PackedKind) -> Iterator[None]:
-    """Inside, calls with a `pack` go through packed attention, also those of the backward pass;
-    calls without one go where they went before. Afterwards the model is as it was.
-
-    `model` may wrap the transformers model (peft, a policy, a critic).
-    """
+    """A context in which calls with a `pack`, and their backward passes, use packed attention;
+    other calls use what they did before. Afterwards the model is as it was. `model` may wrap the
+    transformers model (peft, a policy, a critic)."""
     configs = _configs(model)
     before = [config._attn_implementation for config in configs]
     try:
@@ -163,10 +161,8 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def _registered_name(kind: PackedKind, before: str | None) -> str:
-    """The name under which transformers finds this packed attention in place of `before`.
-
-    It does not contain the other's name: transformers looks for words such as "flash" in it.
-    """
+    """Return the name under which transformers finds this packed attention in place of `before`.
+    The name does not contain `before`: transformers looks for words such as "flash" in a name."""
     before = _replaced.get(before, before) if before is not None else None
     name = _names.get((kind, before))
     if name is None:

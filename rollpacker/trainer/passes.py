@@ -1,9 +1,9 @@
 """Sweeps of the models over micro-batches: rows and losses in, sums and gradients out.
 
-A learner says which samples and which losses; how they are cut into micro-batches, and in which
-order these run through which device, is known here alone. `LocalPasses` runs whole models, or with
-FSDP2 a rank's shards of them: then every pass is a joint one, and a rank with fewer micro-batches
-runs fillers along. A model in pipeline stages would be another implementation of `Passes`.
+A learner chooses samples and losses; how samples are cut into micro-batches, and in which order
+these run through which device, is known here alone. `LocalPasses` runs whole models, or with FSDP2
+a rank's shards of them: then every pass is a joint one, and a rank with fewer micro-batches also
+runs fillers. `pipeline.stages.passes` has the `Passes` of a model in pipeline stages.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from rollpacker.trainer.trainer import ScoreRequest, TokenScores, TrainSample
 
 LossFunction = Callable[[Outputs, Sequence[TrainSample]], Losses]
 Look = Callable[[Losses, Sequence[TrainSample]], None]
-"""Called after each backward pass with its samples, none of a filler. It may raise, in all ranks
-alike."""
+"""A check that is called after each backward pass with its losses and samples (none for a filler).
+It may raise, in all ranks alike."""
 
 
 class Passes(Protocol):
-    """Whoever runs the models. With several ranks every method is a joint call."""
+    """What runs the models over samples. Several ranks must make every call together."""
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
-        """Forward without gradients over all of them. The answers are in their order."""
+        """Run the models without gradients, and return the requests' scores in order."""
         ...
 
     def differentiate(
@@ -47,33 +47,33 @@ class Passes(Protocol):
         sums: StepSums,
         look: Look | None = None,
     ) -> bool | None:
-        """Forward and backward over all of them: every parameter's gradient grows by that of their
-        losses times `gradient_factor`, and `sums` by what the losses say, times `factor`. Without
+        """Run forward and backward over the samples. Every parameter's gradient grows by that of
+        their losses times `gradient_factor`, and `sums` by the losses' sums times `factor`. Without
         `look` that may take until `finish`.
 
-        Returns whether every loss was finite here; None: `finish` says that. One that was not has
-        spoilt the gradient: its backward pass ran all the same, since other ranks or stages wait in
-        it.
+        Returns whether every loss was finite here; None: only `finish` can say that. A loss that
+        was not has spoilt the gradient: its backward pass ran all the same, since other ranks or
+        stages wait in it.
         """
         ...
 
     def rescale(self, factor: float) -> bool:
-        """Multiply by this factor all that `sums` are still to grow by. Returns whether nothing
+        """Multiply by this factor all that is still to be added to `sums`. Returns whether no pass
         is under way, so that gradients may be multiplied now."""
         ...
 
     def finish(self) -> bool:
-        """Return when nothing is under way. Whether every loss since the last time was finite
-        here, of those that `differentiate` did not know it of."""
+        """Wait until no pass is under way. Returns whether every loss was finite here, of those for
+        which `differentiate` has returned None."""
         ...
 
     def differentiate_nothing(self) -> None:
-        """Forward and backward of the least work possible, with losses of weight zero."""
+        """Run the smallest possible forward and backward, with losses of weight zero."""
         ...
 
 
 class LocalPasses:
-    """Meets `Passes` with whole models on this device, or this rank's shards of them."""
+    """Runs whole models on this device, or this rank's shards of them, as `Passes`."""
 
     def __init__(
         self, models: ModelSet, batcher: Batcher, *, device: torch.device, shards: Shards | None
@@ -85,7 +85,7 @@ class LocalPasses:
         self._shards = shards
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
-        """See `Passes`."""
+        """Run the models without gradients, and return the requests' scores in order."""
         rows = [row_of(request) for request in requests]
         scores: dict[int, TokenScores] = {}
         with self._batcher.attention():
@@ -104,7 +104,7 @@ class LocalPasses:
         sums: StepSums,
         look: Look | None = None,
     ) -> bool:
-        """See `Passes`."""
+        """Run forward and backward over the samples; return whether all losses were finite."""
         rows = [row_of(sample) for sample in samples]
         finite = True
         with self._batcher.attention(), self._models.for_backward():
@@ -125,23 +125,23 @@ class LocalPasses:
         return finite
 
     def rescale(self, factor: float) -> bool:
-        """See `Passes`."""
+        """Do nothing and return True: no pass goes on between calls."""
         return True
 
     def finish(self) -> bool:
-        """See `Passes`."""
+        """Do nothing and return True: no pass goes on between calls."""
         return True
 
     def differentiate_nothing(self) -> None:
-        """See `Passes`."""
+        """Run forward and backward of a filler, with losses of weight zero."""
         batch = self._batcher.filler()
         with self._batcher.attention(), self._models.for_backward():
             for loss in no_losses(self._models.outputs(batch)).losses:
                 _backward(loss)
 
     def _micro_batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Places in `rows` and their tensors; at the end as many fillers, without places, as other
-        ranks have more micro-batches."""
+        """Yield each micro-batch with its rows' places in `rows`; at the end as many fillers,
+        without places, as other ranks have more micro-batches."""
         plan = self._batcher.plan([row_length(row) for row in rows])
         num_fillers = same_number(len(plan), self._shards) - len(plan)
         for places in plan:
@@ -150,13 +150,13 @@ class LocalPasses:
             yield [], self._batcher.filler()
 
     def _synchronize(self) -> None:
-        """A GPU works behind Python's back, and the passes are timed."""
+        """Wait for the GPU, which works behind Python's back, so that the passes can be timed."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 def token_scores(columns: Mapping[str, Tensor], batch: MicroBatch) -> list[TokenScores]:
-    """Scores of each row of a batch, from the models' numbers for all targets; [N] each."""
+    """Return scores of each row of a batch, from the models' numbers for all N targets."""
     split = {
         name: torch.split(values.double().cpu(), list(batch.num_targets))
         for name, values in columns.items()
@@ -175,7 +175,7 @@ def note_micro_batch(
     factor: float,
     flops: FlopModel,
 ) -> None:
-    """Add what the losses of one micro-batch say, times `factor`; its time is the caller's."""
+    """Add one micro-batch's losses, times `factor`, to `sums`; the caller adds the time."""
     lengths = [len(s.prompt_tokens) + len(s.response_tokens) - 1 for s in samples]
     sums.add_micro_batch(
         batch=batch,

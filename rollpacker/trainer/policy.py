@@ -54,12 +54,10 @@ class Policy(nn.Module):
             )
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [N] of the batch's targets and the entropies [N] of their
-        distributions, under softmax(logits / temperature).
-
-        Both are differentiable, in float32 (float64 for such a model). No attention mask is given:
-        with causal attention nothing real looks at the padding on the right.
-        """
+        """Return log-probabilities [N] of the batch's targets and the entropies [N] of their
+        distributions, under softmax(logits / temperature). Both are differentiable, in float32
+        (float64 for such a model). No attention mask is given: with causal attention nothing real
+        looks at the padding on the right."""
         if not self.runs_in_blocks:
             return _log_probs(self._logits_at(batch), batch.targets, temperature)
         hidden = self._hidden_states(batch.input_ids, batch.model_inputs)
@@ -68,8 +66,8 @@ class Policy(nn.Module):
     def from_hidden_states(
         self, hidden: Tensor, batch: MicroBatch, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies, as `forward` gives them, from hidden states [B, W, D] after
-        the last norm. The logits are made in blocks."""
+        """Return log-probs and entropies, as `forward` does, from hidden states [B, W, D] after the
+        last norm. The logits are made in blocks."""
         head = _base_model(self.model).get_output_embeddings()
         return chunked_log_probs(
             hidden.flatten(0, 1).index_select(0, batch.positions),
@@ -82,14 +80,14 @@ class Policy(nn.Module):
         )
 
     def _hidden_states(self, input_ids: Tensor, model_inputs: Mapping[str, Any]) -> Tensor:
-        """Hidden states [B, W, D] after the last norm."""
+        """Return the decoder's hidden states [B, W, D] after the last norm."""
         decoder = _base_model(self.model).get_decoder()
         hidden: Tensor = decoder(input_ids=input_ids, use_cache=False, **model_inputs)[0]
         return hidden
 
     def _logits_at(self, batch: MicroBatch) -> Tensor:
-        """Logits [N, V] at the batch's positions, by feeding the output layer those hidden states
-        alone. What the model does to its logits afterwards stays in place."""
+        """Return logits [N, V] at the batch's positions, by feeding the output layer only their
+        hidden states. What the model does to its logits afterwards stays in place."""
         head = _base_model(self.model).get_output_embeddings()
         owner = threading.get_ident()
 
@@ -153,7 +151,7 @@ def _log_probs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Ten
 
 @contextmanager
 def _evaluation(model: nn.Module) -> Iterator[None]:
-    """A context with every module in evaluation mode. Afterwards each has the mode that it had."""
+    """A context with every module in evaluation mode; afterwards each has its former mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

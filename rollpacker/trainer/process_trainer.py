@@ -1,12 +1,12 @@
-"""The trainer in processes of its own: it works while the engine generates.
+"""The trainer in processes of its own, the ranks, which work while the engine generates.
 
-Samples are dealt out to the ranks by the work that they are; every rank adds up its own, and
-`apply` brings them together. Of several replicas (`train.replicas`) some may be asked alone.
-Engines have copies of the weights, which are brought up to date through memory of rank 0's host
-that it writes and they read. Where a rank is lost, others are started, which take the last
-checkpoint and are told once more what has happened since (`journal.py`); the memory is not theirs
-and stays. In the same way they are replaced between two steps by others in another layout
-(`relayout`): which layers and which shards each has, and how many stages there are.
+Samples are dealt out to the ranks by their work. Every rank adds up the gradients of its own
+samples, and `apply` sums them over the ranks. Of several replicas (`train.replicas`) some may be
+called alone. Engines have copies of the weights, which are updated through memory of rank 0's host
+that rank 0 writes and the engines read. If a rank is lost, new ranks are started, which load the
+last checkpoint and repeat the calls made since (`journal.py`); the memory outlives the ranks. In
+the same way ranks are replaced between two steps by ranks in another layout (`relayout`): another
+number of stages, or other layers and shards for each rank.
 """
 
 from __future__ import annotations
@@ -56,11 +56,13 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessTrainer:
-    """Meets `Trainer` (trainer/trainer.py). Calls must not overlap; the driver awaits each.
+    """A `Trainer` (trainer/trainer.py) that has its work done by ranks. Calls must not overlap; the
+    driver awaits each call.
 
     `ranks` are started, connected or not yet; they end with the trainer. `engine_weights` are what
-    the engine's copy consists of: names, shapes and dtypes. `journal_in`: see `Journal`. Raises
-    `TrainerProcessError` if a process ends, then or in any later call.
+    the engine's copy consists of: names, shapes and dtypes. `journal_in` is the folder for the
+    journal of calls; None: that of temporary files. Raises `TrainerProcessError` if a process ends,
+    then or in any later call.
     """
 
     def __init__(
@@ -80,11 +82,12 @@ class ProcessTrainer:
         """Watches links and stages of a model in pipeline stages. None: the model is not in
         stages."""
         self._arranged: Arrangement | None = None
-        """The arrangement that the ranks were told last, or begin with."""
+        """The arrangement of pipeline stages that the ranks were sent last, or that they begin
+        with."""
         self._relayout = Relayout.of(setup, can_switch=ranks.can_start_anew)
         self._switch_s = 0.0
-        """Seconds that a switch of the layout takes: those of the last one, or before the first,
-        those in which the ranks began."""
+        """Seconds that the last switch of the layout took, or before the first one the ranks'
+        start."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         try:
             self._layout = BufferLayout.of(engine_weights)
@@ -96,7 +99,7 @@ class ProcessTrainer:
     async def score(
         self, requests: Sequence[ScoreRequest], replicas: Sequence[int] | None = None
     ) -> list[TokenScores]:
-        """See `Trainer`."""
+        """Return scores of responses, which the ranks share; see `Trainer.score`."""
         shares = self._shares(requests, replicas)
 
         def score() -> list[TokenScores]:
@@ -118,7 +121,8 @@ class ProcessTrainer:
     async def accumulate(
         self, samples: Sequence[TrainSample], replicas: Sequence[int] | None = None
     ) -> None:
-        """See `Trainer`."""
+        """Deal the samples out to the ranks, which add their gradients; see
+        `Trainer.accumulate`."""
         ordered = sorted(samples, key=lambda sample: sample.sample)
         shares = self._shares(ordered, replicas)
 
@@ -136,11 +140,11 @@ class ProcessTrainer:
         await self._in_thread(accumulate)
 
     async def rescale(self, factor: float) -> None:
-        """See `Trainer`."""
+        """Multiply what the ranks have accumulated so far by `factor`."""
         await self._in_thread(lambda: self._change_all("rescale", factor))
 
     async def update(self) -> Mapping[str, float]:
-        """See `Trainer`."""
+        """Make an update that is not the step's last, and return its metrics."""
 
         def update() -> Mapping[str, float]:
             return self._metrics(self._change_all("update"), self.version + 1)
@@ -148,7 +152,8 @@ class ProcessTrainer:
         return await self._in_thread(update)
 
     async def apply(self) -> Mapping[str, float]:
-        """See `Trainer`. Raises `TrainerError` if nothing was accumulated."""
+        """Make the step's last update, and return its metrics. The ranks may then be replaced by
+        others in a better layout. Raises `TrainerError` if nothing was accumulated."""
 
         def apply() -> Mapping[str, float]:
             outcomes = self._change_all("apply")
@@ -160,7 +165,7 @@ class ProcessTrainer:
         return await self._in_thread(apply)
 
     async def hand_over(self) -> HandOver:
-        """See `Trainer`."""
+        """Have rank 0 write the weights to the shared memory, and return where they can be read."""
 
         def write() -> HandOver:
             probe, *_ = self._all("write_weights")
@@ -170,33 +175,34 @@ class ProcessTrainer:
         return await self._in_thread(write)
 
     async def offload(self) -> None:
-        """See `Trainer`."""
+        """Have all ranks move what is on devices to host memory; see `Trainer.offload`."""
         await self._in_thread(lambda: self._all("offload"))
 
     async def reload(self, replicas: Sequence[int] | None = None) -> None:
-        """See `Trainer`."""
+        """Have the ranks of these replicas move what was offloaded back to devices. None: all."""
         ranks = self._ranks_of(replicas)
         await self._in_thread(lambda: self._ranks.call("reload", [()] * len(ranks), ranks))
 
     def save(self, folder: Path) -> None:
-        """See `Trainer`."""
+        """Have the ranks write a checkpoint; see `Trainer.save`."""
         self._all("save", folder)
         self._journal.saved(self.version)
         if self._kept.version is not None and not self._journal.reaches(self._kept.version):
             self._kept.drop()
 
     def load(self, folder: Path) -> None:
-        """See `Trainer`. Raises `TrainerError` if what lies there is not this model's."""
+        """Have the ranks load a checkpoint. Raises `TrainerError` if it is not this model's."""
         self.version = self._all("load", folder)[0]
         self._journal.loaded(self.version)
         self._kept.drop()
 
     def how_lost(self) -> str | None:
-        """See `Trainer`."""
+        """Return in words which rank has ended, and how. None: no rank is known to have ended."""
         return self._ranks.how_lost()
 
     async def restore(self, checkpoint: Path | None, tell: Callable[[], None]) -> None:
-        """See `Trainer`. Raises `TrainerProcessError`, too, if the checkpoint is too old."""
+        """Start new ranks and bring them to the state of `version`; see `Trainer.restore`. Also
+        raises `TrainerProcessError` if the checkpoint is too old."""
 
         def restore() -> None:
             self._ranks.start_anew()
@@ -217,9 +223,10 @@ class ProcessTrainer:
     async def relayout(
         self, pipeline: PipelineConfig, order: Sequence[int] | None = None
     ) -> float | None:
-        """Between two steps: others take the ranks' place in another layout, with all that those
-        have written; `order`: of the ranks over the places, rank 0's the same. Returns how many
-        seconds it took; None: that layout failed, and was given up for the one before.
+        """Replace the ranks between two steps by new ones in another layout, which load the state
+        that the old ones wrote. `order` is the place of each new rank; rank 0's is the same as
+        before. Returns the seconds that it took. None: the layout failed, and the ranks are back in
+        the one before.
 
         Raises `ValueError` under torchrun, `TrainerError` or `OSError` if the state cannot be
         written, and `RanksLost` if ranks were lost meanwhile, or the layout before fails, too.
@@ -259,7 +266,7 @@ class ProcessTrainer:
         return self._switch_s
 
     def _go_back(self, setup: LearnerSetup, order: Sequence[int]) -> None:
-        """Take the layout before. Raises `RanksLost` if that fails, and `restore` begins with
+        """Go back to the layout before. Raises `RanksLost` if that fails; `restore` starts in
         it."""
         try:
             self._load_anew(setup, order)
@@ -271,10 +278,9 @@ class ProcessTrainer:
             self._kept.give_up(self.version)
 
     def _relaid(self, outcomes: Sequence[StepOutcome]) -> dict[str, float]:
-        """Switch the layout after a step, if it is time for a switch. Returns its metrics.
-
-        The step is done whatever happens: that ranks were lost is left to be found by `how_lost`.
-        """
+        """Switch the layout after a step, if it is time for a switch. Returns the switch's metrics;
+        empty: there was none. The step is done whatever happens: that ranks were lost is left to be
+        found by `how_lost`."""
         overseer = self.overseer
         if overseer is None or self._relayout is None:
             return {}
@@ -301,7 +307,7 @@ class ProcessTrainer:
         return {f"{PREFIX}/relayout_s": seconds}
 
     def _load_anew(self, setup: LearnerSetup, order: Sequence[int] | None) -> None:
-        """Start other ranks, which load the state that those before have written."""
+        """Start new ranks, which load the state that the ranks before have written."""
         self._setup = setup
         self._ranks.start_anew(order)
         self._begin(lambda: None)
@@ -309,7 +315,7 @@ class ProcessTrainer:
         assert version == self.version, (version, self.version)
 
     def _begin(self, tell: Callable[[], None]) -> None:
-        """Set up ranks that were started. `tell` is that of `restore`."""
+        """Set up ranks that were started. `tell` is called as a sign of life, as in `restore`."""
         began = time.perf_counter()
         if not self._ranks.all:  # else they are
             self._ranks.connect()
@@ -342,8 +348,8 @@ class ProcessTrainer:
         rows: Sequence[ScoreRequest] | Sequence[TrainSample],
         replicas: Sequence[int] | None,
     ) -> dict[int, list[int]]:
-        """Return the rows that each rank of these replicas takes, by their place in `rows`. All
-        stages take the same."""
+        """Return for each rank of these replicas the indices of its share of `rows`. All pipeline
+        stages get the same shares."""
         lengths = [length_of(row) for row in rows]
         ranks = self._ranks_of(replicas)
         shares = assign(lengths, len(ranks) // self._stages)
@@ -366,8 +372,9 @@ class ProcessTrainer:
         return metrics
 
     def _arrange(self) -> None:
-        """Tell the ranks what the overseer has arranged. They hear of it before they compute again:
-        a loss in `apply`, after the update, would be one of the step that was."""
+        """Send the ranks the overseer's arrangement, if it has changed. This comes before they
+        compute again, not in `apply`: a rank lost there, after the update, would count as lost in
+        the step that is done."""
         if self.overseer is not None and self._arranged != self.overseer.arrangement:
             self._all("arrange", self.overseer.arrangement)
             self._arranged = self.overseer.arrangement
@@ -386,7 +393,7 @@ class ProcessTrainer:
     def _change(
         self, method: str, arguments: Sequence[tuple[Any, ...]], numbers: Sequence[int] = ()
     ) -> list[Any]:
-        """Make a call that is recorded, since ranks in the place of these must be told, too."""
+        """Call the ranks, and record the call, since ranks that replace these must repeat it."""
         calls = [codec().encode((method, one)) for one in arguments]
         try:
             results = self._ranks.send(method, calls, numbers)

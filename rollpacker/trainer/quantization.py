@@ -1,6 +1,5 @@
-"""Fewer bits through bitsandbytes: AdamW with moments of 8 bits, and frozen matrices of 4 bits
-under an adapter. Both run on a CPU too, by the same formulas and with other kernels.
-"""
+"""Quantization by bitsandbytes: AdamW with moments of 8 bits, and frozen matrices of 4 bits under
+an adapter. Both run on a CPU too, by the same formulas and with other kernels."""
 
 from __future__ import annotations
 
@@ -16,17 +15,19 @@ from torch import Tensor, nn
 from rollpacker.imports import require
 
 MIN_8BIT_ELEMENTS = 4096
-"""Elements below which a parameter keeps float32 moments."""
+"""Number of elements below which a parameter keeps float32 moments."""
 BLOCK_8BIT, BLOCK_4BIT, BLOCK_OF_SCALES = 256, 64, 256
-"""Elements that share a scale; of the 4-bit matrices, 256 scales share one of their own."""
+"""Numbers of elements that share a scale, in 8-bit moments and in 4-bit matrices; of the latter,
+256 scales share a scale of their own."""
 IN_A_LAYER = re.compile(r"\.\d+\.")
-"""Layers are the only numbered modules: model.layers.3.mlp.up_proj."""
+"""Matches names of modules inside a layer, since only layers are numbered:
+model.layers.3.mlp.up_proj."""
 _MOMENTS = ("state1", "state2")
 _SCALES = ("absmax1", "absmax2")
 
 
 def require_bitsandbytes(what: str) -> Any:
-    """The package. Raises `MissingPackageError`, which names the extra, if it is not installed."""
+    """Import bitsandbytes. Raises `MissingPackageError`, naming the extra, if it is missing."""
     require("bitsandbytes", extra="quantized", what=what)
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
@@ -44,8 +45,8 @@ def require_bitsandbytes(what: str) -> Any:
 def adamw_8bit(
     groups: list[dict[str, Any]], betas: tuple[float, float], eps: float
 ) -> torch.optim.Optimizer:
-    """AdamW whose moments are codes of 8 bits with a scale for every 256 (Dettmers et al. 2022,
-    "8-bit optimizers via block-wise quantization")."""
+    """Build an AdamW whose moments are codes of 8 bits with a scale for every 256 (Dettmers et al.
+    2022, "8-bit optimizers via block-wise quantization")."""
     package = require_bitsandbytes("train.optimizer=adamw_8bit")
     optimizer: torch.optim.Optimizer = package.optim.AdamW8bit(
         groups, lr=0.0, betas=betas, eps=eps, min_8bit_size=MIN_8BIT_ELEMENTS
@@ -54,7 +55,7 @@ def adamw_8bit(
 
 
 def moments_like(master: Tensor) -> dict[str, Tensor]:
-    """Blank tensors of the names, shapes and dtypes that `moments_of` gives for this parameter."""
+    """Return blank tensors with the names, shapes and dtypes of a parameter's `moments_of`."""
     is_coded = master.numel() >= MIN_8BIT_ELEMENTS
     dtype = torch.uint8 if is_coded else torch.float32
     found = {name: torch.empty_like(master.detach(), dtype=dtype) for name in _MOMENTS}
@@ -65,7 +66,7 @@ def moments_like(master: Tensor) -> dict[str, Tensor]:
 
 
 def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of the optimizer's state of one parameter that a checkpoint needs, without the
+    """Return the tensors of one parameter's optimizer state that a checkpoint needs, without the
     code's table. They are no copies, but for `step`."""
     found = {name: state[name] for name in (*_MOMENTS, *_SCALES) if name in state}
     return found | {"step": torch.tensor(float(state["step"]))}
@@ -74,7 +75,7 @@ def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def restore_moments(
     optimizer: torch.optim.Optimizer, saved: Mapping[nn.Parameter | Tensor, Mapping[str, Tensor]]
 ) -> None:
-    """Give the optimizer what `moments_of` gave, exactly; what is not in `saved` has no state."""
+    """Load what `moments_of` returned, exactly. Parameters that are not in `saved` get no state."""
     known: Any = optimizer
     known.state.clear()
     for group_index, group in enumerate(optimizer.param_groups):
@@ -96,7 +97,7 @@ def restore_moments(
 def quantize_layers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
     """Replace the matrices inside the model's layers, in place, by NormalFloat codes of 4 bits with
     scales that are codes themselves (Dettmers et al. 2023, "QLoRA"). Embeddings, output layer and
-    norms stay. Each goes to `device` as it is quantized. Returns how many there were."""
+    norms stay. A matrix goes to `device` when it is quantized. Returns the number of matrices."""
     package = require_bitsandbytes("model.quantization=4bit")
     plain = [
         (name, module)
@@ -133,14 +134,14 @@ def _quantized(package: Any, module: nn.Linear, device: torch.device, dtype: tor
 
 
 def num_elements(parameter: Tensor) -> int:
-    """Elements of the matrix that these codes stand for; of a plain tensor its own elements."""
+    """Return the number of elements of a matrix, also if `parameter` holds its 4-bit codes."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
 
 
 def dequantized(weight: Tensor) -> Tensor:
-    """The matrix that these codes stand for, in the dtype that it is computed in; of any other
-    tensor itself."""
+    """Return the matrix that 4-bit codes stand for, in the dtype of its computation; any other
+    tensor as it is."""
     state = getattr(weight, "quant_state", None)
     if state is None:
         return weight.detach()

@@ -1,7 +1,6 @@
-"""Samples as the rows that go through the models: one, or of a trajectory whose template rewrites
-earlier turns as many as there were prompts. All numbers of a row are its tokens' own: a weight of
-each token that was made for the whole sample, an advantage of each turn if there are such.
-"""
+"""Samples as the rows that go through the models: one row per sample, or of a trajectory whose
+template rewrites earlier turns as many rows as there were prompts. A row has the numbers of its own
+tokens only, such as log-probs; a token's weight is that of the whole sample."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ OF_TOKENS = (
     *("rollout_log_probs", "advantage", "ref_log_probs", "values", "returns"),
     "old_log_probs",
 )
-"""Fields of a `TrainSample` that have one number for each drawn token where they are a tuple."""
+"""Fields of a `TrainSample` that may be a tuple with one number for each token that was sampled."""
 
 
 def rows_of(sample: Sample) -> list[Sample]:
-    """The sample's rows, in their order: the sample itself, or one sample for each row."""
+    """Return the sample's rows, in their order: the sample itself, or one sample for each row."""
     if not sample.rewritten:
         return [sample]
     tokens, rows, drawn = sample.response_tokens, [], 0
@@ -49,8 +48,8 @@ def rows_of(sample: Sample) -> list[Sample]:
 
 
 def joined(scores: Sequence[TokenScores], counts: Iterable[int]) -> list[TokenScores]:
-    """The scores of samples that had so many rows each, from those of the rows. None at all, if
-    there are none: most stages of a pipeline have nothing to say."""
+    """Join the scores of rows into those of samples that had `counts` rows each. Empty if `scores`
+    is empty, as in all but the last pipeline stage."""
     if not scores:
         return []
     answers, start = [], 0
@@ -61,7 +60,7 @@ def joined(scores: Sequence[TokenScores], counts: Iterable[int]) -> list[TokenSc
 
 
 def length_of(sample: ScoreRequest) -> int:
-    """Tokens of all rows of a sample, with the context of each."""
+    """Return the number of tokens of all rows of a sample, with each row's context."""
     count = len(sample.response_tokens)
     return num_in_rows(sample.prompt_tokens, count, sample.given, sample.rewritten)
 

@@ -1,5 +1,4 @@
-"""From responses and their rewards to what the trainer takes: advantages and token weights per
-sample."""
+"""Make training samples from responses and rewards, with their advantages and token weights."""
 
 from __future__ import annotations
 
@@ -38,20 +37,20 @@ def build_train_samples(
     reward_parts: Mapping[SampleId, Mapping[str, float | None]] | None = None,
     turn_rewards: Mapping[SampleId, TurnRewards] | None = None,
 ) -> tuple[list[TrainSample], dict[str, float]]:
-    """All samples of one step, in the order given. The denominators are global, so pass the whole
-    step at once.
+    """Return all training samples of one step, in the order given, and metrics of their advantages.
+    The denominators are global, so pass the whole step at once.
 
-    Each group holds the (response, reward) pairs of one prompt; samples without a verdict are not
-    among them. `weights` (one per sample, aligned with `groups`) multiply the samples' losses; the
+    Each group holds the (response, reward) pairs of one prompt, without samples whose reward
+    failed. `weights` (one per sample, aligned with `groups`) multiply the samples' losses; the
     denominators stay those of an unweighted step. `scores` of every sample are needed if
     `config.needs_scores`, `max_response_tokens` for the overlong penalty and fixed-length. With
-    `mask_truncated`, responses that were cut off have weight 0. The metrics describe the
-    advantages; those of rewards and groups are derived from the event log.
+    `mask_truncated`, responses that were cut off have weight 0. Metrics of rewards and groups are
+    derived from the event log, not here.
 
-    `updates` (one per group) says which of the step's optimizer steps trains on it: each has its
-    own denominators, and later ones take old log-probs from `scores`. `reward_parts`, each reward's
-    own values, are for an advantage function that asks for them. `turn_rewards` are for
-    `config.credit` by turn; a sample that is not among them has one turn.
+    `updates` (one per group) is the number of the step's optimizer update that trains on the group:
+    each update has its own denominators, and later ones take old log-probs from `scores`.
+    `reward_parts`, each reward's own values, are for an advantage function that asks for them.
+    `turn_rewards` are for `config.credit` by turn; a sample that is not among them has one turn.
 
     `partial`: these are whole groups, but not all of the step. Their token weights then lack the
     denominator: those of the whole step are smaller by one common factor.
@@ -119,7 +118,7 @@ def _token_weights(
     denominator: int | None,
     max_response_tokens: int | None,
 ) -> list[float]:
-    """The weight of each token of each response, by the denominators of its update."""
+    """Return the weight of each response's tokens, by the denominator of the response's update."""
     weights = [0.0] * len(responses)
     for update in set(of_update):
         places = [place for place, of in enumerate(of_update) if of == update]
@@ -138,7 +137,8 @@ def _token_weights(
 def _with_old(
     sample: TrainSample, update: int, scores: Mapping[SampleId, TokenScores] | None
 ) -> TrainSample:
-    """After the first update, the weights that sampled are gone: their log-probs go along."""
+    """Return a sample with the log-probs under the weights that sampled, if the first update of the
+    step, which changes these weights, comes before the sample's."""
     if update == 0:
         return sample
     own = (scores or {}).get(sample.sample)
@@ -153,8 +153,9 @@ def _turns(
     turn_rewards: Mapping[SampleId, TurnRewards],
     config: AlgorithmConfig,
 ) -> Turns | None:
-    """The turns of these samples. What was added to their `rewards` [N] to make them `shaped` [N]
-    speaks of the whole response: it counts at the last turn. None: nobody asks."""
+    """Return the turns of these samples; None: there is no credit by turn. What was added to
+    `rewards` [N] to make them `shaped` [N] is for the whole response, so it counts at the last
+    turn."""
     if config.credit == "trajectory":
         return None
     counts: list[int] = []
@@ -182,8 +183,8 @@ def _for_own(
     reward_parts: Mapping[SampleId, Mapping[str, float | None]],
     config: AlgorithmConfig,
 ) -> dict[str, object]:
-    """Tensors that an advantage function from outside of the package may ask for besides rewards
-    and scores; [N], or [K] of all samples' tokens."""
+    """Return tensors that an advantage function from outside of the package may ask for besides
+    rewards and scores: [N] by sample, or [K] of all samples' tokens."""
     if config.own_advantages is None:
         return {}
     parts = [reward_parts.get(response.sample, {}) for response in responses]
@@ -209,7 +210,8 @@ def _flat_scores(
     scores: Mapping[SampleId, TokenScores] | None,
     config: AlgorithmConfig,
 ) -> dict[str, Tensor | None]:
-    """Scores of other models, sample after sample. None for scores that were not asked for."""
+    """Return scores of other models by name, sample after sample; None for scores that were not
+    asked for. Raises `ValueError` if a sample has no scores."""
     if not config.needs_scores:
         return {}
     names = ("log_probs", "ref_log_probs", "teacher_log_probs", "values")
@@ -271,7 +273,8 @@ def _samples(
 def _by_sample(
     step: StepAdvantages, num_drawn: Sequence[int]
 ) -> Sequence[float | tuple[float, ...]]:
-    """Each sample's advantage, or those of its drawn tokens; one of a single turn is one number."""
+    """Return each sample's advantage, or the advantages of its sampled tokens. A sample of a single
+    turn has one number."""
     if step.turns is not None:
         per_token, has_one = step.turns.over_tokens(step.advantages), step.turns.counts
     elif step.per_token:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, as a pure function of the step: those of transformers, by name."""
+"""Learning-rate schedules of transformers, by name, as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from rollpacker.trainer.trainer import TrainConfig
 
 _NEED_METRICS = ("reduce_lr_on_plateau", "greedy")
-"""Schedules that follow the loss, not the step."""
+"""Names of schedules that follow the loss, not the step, and are not supported."""
 KNOWN = tuple(t.value for t in SchedulerType if t.value not in _NEED_METRICS)
 _WITH_FLOOR = ("linear", "cosine")
 _GIVEN = ("optimizer", "last_epoch", "num_warmup_steps", "num_training_steps")
-"""Arguments that are not the user's: they come from the rest of the config."""
+"""Arguments of transformers' schedules that the user does not give: they come from the config."""
 
 
 def learning_rate(step: int, config: TrainConfig, total_steps: int | None) -> float:
-    """The rate of optimizer step `step` (from 0).
+    """Return the learning rate of step `step` (from 0).
 
-    From the end of the warm-up on, transformers' schedule of that name. The warm-up itself is
-    linear and rises from 1/(warmup_steps + 1) instead of from 0: a first step at rate 0 would waste
-    a whole round. Steps beyond `total_steps` (they empty the long queue) go on at the last planned
-    rate. `min_learning_rate_ratio` is where linear and cosine end. All but constant need
+    After the warm-up that is transformers' schedule of that name. The warm-up itself is linear and
+    rises from 1/(warmup_steps + 1) instead of from 0: a first step at rate 0 would waste a whole
+    round. Steps beyond `total_steps` (they train on the last deferred prompts) keep the last
+    planned rate. `min_learning_rate_ratio` is where linear and cosine end. All but constant need
     `total_steps`.
     """
     if total_steps is not None:
@@ -78,7 +78,8 @@ def check_schedule(config: TrainConfig) -> None:
 
 
 def _check_options(config: TrainConfig) -> None:
-    """Warm-up options would have no effect, since the warm-up is ours."""
+    """Raise `ValueError` for options that the schedule does not have. Those of its warm-up are
+    refused too, since `train.warmup_steps` replaces it."""
     make: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(config.schedule)]
     arguments = [name for name in inspect.signature(make).parameters if name not in _GIVEN]
     options = [name for name in arguments if not name.startswith("warmup")]
@@ -100,8 +101,8 @@ def _share_of_the_rate(
     warmup_steps: int,
     total_steps: int | None,
 ) -> Callable[[int], float]:
-    """transformers' own function of the step. Some options are relative to the rate, so it has to
-    know it."""
+    """Return transformers' own function from the step to a share of the rate. The rate is passed,
+    since some options are relative to it."""
     nothing = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
     schedule = get_scheduler(
         name,

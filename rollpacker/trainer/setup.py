@@ -1,5 +1,5 @@
-"""From a configuration to a learner, in whichever process it is to live. Light: torch comes with
-the call."""
+"""Builds a learner from a configuration, in the process in which the learner is to live. Torch is
+imported by the call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSetup:
-    """All that a learner is made of; goes to worker processes as it is."""
+    """All settings of a learner; sent to worker processes as it is."""
 
     model: ModelConfig
     train: TrainConfig
@@ -47,10 +47,9 @@ def build_learner(
     tokenizer: PreTrainedTokenizerBase | None = None,
     shards: Shards | None = None,
 ) -> Learner:
-    """Load what is needed. `model` and `tokenizer`: train these in place, instead of loading.
-
-    Raises `ModelError` and `ValueError` for what is wrong with model, teacher or settings.
-    """
+    """Load the models and build a learner. `model` and `tokenizer`: train these in place; None:
+    load them. Raises `ModelError` and `ValueError` for what is wrong with model, teacher or
+    settings."""
     from rollpacker.trainer.critic import from_policy_model, load_critic
     from rollpacker.trainer.frozen import check_same_vocabulary, load_teacher
     from rollpacker.trainer.learner import Learner

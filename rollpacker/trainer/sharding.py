@@ -58,10 +58,12 @@ from transformers import PreTrainedModel
 from rollpacker.trainer.trainer import TrainerError
 
 TIMEOUT_S = 1800.0
-"""Longer than one process takes to load a large model or to write a checkpoint alone."""
+"""Seconds that a process waits for others: more than it takes to load a large model or to write a
+checkpoint alone."""
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""Small numbers are exchanged in host memory, so that nobody waits for the GPU."""
+"""torch.distributed's backends, by type of device. With CUDA, small numbers are exchanged in host
+memory, so that no process waits for a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,21 +73,21 @@ class Shards:
     rank: int
     size: int
     mesh: DeviceMesh
-    """One dimension of `size`; with several replicas two: [replicas, processes of each]."""
+    """The processes as a mesh: [size], or with several replicas [replicas, processes of each]."""
     device: torch.device
     """The device of this process."""
     pipelines: DeviceMesh | None = None
-    """Mesh [stages, processes of each] of a model in pipeline stages; `mesh` is then the own
-    stage's. None: the model is not in stages."""
+    """Mesh [stages, processes of each] of a model in pipeline stages, of which `mesh` is then this
+    process's stage. None: the model is not in stages."""
 
     @property
     def leads(self) -> bool:
-        """Whether it is the first process of the model, or of its stage."""
+        """Whether this process is the first of the model, or of its stage."""
         return not any(self.mesh.get_coordinate() or ())
 
     @property
     def replicas(self) -> int:
-        """How many have the whole model. Replica r is the ranks from r * size / replicas on."""
+        """Number of whole copies of the model. Replica r is the ranks from r * size / replicas."""
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
     @property
@@ -97,8 +99,8 @@ class Shards:
 def join(
     device: torch.device, timeout_s: float = TIMEOUT_S, *, replicas: int = 1, stages: int = 1
 ) -> Shards:
-    """Meet the other processes, as torchrun's environment variables say, of which as many are a
-    replica as `replicas` leaves to each, or a stage as `stages` does.
+    """Join the processes that torchrun's environment variables describe, divided evenly into
+    `replicas` or pipeline `stages`, and return this process's view of them.
 
     On CUDA the process's device is that of LOCAL_RANK. A process that waits longer than `timeout_s`
     for the others fails. Raises `TrainerError` if a variable is not set, `ValueError` if there are
@@ -161,10 +163,8 @@ class ShardedGradients:
 
     def finish(self, run_filler: Callable[[], object]) -> None:
         """Sum the gradients, so that every parameter's `grad` holds its shard of the sum.
-
         `run_filler` runs forward and backward of the whole model once, with a loss of weight zero;
-        it is not called where every backward has summed already.
-        """
+        it is not called where every backward has summed already."""
         if self._is_complete:
             return
         self._fsdp.set_requires_gradient_sync(True)
@@ -174,8 +174,8 @@ class ShardedGradients:
             self._sum_at_backward()
 
     def forget(self) -> None:
-        """Drop what this process has not summed yet, and every parameter's `grad`. Also the end of
-        a forward pass with gradients that no backward pass follows."""
+        """Drop gradients that this process has not summed yet, and every parameter's `grad`. Also
+        called after a forward pass with gradients that no backward pass follows."""
         if self._fsdp._get_fsdp_state()._is_root is not None:  # there was a forward
             _free_after_forward(self._root)
         for parameter in self._root.parameters():
@@ -188,8 +188,8 @@ class ShardedGradients:
                     parameter._unsharded_param.grad = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Gradients that this process has not summed yet. Whole parameters that a forward pass
-        has left are freed."""
+        """Yield gradients that this process has not summed yet, and free whole parameters that a
+        forward pass has left."""
         if self._fsdp._get_fsdp_state()._is_root is not None:  # there was a forward
             _free_after_forward(self._root)
         for group in _parameter_groups(self._root):
@@ -205,9 +205,9 @@ class ShardedGradients:
                         yield gradient
 
     def non_finite(self) -> list[str]:
-        """Parameters whose gradient so far, as far as it is in this process, is not finite: what it
-        has not summed yet, and its shard of what was. What a replica has summed is known by its
-        layer alone, which is named by its first parameter."""
+        """Return names of parameters whose gradient so far is not finite in this process: what it
+        has not summed yet, and its shard of what was. Gradients summed within a replica are known
+        only by layer; a layer is named by its first parameter."""
         found = []
         for group in _parameter_groups(self._root):
             in_replica = group._partial_reduce_output
@@ -232,10 +232,10 @@ def shard(
 ) -> ShardedGradients:
     """Shard `root` in place, layer by layer. All its forwards must go through `root` itself.
 
-    Every process has the same weights before. Computation is in `param_dtype`, for which trainable
-    parameters become float32 if they are of less; gradients are added up in float32. With None
-    nothing is cast. Gradients are sums over processes, not means. With "step" each process keeps
-    whole gradients until `finish`; with "micro-batch" only its shard.
+    Every process must have the same weights before. Computation is in `param_dtype`, for which
+    trainable parameters become float32 if they are of less; gradients are added up in float32. With
+    None nothing is cast. Gradients are sums over processes, not means. With "step" each process
+    keeps whole gradients until `finish`; with "micro-batch" only its shard.
     """
     policy = MixedPrecisionPolicy()
     if param_dtype is not None:
@@ -257,9 +257,9 @@ def shard(
 
 @contextmanager
 def gathered(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the sharded ones of these have whole parameters, and no forward or backward is a
-    collective: processes may run different numbers of them. Gradients are not summed over
-    processes inside."""
+    """A context in which sharded ones of these modules have whole parameters, and no forward or
+    backward is a collective: processes may run different numbers of them. Gradients are not summed
+    over processes inside."""
     sharded = [root for root in roots if isinstance(root, FSDPModule)]
     for root in sharded:
         root._get_fsdp_state()._lazy_init()
@@ -281,8 +281,8 @@ def gathered(roots: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def sum_in_full_precision(root: nn.Module) -> None:
-    """Gradients that were given to `gathered` parameters outside of a backward pass of the model
-    join their sums, as after such a pass."""
+    """Add gradients that `gathered` parameters were given outside of a backward pass to their sums,
+    as after such a pass."""
     for group in _parameter_groups(root):
         for parameter in group.fsdp_params:
             parameter.accumulate_unsharded_grad_if_needed()
@@ -290,13 +290,14 @@ def sum_in_full_precision(root: nn.Module) -> None:
 
 
 def whole(value: Tensor) -> Tensor:
-    """A `DTensor` gathered from all processes, which have to take part; any other tensor itself."""
+    """Return a `DTensor` gathered from all processes, which must take part; other tensors as they
+    are."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def placed_like(target: Tensor, value: Tensor) -> Tensor:
-    """A whole tensor on the target's device and in its dtype, and of a `DTensor` cut into shards as
-    the target is. Every process has the whole, so nothing is sent."""
+    """Return a whole tensor on the target's device and in its dtype, cut into shards like the
+    target if that is a `DTensor`. Every process has the whole tensor, so nothing is sent."""
     value = value.to(device=target.device, dtype=target.dtype)
     if not isinstance(target, DTensor):
         return value
@@ -307,12 +308,9 @@ def placed_like(target: Tensor, value: Tensor) -> Tensor:
 def full_tensors(
     named: Iterable[tuple[str, Tensor]], shards: Shards | None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors in host memory, one at a time, on rank 0, and of a model in stages on the first
-    process of each.
-
-    The others get nothing, but they must iterate to the end too. Floating-point ones are cast
-    to `dtype`, if one is given, before they travel.
-    """
+    """Yield whole tensors in host memory, one at a time, on rank 0, or for a model in stages on the
+    first process of each stage. Other processes get nothing, but they must iterate to the end too.
+    Floating-point tensors are cast to `dtype`, if given, before they are gathered."""
     for name, value in named:
         value = value.detach()
         if dtype is not None and value.is_floating_point():
@@ -323,7 +321,7 @@ def full_tensors(
 
 
 def same_number(count: int, shards: Shards | None) -> int:
-    """The largest `count` of a replica's processes: so many micro-batches each of them runs."""
+    """Return the largest `count` of a replica's processes, such as micro-batches to run."""
     return int(_largest([count], None if shards is None else shards.own_replica)[0])
 
 
@@ -338,12 +336,13 @@ def any_rank(flag: bool, shards: Shards | None) -> bool:
 
 
 def max_over_ranks(values: Sequence[float], shards: Shards | None) -> list[float]:
-    """Element by element, in float64, over all replicas. As many values in every process."""
+    """Return the largest of each value over all replicas' processes, which must give as many
+    values. Computed in float64."""
     return _largest(values, None if shards is None else dist.group.WORLD)
 
 
 def _largest(values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
-    """The largest of each value over the processes of a group. None: of this process alone."""
+    """Return the largest of each value over the processes of `group`; None: this process alone."""
     numbers = torch.tensor(values, dtype=torch.float64)
     if group is not None:
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
@@ -356,7 +355,8 @@ def _is_finite(gradient: Tensor) -> bool:
 
 
 def _layers(root: nn.Module) -> list[nn.Module]:
-    """The model's layers, by what transformers says must stay together."""
+    """Return the model's layers: the modules that transformers says must stay together. Raises
+    `TrainerError` if it says nothing."""
     models = [module for module in root.modules() if isinstance(module, PreTrainedModel)]
     names = {name for model in models for name in model._no_split_modules or ()}
     layers = [module for module in root.modules() if type(module).__name__ in names]
@@ -369,7 +369,7 @@ def _layers(root: nn.Module) -> list[nn.Module]:
 
 
 def _widen_trainable(module: nn.Module) -> None:
-    """Half-precision parameters become float32, in place; what is sharded already is so."""
+    """Make trainable half-precision parameters float32, in place; sharded ones are already."""
     for parameter in module.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
@@ -380,15 +380,15 @@ def _sharded_modules(root: nn.Module) -> list[FSDPModule]:
 
 
 def _parameter_groups(root: nn.Module) -> Iterator[Any]:
-    """FSDP2's own records, one for each sharded module."""
+    """Yield FSDP2's own records of parameters, one for each sharded module."""
     for module in _sharded_modules(root):
         if (group := module._get_fsdp_state()._fsdp_param_group) is not None:
             yield group
 
 
 def _after_forward(root: nn.Module, _inputs: object, _output: object) -> None:
-    """No backward follows a forward without gradient, so free here what backward would have: else
-    the next forward would use the root's old whole parameters, even after an update."""
+    """A hook that frees after a forward pass without gradient what a backward pass would have
+    freed. Else the next forward would use the root's old whole parameters, even after an update."""
     if torch.is_grad_enabled() or _stays_gathered(root):
         return
     _free_after_forward(root)
@@ -399,8 +399,8 @@ def _stays_gathered(root: nn.Module) -> bool:
 
 
 def _free_after_forward(root: nn.Module) -> None:
-    """The root's whole parameters, which stay for a backward pass, and what was noted for it. While
-    they stay, `named_parameters` gives them instead of the shards."""
+    """Free the root's whole parameters, which stay for a backward pass, and FSDP2's notes for that
+    pass. While whole parameters stay, `named_parameters` gives them instead of the shards."""
     assert isinstance(root, FSDPModule)
     root.reshard()
     # FSDP2 notes the order of forwards for the next backward's prefetching. A model that only

@@ -1,6 +1,7 @@
 """Sums over a step's micro-batches, and the step's metrics made of them.
 
-Only sums, smallest and largest values are kept, so that several ranks' merge into the whole step's.
+Only sums, smallest and largest values are kept, so that those of several ranks can be merged into
+the whole step's.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from torch import Tensor
 from rollpacker.trainer.batches import MicroBatch
 
 OUTSIDE_NATS = 0.2
-"""`sampling/sampling_logp_difference/outside` counts tokens whose log-probs differ by more: the
-trainer's probability is then more than 1.22 times the engine's, or less than 0.82 times."""
+"""Difference between a token's two log-probs beyond which the token counts for
+`sampling/sampling_logp_difference/outside`: the trainer's probability is then more than 1.22 times
+the engine's, or less than 0.82 times."""
 MAX_LOG_RATIO = 20.0
-"""Importance ratios are cut at exp of this, so that one broken token gives no infinity."""
+"""Importance ratios are cut at exp of this number, so that one broken token gives no infinity."""
 WEIGHT, WEIGHT_SQUARED = "mismatch_weight", "mismatch_weight_squared"
-"""Sums of the loss that `sampling/ess` is made of."""
+"""Names of the loss's sums from which `sampling/ess` is computed."""
 OUTSIDE_SUM = "mismatch_outside"
-"""The sum that becomes `sampling/mismatch_outside`. Any other becomes `actor/` and its name."""
+"""Name of the loss's sum that becomes `sampling/mismatch_outside`. Others become `actor/NAME`."""
 _ADDED = (
     *("response_tokens", "real_tokens", "padded_tokens", "micro_batches"),
     *("recomputed_micro_batches", "samples", "ranks", "flops"),
@@ -34,7 +36,7 @@ _ADDED = (
 
 @dataclass(slots=True)
 class StepSums:
-    """Picklable. A micro-batch that only keeps other ranks company (a filler) is not added."""
+    """Sums over a step's micro-batches, without fillers (see `Batcher.filler`). Picklable."""
 
     response_tokens: int = 0
     real_tokens: int = 0
@@ -42,11 +44,11 @@ class StepSums:
     micro_batches: int = 0
     recomputed_micro_batches: int = 0
     samples: int = 0
-    """Samples whose weight was given."""
+    """Number of samples whose loss weight was given to `add_micro_batch`."""
     ranks: int = 1
     flops: float = 0.0
     seconds: float = 0.0
-    """How long forward and backward passes took; of several ranks, the slowest one."""
+    """Seconds that forward and backward passes took; of several ranks, those of the slowest."""
     min_log_ratio: float = math.inf
     max_log_ratio: float = -math.inf
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -67,7 +69,7 @@ class StepSums:
         value_loss: float | None = None,
         value_token_sums: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Take in one forward and backward pass.
+        """Add the sums of one forward and backward pass.
 
         `loss` and the critic's `value_loss` are the micro-batch's shares of the step's. [N]:
         `entropy`; `log_ratio`, the trainer's log-probs minus the engine's; `update_log_ratio`, the
@@ -98,14 +100,14 @@ class StepSums:
         self._add_tokens(entropy, log_ratio, named)
 
     def scale(self, factor: float) -> None:
-        """The losses so far were weighted provisionally: multiply them by `factor`."""
+        """Multiply the losses so far by `factor`, since their weights were provisional."""
         for name in ("loss", "value_loss"):
             if name in self.totals:
                 self.totals[name] *= factor
 
     @staticmethod
     def merge(parts: Iterable[StepSums]) -> StepSums:
-        """Merge the sums of several ranks into those of one step. At least one part."""
+        """Merge the sums of several ranks, of at least one, into those of one step."""
         first, *others = parts
         merged = copy.deepcopy(first)
         for part in others:
@@ -126,9 +128,8 @@ class StepSums:
         critic_grad_norm: float | None = None,
         peak_flops: float | None = None,
     ) -> dict[str, float]:
-        """The step's metrics, by the names in `docs/metrics.md`. `peak_flops` is what one rank's
-        device could do, in FLOP/s; without it there is no MFU. At least one micro-batch was added.
-        """
+        """Return the step's metrics, named as in `docs/metrics.md`. `peak_flops` is what one rank's
+        device could do, in FLOP/s; None: there is no MFU. A micro-batch must have been added."""
         assert self.response_tokens > 0, "a step without response tokens has no metrics"
         return {
             "actor/loss": self.totals["loss"],

@@ -23,11 +23,12 @@ Result = TypeVar("Result")
 
 
 class TorchTrainer:
-    """Meets `Trainer` (trainer/trainer.py). Calls must not overlap; the driver awaits each.
+    """A `Trainer` (trainer/trainer.py) in this process. Calls must not overlap; the driver awaits
+    each.
 
-    `in_place`: an engine reads the learner's own tensors. Otherwise engines have copies: those in
-    other processes with `shared`, through memory that all can read. `threads` is torch's number of
-    threads for this trainer's work on a CPU.
+    `in_place`: an engine reads the learner's own tensors. Otherwise engines have copies, which with
+    `shared` are updated through memory that other processes can read. `threads` is torch's number
+    of threads for this trainer's work on a CPU; None: torch's own.
 
     Raises `ValueError` if there is no room for shared weights.
     """
@@ -57,22 +58,22 @@ class TorchTrainer:
     async def score(
         self, requests: Sequence[ScoreRequest], replicas: Sequence[int] | None = None
     ) -> list[TokenScores]:
-        """See `Trainer`. There is one replica."""
+        """Return scores of responses; see `Trainer.score`. There is one replica."""
         return await self._in_thread(lambda: self.learner.score(requests))
 
     async def accumulate(
         self, samples: Sequence[TrainSample], replicas: Sequence[int] | None = None
     ) -> None:
-        """See `Trainer`. There is one replica. Also raises `NonFiniteError` for an advantage that
-        is no finite number."""
+        """Add the samples' share of the gradient; there is one replica. Raises `NonFiniteError` for
+        a loss or an advantage that is not finite."""
         await self._in_thread(lambda: self.learner.accumulate(samples))
 
     async def rescale(self, factor: float) -> None:
-        """See `Trainer`."""
+        """Multiply what was accumulated so far by `factor`."""
         await self._in_thread(lambda: self.learner.rescale(factor))
 
     async def update(self) -> Mapping[str, float]:
-        """See `Trainer`."""
+        """Make an update that is not the step's last, and return its metrics."""
 
         def update() -> Mapping[str, float]:
             return step_metrics([self.learner.update()], peak_flops(self.learner.device))
@@ -80,7 +81,7 @@ class TorchTrainer:
         return await self._in_thread(update)
 
     async def apply(self) -> Mapping[str, float]:
-        """See `Trainer`. Raises `TrainerError` if nothing was accumulated."""
+        """Make the step's last update. Raises `TrainerError` if nothing was accumulated."""
 
         def apply() -> Mapping[str, float]:
             return step_metrics([self.learner.apply()], peak_flops(self.learner.device))
@@ -88,7 +89,7 @@ class TorchTrainer:
         return await self._in_thread(apply)
 
     async def hand_over(self) -> HandOver:
-        """See `Trainer`."""
+        """Return the engine's weights; they are None if the engine reads the learner's own."""
 
         if self._in_place:
             return HandOver(weights=None, probe=None)
@@ -104,31 +105,30 @@ class TorchTrainer:
         return await self._in_thread(weights)
 
     async def offload(self) -> None:
-        """See `Trainer`."""
+        """Move models and optimizer state to host memory until `reload`."""
         await self._in_thread(self.learner.offload)
 
     async def reload(self, replicas: Sequence[int] | None = None) -> None:
-        """See `Trainer`. There is one replica."""
+        """Move back to the device what `offload` moved. There is one replica."""
         await self._in_thread(self.learner.reload)
 
     def save(self, folder: Path) -> None:
-        """See `Trainer`."""
+        """Write a checkpoint to `folder`; see `Trainer.save`."""
         self.learner.save(folder)
 
     def load(self, folder: Path) -> None:
-        """See `Trainer`. Raises `TrainerError` if what lies there is not this model's."""
+        """Restore a checkpoint from `folder`. Raises `TrainerError` if it is not this model's."""
         self.learner.load(folder)
 
     def how_lost(self) -> None:
-        """See `Trainer`. It lives as long as the run's own process."""
+        """Return None: this trainer lives as long as the run's own process."""
 
     async def restore(self, checkpoint: Path | None, tell: Callable[[], None]) -> None:
-        """See `Trainer`. Nobody needs it."""
+        """Raise `AssertionError`: this trainer cannot be lost, so there is nothing to restore."""
         raise AssertionError("a trainer in the run's own process cannot be lost")
 
     def close(self) -> None:
-        """End the thread once it is done with what it is at; a call that hangs is not waited for.
-        Idempotent."""
+        """End the trainer's thread after its present call, without waiting for that. Idempotent."""
         self._executor.shutdown(wait=False)
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:

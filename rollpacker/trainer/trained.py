@@ -1,4 +1,4 @@
-"""Modules with an optimizer: the part of a model set that is trained."""
+"""The modules of a model set that are trained, each with its optimizer."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Trained:
         run_dtype: torch.dtype,
         mirror: str | None = None,
     ) -> None:
-        """`named_by`: the part of `module` whose parameter names are to be used. `mirror`: a
-        parameter that another pipeline stage owns. Its gradient is summed here; it is not
-        updated."""
+        """Shard `module` if `shards` are given, and build its optimizer. `named_by` is the part
+        whose parameter names are used. `mirror`: a parameter that another stage owns; its gradient
+        is summed, but it is not updated here."""
         self.module = module
         self._named_by = named_by
         self._offloads = config.offload
         self._sharded: ShardedGradients | None = None
         self._widened: frozenset[str] = frozenset()
-        """Parameters that sharding makes float32; of one process the optimizer has masters."""
+        """Names of parameters that sharding made float32; empty without sharding."""
         if shards is not None:
             named = named_by.named_parameters()
             self._widened = frozenset(
@@ -59,7 +59,7 @@ class Trained:
     # -- gradients -------------------------------------------------------------------------
 
     def forget_gradients(self) -> None:
-        """Drop the gradients, and those that wait to be summed over the ranks."""
+        """Drop the gradients, also those that wait to be summed over the ranks."""
         if self._sharded is not None:
             self._sharded.forget()
         self.optimizer.forget_gradients()
@@ -67,18 +67,19 @@ class Trained:
             self._mirror.forget()
 
     def mirror_gradient(self) -> Tensor | None:
-        """Gradient of the parameter that another stage owns, in full precision. None: it has
-        none yet."""
+        """Return the gradient of the parameter that another stage owns, in full precision. None: it
+        has none yet."""
         assert self._mirror is not None
         return self._mirror.gradient
 
     def norm(self) -> float:
-        """The norm of the whole gradient so far, without that of a mirror."""
+        """Return the norm of the whole gradient so far, without that of a mirrored parameter."""
         norm = torch.nn.utils.get_total_norm(list(self.optimizer.gradients().values()))
         return whole(norm).item()
 
     def non_finite(self) -> list[str]:
-        """Parameters whose gradient so far, as far as it is in this process, is not finite."""
+        """Return names of parameters whose gradient so far is not finite, seen from this
+        process."""
         if self._sharded is not None:
             return self._sharded.non_finite()
         gradients = dict(self.optimizer.gradients())
@@ -87,8 +88,8 @@ class Trained:
         return [n for n, g in gradients.items() if not bool(torch.linalg.vector_norm(g).isfinite())]
 
     def multiply_gradients(self, factor: float) -> bool:
-        """Whether that is possible now: whole gradients that wait to be summed over the ranks are
-        FSDP's."""
+        """Multiply the gradients, and return whether that was possible. Gradients of a sharded
+        module are FSDP's until they are summed over the ranks."""
         if self._sharded is not None:
             return False
         for gradient in self.optimizer.gradients().values():
@@ -100,8 +101,8 @@ class Trained:
     # -- host memory -----------------------------------------------------------------------
 
     def offload(self) -> None:
-        """Optimizer state and gradients wait in host memory, if the config says so. Whoever asks
-        for gradients or steps brings back what it needs."""
+        """Move optimizer state and gradients to host memory, if the config says so. Methods that
+        need gradients or state bring them back."""
         if self._offloads:
             self.optimizer.offload()
 
@@ -111,7 +112,7 @@ class Trained:
             self.optimizer.reload(state=False)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is kept for training it, with what waits to be summed over the ranks."""
+        """Yield all tensors kept for training the module, also those that wait to be summed."""
         if self._sharded is not None:
             yield from self._sharded.tensors()
         yield from self.optimizer.tensors()
@@ -121,19 +122,19 @@ class Trained:
     # -- checkpoints -----------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """The optimizer's state, with the weights themselves where a checkpoint's model has fewer
+        """Return the optimizer's state, with float32 weights where a model folder has fewer
         digits."""
         masters = {f"master.{n}": p.detach() for n, p in self._masters()}
         return self.optimizer.state() | masters
 
     def state_like(self) -> dict[str, Tensor]:
-        """Tensors of the names, shapes and places that `state` may have."""
+        """Return blank tensors with the names, shapes and places that `state`'s may have."""
         masters = {f"master.{n}": torch.empty_like(p) for n, p in self._masters()}
         return self.optimizer.state_like() | masters
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a state that `state` gave. Raises `TrainerError` if masters are missing."""
+        """Load what `state` returned. Raises `TrainerError` if master weights are missing."""
         rest = dict(tensors)
         for name, parameter in self._masters():
             if f"master.{name}" not in rest:
@@ -145,14 +146,14 @@ class Trained:
         return (item for item in self._named_by.named_parameters() if item[0] in self._widened)
 
     def summing(self, run_filler: Callable[[], object]) -> Callable[[], object]:
-        """`run_filler` in a setting in which its backward pass sums this module's gradients over
-        the ranks."""
+        """Return `run_filler` wrapped so that its backward pass also sums gradients over the
+        ranks."""
         return run_filler if self._sharded is None else partial(self._sharded.finish, run_filler)
 
 
 def sum_gradients(all_trained: Iterable[Trained], run_filler: Callable[[], object]) -> None:
-    """Sum all their gradients over the ranks, by one forward and backward of the least work
-    possible."""
+    """Sum the gradients of all these modules over the ranks, by one call of `run_filler`, a forward
+    and backward of the least work possible."""
     finish = run_filler
     for trained in all_trained:
         finish = trained.summing(finish)

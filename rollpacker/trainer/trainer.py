@@ -1,4 +1,4 @@
-"""The trainer protocol and the records that cross it. Light: no torch."""
+"""The interface `Trainer` and the records that are passed through it. No torch is imported here."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from rollpacker.weights.buffer import WeightSource
 
 AUTO_MICRO_BATCH_TOKENS = 4096
-"""`train.micro_batch_tokens: auto`, where no sample is longer and nothing speaks for less."""
+"""Default of `train.micro_batch_tokens`. `auto` starts from it: more for a longer sample, less
+where pipeline stages keep fewer tokens."""
 
 
 class TrainerError(RuntimeError):
-    """Training cannot go on."""
+    """Raised when training cannot go on; the base of the trainer's errors."""
 
 
 class TrainerProcessError(TrainerError):
@@ -30,8 +31,8 @@ class TrainerProcessError(TrainerError):
 
 
 class RanksLost(TrainerProcessError):
-    """A process of the trainer ended, or can be used no more; all have been ended, and
-    `Trainer.restore` brings others in their place."""
+    """A process of the trainer ended, or can no longer be used. All of its processes have then been
+    ended, and `Trainer.restore` starts new ones."""
 
     def __init__(self, reason: str) -> None:
         """`reason` says in words which process was lost, and how."""
@@ -51,25 +52,28 @@ class NonFiniteError(TrainerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The policy (`model.*`)."""
+    """Settings of the policy, which is the model that is trained (`model.*`)."""
 
     path: str
     """A Hugging Face model folder, or a name on the hub."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on CUDA, float32 on a CPU. With bfloat16 the optimizer keeps float32 master
-    weights."""
+    """Dtype of the weights. auto: bfloat16 on CUDA, float32 on a CPU. With bfloat16 the optimizer
+    keeps float32 master weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gradient_checkpointing: bool = False
     chat_template_kwargs: Mapping[str, object] | None = None
-    """Passed on to the tokenizer's `apply_chat_template`."""
+    """Further keyword arguments for the tokenizer's `apply_chat_template`. None: there are none."""
     quantization: Literal["4bit"] | None = None
-    """4bit: the matrices inside the layers are kept as 4-bit NormalFloat codes (bitsandbytes), with
-    `model.lora` trained above them, in the trainer and in the engine alike."""
+    """How frozen weights are kept. 4bit: the matrices inside the layers as 4-bit NormalFloat codes
+    (bitsandbytes), with `model.lora` trained above them, in trainer and engine alike. None: as they
+    are."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters (peft) instead of the weights. The engine generates with the same
-    adapters; checkpoints hold the merged model and, beside it, the adapter."""
+    """Train low-rank adapters (peft) instead of the weights; None: the weights. The engine
+    generates with the same adapters; checkpoints hold the merged model and, beside it, the
+    adapter."""
     teacher: str | None = None
-    """A model folder or hub name with the same vocabulary, for algorithm.advantage=teacher."""
+    """The teacher of algorithm.advantage=teacher: a folder or hub name of a model with the policy's
+    vocabulary. None: there is no teacher."""
 
     def __post_init__(self) -> None:
         if self.quantization is not None and self.lora is None:
@@ -81,13 +85,15 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters (`model.lora.*`). The reference model is then the model without them."""
+    """Settings of low-rank adapters (`model.lora.*`). With adapters, the reference model is the
+    model without them."""
 
     rank: int = 16
     alpha: float = 32.0
     """The adapters' product is multiplied by alpha / rank."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Names of modules as peft takes them."""
+    """Names of the modules that get adapters, as in peft's `target_modules`; all-linear: every
+    linear layer except the output layer."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -100,12 +106,13 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticConfig:
-    """The value model of algorithm.advantage=gae (`train.critic.*`)."""
+    """Settings of the critic, the value model of algorithm.advantage=gae (`train.critic.*`)."""
 
     path: str | None = None
-    """Where its body comes from. None: model.path."""
+    """Folder or hub name of the model whose layers the critic starts from. None: model.path."""
     learning_rate: float = 1e-5
-    """Constant: `train.schedule` and its warm-up are the policy's."""
+    """The critic's learning rate. It is constant: `train.schedule` and `train.warmup_steps` are for
+    the policy alone."""
     max_grad_norm: float | None = 1.0
     warmup_steps: int = 0
     """Steps at the beginning in which the critic alone is trained. They count as steps for
@@ -122,33 +129,35 @@ class CriticConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
-    """The trainer's models in stages, one after the other (`train.pipeline.*`)."""
+    """Settings of pipeline stages, into which the layers of the trainer's models are split
+    (`train.pipeline.*`)."""
 
     stages: int = 1
-    """Parts of the layers. Each has train.processes / stages processes, and is sharded over
-    them."""
+    """Number of pipeline stages; 1: the models are not split. Each stage has train.processes /
+    stages processes, over which its layers are sharded."""
     layers: Literal["auto"] | tuple[int, ...] = "auto"
-    """Layers of each stage; auto: stages of about the same work."""
+    """Number of layers in each stage. auto: a split into stages of about the same work."""
     order: str = "ready"
-    """The order of a stage's ops. ready: the first ready op, backwards for inputs first. 1f1b:
-    one forward, one backward by turns. zero-bubble: backwards for weights fill in, planned as if
-    every op took as long and links nothing. adapted: planned before each sweep for what the last
-    steps measured. Else a CSV of torch's format, such as `rollpacker plan --csv` writes, for as
-    many micro-batches as each sweep has."""
+    """The order in which a stage runs its ops: forwards, backwards for inputs and backwards for
+    weights. ready: whichever op is ready first, backwards for inputs before others. 1f1b: a forward
+    and a backward by turns. zero-bubble: backwards for weights fill the waits, planned as if every
+    op took the same time and messages none. adapted: planned before each sweep (an update's
+    micro-batches) from the times of the last steps. Else a CSV in torch's format, such as
+    `rollpacker plan --csv` writes, for as many micro-batches as each sweep has."""
     live_tokens: int | Literal["auto"] = "auto"
-    """Tokens whose activations a stage keeps at most; more of them bridge slower links. auto: two
-    micro-batches for each stage from this one to the last."""
+    """The most tokens whose activations a stage keeps at once; with more, a stage waits less for
+    slow links. auto: two micro-batches for each stage from this one to the last."""
     links: Literal["host", "direct", "auto"] = "auto"
-    """host: between stages by way of host memory and TCP, which survives lost connections and does
-    not hold a stage up. direct: through torch.distributed, on a CPU only. auto: host on CUDA; on a
-    CPU direct, and host as long as a link is slow."""
+    """How stages send tensors to each other. host: through host memory and TCP, which survives lost
+    connections and does not hold a stage up. direct: through torch.distributed, on a CPU only.
+    auto: host on CUDA; on a CPU direct, and host as long as a link is slow."""
     interfaces: tuple[str, ...] = ()
-    """Network interfaces of each host over which host links go, such as [eth0, eth1]: the first,
-    and another one while it falls silent. Empty: over the address at which processes meet."""
+    """Network interfaces of each host that host links use, such as [eth0, eth1]: the first, and
+    another while the first falls silent. Empty: the address at which the processes meet."""
     relayout: Literal["propose", "do", "never"] = "propose"
-    """Another split of the layers once a stage is slow, or another order of the processes once the
-    network between two of a stage is. propose: in the log. do: between two steps the processes
-    start anew so."""
+    """What happens when a stage is slow, so that another split of the layers would be quicker, or a
+    link, so that another order of the processes would be. propose: the change is proposed in the
+    log. do: the processes are started anew with it between two steps. never: nothing."""
 
     def __post_init__(self) -> None:
         if self.stages < 1:
@@ -165,62 +174,65 @@ class PipelineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Optimizer and micro-batches (`train.*`)."""
+    """Settings of training: steps, processes, optimizer and micro-batches (`train.*`)."""
 
     steps: int | None = None
-    """Steps, each a round that is trained on. The long queue is emptied at the end, which can add
-    steps. None: until `epochs` are done."""
+    """Number of steps, each of which trains on one round of samples. Prompts that were put off to
+    long rounds are trained on at the end, which can add steps. None: until `epochs` are done."""
     updates_per_round: int = 1
-    """Optimizer steps that a round feeds, each on an equal share of its prompts. From the second
-    one on the policy is no longer the one that sampled: ratios differ from 1, and clips act."""
+    """Number of optimizer updates per round, each on an equal share of its prompts. From the second
+    on the policy is no longer the one that sampled: ratios differ from 1 and may be clipped."""
     epochs: int | None = None
-    """Passes over the training data. None: as many as `steps` needs. One of the two must be set."""
+    """Passes over the training data. None: as many as `steps` needs. At least one of `steps` and
+    `epochs` must be set."""
     processes: int | None = None
-    """Processes of the trainer's own, over which parameters, gradients and optimizer state are
-    sharded (FSDP2). They train while the engine generates (stream_trainer). None: the trainer works
-    in the run's own process, on the engine's weights. Under `torchrun` its processes are these."""
+    """Number of the trainer's own processes, over which parameters, gradients and optimizer state
+    are sharded (FSDP2); they train while the engine generates (stream_trainer). None: the trainer
+    works in the run's own process, on the engine's weights. Under `torchrun` the processes are
+    those that torchrun started."""
     replicas: int = 1
-    """Whole copies of the model among these processes, each sharded over its part of them. A
-    replica computes gradients alone; they are added up over all at the end of a step."""
+    """Number of whole copies of the model, each sharded over its share of the trainer's processes.
+    A replica computes gradients alone; they are added up over all replicas at the end of a step."""
     colocate: bool = False
-    """Engines and the trainer's processes share devices, one process on each, and one engine or its
-    share of one. With stream_trainer engines let go of their devices towards the end of a round;
-    their samples go on in the others, and replicas begin on the groups that are complete. On
-    CUDA whoever has not its turn waits in host memory."""
+    """Whether engines and the trainer's processes share devices: on each, one process and one
+    engine or a share of one. With stream_trainer, engines leave their devices towards the end of a
+    round; their samples go on in other engines, and replicas begin on complete groups. On CUDA,
+    trainer and engine wait in host memory while the other has its turn."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     gradient_sync: Literal["step", "micro-batch"] = "step"
-    """With several processes: gradients are added up over them once a step, or after every
-    micro-batch, which needs less memory."""
+    """When gradients are added up over several processes: once a step, or after every micro-batch,
+    which needs less memory."""
     learning_rate: float = 1e-6
     schedule: str = "constant"
-    """constant, linear, cosine, or another schedule of transformers by its name."""
+    """How the learning rate changes over the steps: constant, linear, cosine, or another schedule
+    of transformers by its name."""
     schedule_options: Mapping[str, float | str] = field(default_factory=dict)
-    """Further arguments of that schedule, such as num_cycles."""
+    """Further arguments of `schedule`, such as num_cycles."""
     warmup_steps: int = 0
     min_learning_rate_ratio: float = 0.0
-    """Where linear and cosine end, as a share of learning_rate."""
+    """Learning rate at which the schedules linear and cosine end, as a share of learning_rate."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    """adamw_8bit: AdamW with moments of 8 bits (bitsandbytes). muon: torch's Muon for the matrices
-    inside the layers, AdamW for all else."""
+    """adamw: AdamW. adamw_8bit: AdamW with moments of 8 bits (bitsandbytes). muon: torch's Muon for
+    the matrices inside the layers, AdamW for all else."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
-    """None: gradients are not clipped."""
+    """Norm to which larger gradients are scaled down. None: gradients are not clipped."""
     micro_batch_tokens: int | Literal["auto"] = AUTO_MICRO_BATCH_TOKENS
-    """Tokens per micro-batch, padding included. One longer sample gets its own. auto: 4096, or what
-    the longest sample has, since there must be room for it; in pipeline stages as much less as
-    makes a sweep quicker, by the samples' lengths."""
+    """The most tokens of a micro-batch, padding included. A longer sample gets a micro-batch of its
+    own. auto: 4096, or the length of the longest sample, since memory must have room for it; with
+    pipeline stages less where, by the samples' lengths, that makes a sweep quicker."""
     micro_batches: Literal["auto", "sorted", "packed"] = "auto"
-    """packed: rows end to end without padding. sorted: rows of like length, padded to the longest.
-    auto: packed, where the model's attention allows it."""
+    """How samples lie in a micro-batch. packed: end to end without padding. sorted: samples of like
+    length, padded to the longest. auto: packed, where the model's attention allows it."""
     offload: bool = False
     """Keep optimizer state and gradients in host memory while they are not needed (CUDA)."""
     compile: bool = False
     """Run the layers through torch.compile. If that fails, the run goes on without and says so."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     threads: int | Literal["auto"] = "auto"
-    """Torch threads of this process on a CPU. auto: a short measurement picks."""
+    """Number of torch's threads in this process on a CPU. auto: a short measurement picks."""
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
@@ -260,7 +272,8 @@ class TrainConfig:
             raise ValueError("threads must be at least 1, or auto")
 
     def most_micro_batch_tokens(self, longest: int = 0) -> int:
-        """Tokens of a micro-batch of several samples, at most, where the longest has so many."""
+        """Return the most tokens that a micro-batch of several samples may have, if the longest
+        sample has `longest` tokens."""
         if self.micro_batch_tokens != "auto":
             return self.micro_batch_tokens
         most, cap = max(AUTO_MICRO_BATCH_TOKENS, longest), self.pipeline.live_tokens
@@ -295,27 +308,28 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """A response whose tokens other models are asked about, before there are advantages."""
+    """A response whose tokens the models score before advantages are computed from the scores."""
 
     sample: SampleId
     prompt_tokens: tuple[int, ...]
     response_tokens: tuple[int, ...]
     given: Spans = ()
-    """Spans of the response's tokens that the model was given and did not draw."""
+    """Spans of response tokens that were given to the model, which did not sample them."""
     rewritten: Rewritten = ()
-    """Where in them it saw another prompt: each is trained on as a row of its own (`rows`)."""
+    """Where in the response the model saw a rewritten prompt. What follows each such place is
+    trained on as a row of its own (`rows`)."""
 
     @property
     def num_targets(self) -> int:
-        """Number of drawn tokens."""
+        """Number of response tokens that the model sampled."""
         return num_outside(len(self.response_tokens), self.given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """Scores of a response's drawn tokens, one number for each, that advantages may depend on
-    besides rewards. A field is None where the algorithm does not need it. Log-probs are at the
-    sampling temperature."""
+    """Scores of the response tokens that the model sampled, one number per token, on which
+    advantages may depend besides rewards. A field is None where the algorithm does not need it.
+    Log-probs are at the sampling temperature."""
 
     log_probs: tuple[float, ...] | None = None
     """The policy's own log-probs, as the trainer computes them."""
@@ -323,99 +337,95 @@ class TokenScores:
     """The reference model's log-probs."""
     teacher_log_probs: tuple[float, ...] | None = None
     values: tuple[float, ...] | None = None
-    """The critic's values of the state before each token."""
+    """The critic's value of the text before each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample(ScoreRequest):
-    """One sample as the trainer takes it, the same for all algorithms."""
+    """A sample with its advantage and loss weight, in the same form for every algorithm."""
 
     rollout_log_probs: tuple[float, ...]
-    """The engine's log-probs, one per drawn token, as in all fields that follow."""
+    """The engine's log-probs, one per token that the model sampled, as in all fields below."""
     advantage: float | tuple[float, ...]
-    """One number for all drawn tokens, or one each."""
+    """The advantage: one number for all sampled tokens, or one per sampled token."""
     token_weight: float
-    """Weight of each drawn token's loss in the step's sum, with the step's *global* denominator
-    already in it: 1 / (tokens of the whole step) for token-mean. Any split of the samples then adds
-    up to the same gradient. A sample that is accumulated before the denominator is known has
-    another one in it, and `Trainer.rescale` makes up for it."""
+    """Weight of each sampled token's loss in the step's sum. The step's *global* denominator is
+    already in it, such as 1 / (tokens of the whole step) for token-mean, so any split of the
+    samples adds up to the same gradient. A sample that is accumulated before the denominator is
+    known has a provisional one, which `Trainer.rescale` corrects."""
     ref_log_probs: tuple[float, ...] | None = None
-    """The reference model's log-probs, if they were asked for before."""
+    """The reference model's log-probs, if they were computed before. None: they were not."""
     loss_weight: float = 1.0
-    """Factor in `token_weight` that undoes the selection by length; the rest of it is the
-    denominator."""
+    """Factor in `token_weight` that undoes the selection of samples by length. The rest of
+    `token_weight` comes from the denominator."""
     values: tuple[float, ...] | None = None
-    """The critic's estimates that the advantages were made of."""
+    """The critic's values from which the advantages were computed. None: there is no critic."""
     returns: tuple[float, ...] | None = None
-    """Values that the critic should have given for the drawn tokens. None: there is no critic."""
+    """Values that the critic should have given for the sampled tokens. None: there is no critic."""
     old_log_probs: tuple[float, ...] | None = None
-    """The trainer's own under the weights that sampled. None: the policy was not updated since, so
-    they are what it says now."""
+    """The trainer's log-probs under the weights that sampled. None: the policy was not updated
+    since then, so its present log-probs are the same."""
 
     @property
     def advantages(self) -> tuple[float, ...]:
-        """The advantage as a tuple: of all drawn tokens together, or one number each."""
+        """The advantage as a tuple: one number for all sampled tokens, or one per token."""
         return self.advantage if isinstance(self.advantage, tuple) else (self.advantage,)
 
 
 class Trainer(Protocol):
-    """`accumulate` any number of times, then `apply`: a step of one update. With more, each but the
-    last is `accumulate` and `update`. `rescale` comes between two calls of `accumulate` if the
-    first samples had to be weighted provisionally."""
+    """What the driver calls to train the policy. A step is any number of calls of `accumulate`,
+    then `apply`; of several updates, each but the last ends with `update`. `rescale` comes between
+    two calls of `accumulate` if the first samples had to be weighted provisionally."""
 
     @property
     def version(self) -> int:
-        """Steps applied so far, however many updates each had."""
+        """Number of steps applied so far, however many updates each step had."""
         ...
 
     async def score(
         self, requests: Sequence[ScoreRequest], replicas: Sequence[int] | None = None
     ) -> list[TokenScores]:
-        """Score responses for the advantages, under the weights as they are, in the requests'
-        order. It is not called if the algorithm needs no scores. `replicas` are those that
-        compute; None: all."""
+        """Return scores of responses for the advantages, under the present weights, in the
+        requests' order. Not called if the algorithm needs no scores. `replicas` are the numbers of
+        the replicas that compute; None: all."""
         ...
 
     async def accumulate(
         self, samples: Sequence[TrainSample], replicas: Sequence[int] | None = None
     ) -> None:
-        """Add these samples' share of the step's gradient. `replicas`: those that compute; None:
-        all.
-
-        Raises `NonFiniteError` that names the samples if the loss is NaN or infinite. Of a model in
-        pipeline stages, the update does.
-        """
+        """Add these samples' share of the step's gradient. `replicas` are the numbers of the
+        replicas that compute; None: all. Raises `NonFiniteError`, which names the samples, if a
+        loss is NaN or infinite. With pipeline stages, the update raises that error instead."""
         ...
 
     async def rescale(self, factor: float) -> None:
-        """Multiply what was accumulated so far, gradient and loss, by `factor`."""
+        """Multiply the gradient and the loss that were accumulated so far by `factor`."""
         ...
 
     async def update(self) -> Mapping[str, float]:
-        """An update of a step that is not its last: clip, step, forget the gradients; `version`
-        and the schedules stay. Returns and raises what `apply` does."""
+        """Make an update that is not the step's last: clip the gradients, step the optimizer, drop
+        the gradients. `version` and the schedules stay. Returns and raises what `apply` does."""
         ...
 
     async def apply(self) -> Mapping[str, float]:
-        """The last update of a step: clip, step, forget the gradients; `version` goes up by one.
-
-        Returns the update's metrics, named as in `docs/metrics.md`. Raises `NonFiniteError`, with
-        weights and optimizer untouched and the gradients forgotten, if the gradient is NaN or
-        infinite.
-        """
+        """Make the step's last update: clip the gradients, step the optimizer, drop the gradients.
+        `version` goes up by one. Returns the update's metrics, named as in `docs/metrics.md`.
+        Raises `NonFiniteError`, with weights and optimizer untouched and the gradients dropped, if
+        the gradient is NaN or infinite."""
         ...
 
     async def hand_over(self) -> HandOver:
-        """The weights for the engine, and a hash of a fixed sample of them."""
+        """Return the weights for the engine, and a hash of a fixed sample of their elements."""
         ...
 
     async def offload(self) -> None:
-        """Let go of the devices' memory: it all waits in host memory until `reload`. Idempotent."""
+        """Move all that lies in the devices' memory to host memory, until `reload`. Idempotent."""
         ...
 
     async def reload(self, replicas: Sequence[int] | None = None) -> None:
-        """Take it back, bit for bit, as far as it was let go of. `replicas`: those that do; None:
-        all. Only these may be asked for anything, and only all of them for what is joint."""
+        """Move what `offload` moved back to the devices, bit for bit. `replicas` are the numbers of
+        the replicas that do so; None: all. Only reloaded replicas may be called, and calls that
+        concern all replicas need all of them reloaded."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -423,20 +433,21 @@ class Trainer(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore all of it from what `save` wrote, bit for bit at the same number of processes."""
+        """Restore model, optimizer and version from what `save` wrote, bit for bit at the same
+        number of processes."""
         ...
 
     def how_lost(self) -> str | None:
-        """Why processes of it can be used no more, in words, if that shows without a call. None:
-        they live, as far as is known, or there are none. Called between calls."""
+        """Return in words why processes of the trainer can no longer be used, if that shows without
+        a call to them. None: the processes live, as far as is known, or there are none. To be
+        called between other calls."""
         ...
 
     async def restore(self, checkpoint: Path | None, tell: Callable[[], None]) -> None:
-        """After `RanksLost`, or where `how_lost` says so: start new processes, and bring them to
-        where `version` was reached, from a folder that `save` wrote; None: from the beginning.
-        Gradients since then are lost. `tell` is called now and then, as a sign of life, in any
-        thread. Raises `RanksLost` if one of the new ones ends meanwhile.
-        """
+        """Start new processes after `RanksLost`, or when `how_lost` gives a reason, and bring them
+        to the state of `version` from `checkpoint`, a folder that `save` wrote; None: from the
+        run's beginning. Gradients accumulated since then are lost. `tell` is called now and then,
+        in any thread, as a sign of life. Raises `RanksLost` if a new process ends meanwhile."""
         ...
 
     def close(self) -> None:
@@ -446,13 +457,13 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOver:
-    """Weights on their way to an engine."""
+    """The weights that an engine is to take over, and a hash to compare them by."""
 
     weights: Mapping[str, Tensor] | WeightSource | None
-    """The weights that training changes, by the names of the model's parameters. None: the
-    engine reads the trainer's own tensors. Tensors are valid until the next call to the trainer;
-    a source is until the next `hand_over`, so that an engine which joins meanwhile can read it
-    too."""
+    """The weights that training changes, by the names of the model's parameters, or a source to
+    read them from. None: the engine reads the trainer's own tensors. Tensors are valid until the
+    next call to the trainer, and a source until the next `hand_over`, so that an engine which joins
+    meanwhile can read it too."""
     probe: str | None
-    """SHA-256 of a fixed sample of their elements (`weight_probe`), in the engine's dtype. None:
-    the engine's tensors are the trainer's, so there is nothing to compare."""
+    """SHA-256 of a fixed sample of the weights' elements (`weight_probe`), in the engine's dtype.
+    None: the engine's tensors are the trainer's, so there is nothing to compare."""

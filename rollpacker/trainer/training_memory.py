@@ -1,7 +1,6 @@
 """Memory of a process, part by part, from the config and the models' `config.json`.
 
-There is one model of it for a trainer in the run's own process, a rank, a pipeline stage and an
-engine.
+The process is a trainer in the run's own process, a rank, a pipeline stage's rank or an engine.
 
 Weights, gradients, optimizer state, adapters, keys and values are exact, by formulas. Activations
 are what the model's layers keep when they run without data (`trainer/layer_trace.py`). Not counted
@@ -11,7 +10,7 @@ A micro-batch that is live in a pipeline stage is in one of two states: its forw
 and what autograd saved is there; or its backward pass for inputs (I) is done, too, and inputs and
 output gradients of the linear layers wait for the weights' products (W). A stage that is not the
 last may have all its live tokens in the first state, when a slow link holds their gradients up. The
-last one has one micro-batch of them, since its I follows the forward pass (F) at once.
+last stage has one micro-batch in it, since its I follows the forward pass (F) at once.
 """
 
 from __future__ import annotations
@@ -39,26 +38,31 @@ GIB = 1 << 30
 CPU_CACHE_GIB = 1.0
 """GiB that an engine on a CPU takes for keys and values unless the config sets another limit."""
 MOST_SIMULATED = 256
-"""Micro-batches of the sweep that the bubble is predicted for. Longer sweeps have less of it."""
+"""The most micro-batches that a sweep is simulated with to predict its bubble (idle time). Longer
+sweeps have less of it."""
 LOGIT_BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
-"""`logprobs.BLOCK_ELEMENTS`, which this module cannot import without torch."""
+"""Logits that are computed at a time, by type of device: a copy of `logprobs.BLOCK_ELEMENTS`, which
+this module cannot import without torch."""
 BYTES_OF_8BIT = 1 + 4 / 256
-"""Bytes of a moment of 8 bits: its code, and a float32 scale for every 256."""
+"""Bytes of one element of an optimizer's 8-bit moment: its code, and its part of a float32 scale
+for every 256 elements."""
 BYTES_OF_4BIT = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of an element of a 4-bit matrix: its code, a code of 8 bits for the scale of every 64, and
-a float32 scale for every 256 of these."""
+"""Bytes of one element of a 4-bit matrix: its code, its part of an 8-bit code for the scale of
+every 64 elements, and of a float32 scale for every 256 of these codes."""
 OF_A_TURN = (
     *("gradients", "critic gradients", "activations", "decoded", "gathered", "backward"),
     *("kept for W", "messages", "summing"),
 )
-"""Parts that a process of the trainer holds only from a step's first gradient to its update."""
+"""Names of the memory parts that a process of the trainer holds only from a step's first gradient
+to its update."""
 OFFLOADED = ("optimizer", "critic optimizer", "master", "critic master")
-"""Further parts that it holds only then, with `train.offload` on CUDA."""
+"""Names of the memory parts that a process of the trainer also holds only during that time, if
+`train.offload` is set on CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
-    """One line of an estimate."""
+    """One part of a process's memory: its name, its size, and the formula for the size in words."""
 
     name: str
     size_bytes: int
@@ -77,7 +81,7 @@ class Memory:
     live_tokens: int = 0
     """The most tokens whose activations a pipeline stage keeps; 0 outside of stages."""
     in_turn: tuple[str, ...] = ()
-    """Names of the parts that it holds only while it has its turn on a shared device."""
+    """Names of the parts that the process holds only while it has its turn on a shared device."""
 
     @property
     def size_bytes(self) -> int:
@@ -85,23 +89,24 @@ class Memory:
 
     @property
     def turn_bytes(self) -> int:
-        """Bytes that are held only in a turn."""
+        """Bytes that the process holds only while it has its turn on a shared device."""
         return sum(part.size_bytes for part in self.parts if part.name in self.in_turn)
 
     @property
     def stays_bytes(self) -> int:
-        """Bytes that stay while another role has its turn on the device."""
+        """Bytes that the process holds even while another has its turn on a shared device."""
         return self.size_bytes - self.turn_bytes
 
     @property
     def has_activations(self) -> bool:
-        """Whether the model could be traced; otherwise a part of a training process is missing."""
+        """Whether activations are among the parts; they are missing if a model cannot be traced."""
         return any(part.name == "activations" for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """The largest sweep of a process: all responses are as long as they may be."""
+    """The largest sweep of a process, which is its share of an update's micro-batches, if all
+    responses are as long as they may be."""
 
     micro_batch_tokens: int
     """Tokens of the largest micro-batch."""
@@ -114,7 +119,7 @@ class Sweep:
 
     @classmethod
     def of(cls, config: RunConfig, shards: int) -> Sweep:
-        """The sweep of one update of a step, whose rows `shards` processes share."""
+        """Return the largest sweep of one update, if `shards` processes share the update's rows."""
         batch = batch_arithmetic(config)
         row = longest_sample(config) - 1  # the last token does not go through the model
         rows = math.ceil(batch.trained_samples / batch.updates_per_round / shards)
@@ -136,29 +141,29 @@ class Decoder:
     name: Literal["policy", "reference", "teacher", "critic"]
     path: str
     parameters: int
-    """All parameters of the model; a critic has no output layer."""
+    """Number of all parameters of the model. A critic has no output layer."""
     shape: DecoderShape | None
-    """The model's shape. None if there is no `config.json` on this machine that tells it."""
+    """The model's shape. None if no `config.json` on this machine gives it."""
     is_trained: bool
     layers: tuple[int, ...] = ()
-    """Layers of each stage. Empty: the model is whole."""
+    """Number of layers in each pipeline stage. Empty: the model is not split."""
 
     @property
     def has_head(self) -> bool:
         return self.name != "critic"
 
     def layers_in(self, stage: int) -> int:
-        """Layers of a stage, or of a whole model; 0 if the shape is not known."""
+        """Number of layers of a stage, or of an unsplit model; 0 if the shape is not known."""
         if self.layers:
             return self.layers[stage]
         return 0 if self.shape is None else self.shape.layers
 
     def matrices_in(self, stage: int) -> int:
-        """Elements of the matrices in a stage's layers."""
+        """Number of elements of all matrices in a stage's layers; 0 if the shape is not known."""
         return 0 if self.shape is None else self.layers_in(stage) * self.shape.layer_matrices
 
     def in_stage(self, stage: int) -> int:
-        """Parameters of a stage, the last one's mirror of a tied weight among them."""
+        """Number of parameters of a stage, with the last stage's copy of a tied weight."""
         shape = self.shape
         if not self.layers or shape is None:
             return self.parameters
@@ -172,7 +177,8 @@ class Decoder:
         return count
 
     def mirrored_in(self, stage: int) -> int:
-        """Parameters of a stage that the first stage owns and updates."""
+        """Number of a stage's parameters that are copies of a weight which the first stage
+        updates."""
         is_last = len(self.layers) > 1 and stage == len(self.layers) - 1
         if is_last and self.has_head and self.shape is not None and self.shape.tied:
             return self.shape.embedding
@@ -180,7 +186,8 @@ class Decoder:
 
 
 Graphs = Sequence[tuple[Decoder, LayerTrace]]
-"""The models that a sweep differentiates, the policy first, and what their layers keep."""
+"""The models that a sweep computes gradients of, the policy first, each with a trace of what its
+layers keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,14 +196,14 @@ class TrainingMemory:
 
     config: RunConfig
     dtype: Literal["bfloat16", "float32"]
-    """The dtype that is computed in."""
+    """The dtype of all computation."""
     on_cuda: bool
     decoders: tuple[Decoder, ...]
     """The models, the policy first. Empty if the policy's size is not known."""
 
     @classmethod
     def of(cls, config: RunConfig, *, on_cuda: bool, notes: list[str]) -> TrainingMemory:
-        """Read shapes and sizes of the run's models; `notes` say what is not known."""
+        """Read shapes and sizes of the run's models. What is not known is noted in `notes`."""
         dtype = config.model.dtype
         if dtype == "auto":
             dtype = "bfloat16" if on_cuda else "float32"
@@ -228,24 +235,24 @@ class TrainingMemory:
 
     @property
     def block_elements(self) -> int:
-        """Logits that are computed at a time."""
+        """Number of logits that are computed at a time."""
         return LOGIT_BLOCK_ELEMENTS["cuda" if self.on_cuda else "cpu"]
 
     @property
     def ranks(self) -> int:
-        """Processes that the model, or a stage of it, is sharded over."""
+        """Number of processes over which the model, or a stage of it, is sharded."""
         train = self.config.train
         return (train.processes or 1) // train.replicas // train.pipeline.stages
 
     @property
     def kept(self) -> int:
-        """Bytes of a trained parameter at rest: shards are float32, which makes them their own
-        masters."""
+        """Bytes of a trained parameter between two passes: 4 with several processes, since their
+        shards are float32 and are their own master weights; else those of `dtype`."""
         return 4 if (self.config.train.processes or 1) > 1 else self.element
 
     def notes(self) -> list[str]:
-        """Notes about parts of quantized weights and of adapters that are not counted, and about
-        memory that loading takes."""
+        """Return notes about parts of quantized weights and of adapters that are not counted, and
+        about memory that loading takes."""
         policy, model, notes = self.policy, self.config.model, []
         if policy is None:
             return []
@@ -264,7 +271,7 @@ class TrainingMemory:
     # -- what is there between two calls -------------------------------------------------------
 
     def weights(self, name: str, decoder: Decoder, stage: int = 0) -> MemoryPart:
-        """A model's weights, codes of 4 bits where it is quantized."""
+        """The part for a model's weights, which are 4-bit codes where the model is quantized."""
         count, what = decoder.in_stage(stage), "parameters"
         if decoder.name == "policy" and self.config.model.quantization is not None:
             if coded := decoder.matrices_in(stage):
@@ -278,7 +285,7 @@ class TrainingMemory:
         return memory_part(name, count * kept // self.ranks, f"{what} x {kept} bytes{self._shared}")
 
     def at_rest(self, decoder: Decoder, stage: int = 0) -> list[MemoryPart]:
-        """Weights, gradients and optimizer state of a model, or of its pipeline stage."""
+        """The parts for weights, gradients and optimizer state of a model, or of its stage."""
         is_policy, count = decoder.name == "policy", decoder.in_stage(stage)
         weights = self.weights("weights" if is_policy else decoder.name, decoder, stage)
         if decoder.is_trained:
@@ -299,8 +306,8 @@ class TrainingMemory:
     def _trained(
         self, count: int, own: int, what: str, matrices: int, prefix: str = ""
     ) -> list[MemoryPart]:
-        """Gradients of `count` parameters, and optimizer state of the `own` ones among them, of
-        which `matrices` are elements of matrices in layers."""
+        """The parts for gradients of `count` parameters, and for optimizer state of the `own`
+        parameters among them, of which `matrices` are elements of matrices in layers."""
         whole = self.ranks > 1 and self.config.train.gradient_sync == "step"
         gradients, shared = (count * 4, "") if whole else (count * 4 // self.ranks, self._shared)
         size, formula = 8 * own, f"{what} x 2 moments x 4 bytes{self._shared}"
@@ -320,8 +327,8 @@ class TrainingMemory:
         return f" / {self.ranks} processes" if self.ranks > 1 else ""
 
     def num_adapter_parameters(self, layers: int) -> int:
-        """Parameters of the adapters in this many layers; 0 if there are none, or if the model's
-        shape is not known."""
+        """Return the number of parameters of the adapters in this many layers; 0 if there are no
+        adapters, or if the model's shape is not known."""
         lora, sizes = self.config.model.lora, self._target_sizes()
         if lora is None:
             return 0
@@ -336,7 +343,8 @@ class TrainingMemory:
         return set(self._target_sizes()) if named == {"all-linear"} else named
 
     def _target_sizes(self) -> dict[str, int]:
-        """Inputs and outputs together of the modules whose names tell their size."""
+        """Number of inputs plus outputs of each matrix that may have an adapter, by its module's
+        name. Empty if the model's shape is not known."""
         shape = None if self.policy is None else self.policy.shape
         if shape is None:
             return {}
@@ -353,8 +361,8 @@ class TrainingMemory:
     # -- what is there during a step -----------------------------------------------------------
 
     def rank(self, notes: list[str]) -> Memory:
-        """Memory of a process that trains whole models, or a shard of each. Activations are not
-        among its parts if the model cannot be traced; `notes` then say why."""
+        """Memory of a process that trains whole models, or a shard of each model. If the model
+        cannot be traced, activations are missing among its parts, and `notes` say why."""
         parts = [part for decoder in self.decoders for part in self.at_rest(decoder)]
         sweep, policy = Sweep.of(self.config, 1), self.policy
         if policy is not None and policy.shape is not None:
@@ -377,7 +385,7 @@ class TrainingMemory:
 
     def _graphs(self, decoders: Sequence[Decoder], sweep: Sweep, notes: list[str]) -> Graphs:
         """Traces of policy and critic in the largest micro-batch of a sweep. Empty if the policy
-        cannot be traced; a critic that cannot is taken for one like the policy."""
+        cannot be traced. A critic that cannot be traced is taken to be like the policy."""
         found: list[tuple[Decoder, LayerTrace]] = []
         for decoder in decoders:
             if decoder.name not in ("policy", "critic"):
@@ -399,12 +407,10 @@ class TrainingMemory:
     # -- pipeline stages -----------------------------------------------------------------------
 
     def stages(self, notes: list[str]) -> tuple[tuple[Memory, ...], Sweep] | None:
-        """Memory of each process of each pipeline stage, and the stages' largest sweep. None if the
-        policy's shape is not known or what its layers keep; the policy's `layers` and the cap of
-        live tokens are then unchecked.
-
-        Raises `ValueError` for layers or a cap of live tokens that the run would refuse.
-        """
+        """Memory of a process of each pipeline stage, and the stages' largest sweep. None if the
+        policy's shape, or what its layers keep, is not known; the policy's `layers` and the cap of
+        live tokens are then unchecked. Raises `ValueError` for layers or a cap of live tokens that
+        the run would refuse."""
         pipeline, sweep = self.config.train.pipeline, Sweep.of(self.config, self.ranks)
         caps = live_token_caps(
             pipeline.live_tokens, num_stages=pipeline.stages, longest=sweep.micro_batch_tokens
@@ -435,8 +441,9 @@ class TrainingMemory:
         return tuple(found), replace(sweep, bubble_share=bubble)
 
     def _split(self) -> list[Decoder]:
-        """The models whose shapes are known, each with its layers of each stage: the policy's as
-        the config or its work says, another's the same if it has as many."""
+        """The models whose shapes are known, each with its number of layers in each stage. The
+        policy is split as the config says, or by work; another model is split like the policy if it
+        has as many layers."""
         pipeline, policy = self.config.train.pipeline, self.policy
         if policy is None or policy.shape is None:
             return []
@@ -467,7 +474,7 @@ class TrainingMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Working:
-    """Memory that a sweep takes in one process besides what is there at rest."""
+    """Memory that a sweep takes in one process, besides weights and optimizer state."""
 
     models: TrainingMemory
     decoders: Sequence[Decoder]
@@ -517,8 +524,9 @@ class _Working:
         return self.models.num_adapter_parameters(self.decoders[0].layers_in(self.stage))
 
     def _activations(self) -> list[MemoryPart]:
-        """Activations as after F; of a pipeline stage's live tokens, those whose I may be done as
-        it leaves them."""
+        """The parts for activations: what forward passes leave, and in the last of several stages,
+        for live tokens beyond one micro-batch, what a backward pass for inputs leaves for the
+        weights' products."""
         after_f = after_i = 0
         formulas = []
         for decoder, trace in self.graphs:
@@ -548,7 +556,7 @@ class _Working:
         return parts
 
     def _backward(self) -> MemoryPart:
-        """The most memory that the backward pass takes besides while it runs."""
+        """The part for the most memory that a running backward pass takes besides activations."""
         models, policy, shape = self.models, self.decoders[0], self._shape
         element, tokens = models.element, self.sweep.micro_batch_tokens
         choices = {
@@ -576,8 +584,9 @@ class _Working:
         return memory_part("backward", choices[formula], formula)
 
     def _logits(self) -> int:
-        """Two float32 copies of a block, a third for the entropy's gradient or where the whole is
-        one block; hidden states and the gradients of both ends."""
+        """Bytes for logits: two float32 copies of a block of them, a third for the entropy's
+        gradient or if all logits are one block; also hidden states with their gradient, and the
+        output layer's gradient if that layer is trained."""
         models, shape, tokens = self.models, self._shape, self.sweep.micro_batch_tokens
         elements = tokens * shape.vocabulary
         is_one = elements <= models.block_elements
@@ -588,7 +597,7 @@ class _Working:
         return block + hidden + (shape.embedding * models.element if is_trained else 0)
 
     def _messages(self) -> MemoryPart:
-        """Memory of hidden states or gradients to and from the stage's neighbours."""
+        """The part for hidden states or gradients on their way to and from neighbouring stages."""
         hidden = sum(one.shape.hidden for one in self.decoders if one.shape is not None)
         neighbours = (self.stage > 0) + (not self._is_last)
         size = neighbours * self.sweep.micro_batch_tokens * hidden * self.models.element
@@ -596,8 +605,8 @@ class _Working:
         return memory_part("messages", size, formula)
 
     def _summing(self) -> int:
-        """Bytes besides what is there at rest, when FSDP2 comes to the last gradients: those of
-        embeddings and output layer, with their input and output of the sum. Those of layers are
+        """Bytes, besides weights and optimizer state, when FSDP2 sums the last gradients: those of
+        embeddings and output layer, with input and output of the sum. Gradients of layers are
         shards by then."""
         policy, ranks, element = self.decoders[0], self.models.ranks, self.models.element
         layers = policy.matrices_in(self.stage)
@@ -610,8 +619,9 @@ class _Working:
 
 
 def _work(decoder: Decoder, stage: int, *, checkpointing: bool) -> tuple[float, float, float]:
-    """F, I and W of a micro-batch in a stage, in parameters of the products that each runs. The
-    output layer's W is in the last stage's I."""
+    """Work of forward (F), backward for inputs (I) and backward for weights (W) of a micro-batch in
+    a stage, in elements of the matrices that each multiplies with. The output layer's W is counted
+    in the last stage's I."""
     assert decoder.shape is not None
     layers = float(decoder.matrices_in(stage))
     head = float(decoder.shape.embedding) if stage == len(decoder.layers) - 1 else 0.0
@@ -624,9 +634,9 @@ def _work(decoder: Decoder, stage: int, *, checkpointing: bool) -> tuple[float, 
 
 
 def cache_rows(models: TrainingMemory) -> tuple[int, int, int | None]:
-    """Samples that an engine generates at once, at most; bytes of the longest one's keys and
-    values; and the bytes that the engine takes for all of them, at most, or None for what is left
-    of a GPU. All three are 0 if the model's shape is not known."""
+    """Return the most samples that an engine generates at once, the bytes of the longest sample's
+    keys and values, and the most bytes that the engine takes for all keys and values, or None for
+    what is left of a GPU. All three are 0 if the model's shape is not known."""
     config, policy = models.config, models.policy
     if policy is None or policy.shape is None:
         return 0, 0, 0
@@ -639,8 +649,8 @@ def cache_rows(models: TrainingMemory) -> tuple[int, int, int | None]:
 
 
 def engine_memory(config: RunConfig, devices: int, *, on_cuda: bool) -> Memory | None:
-    """Memory that one engine on this many devices holds on each of them, until it ends. None:
-    the model is not known."""
+    """Memory that one engine on this many devices holds on each of them until the engine ends. None
+    if the model is not known."""
     models = TrainingMemory.of(config, on_cuda=on_cuda, notes=[])
     policy = models.policy
     if policy is None or policy.shape is None:
@@ -660,10 +670,9 @@ def engine_memory(config: RunConfig, devices: int, *, on_cuda: bool) -> Memory |
 
 
 def rank_memory(config: RunConfig, *, on_cuda: bool) -> Memory | None:
-    """Memory of one process of the trainer, where the config says how many there are. None: the
-    model is not known. In pipeline stages the processes are unlike: on CUDA it is the largest,
-    and on a CPU, where they share memory, the mean. Raises `ValueError` as
-    `TrainingMemory.stages` does."""
+    """Memory of one process of the trainer, where the config says how many there are. None if the
+    model is not known. Processes of pipeline stages differ: on CUDA this is the largest, and on a
+    CPU, where they share memory, the mean. Raises `ValueError` as `TrainingMemory.stages` does."""
     models = TrainingMemory.of(config, on_cuda=on_cuda, notes=[])
     if config.train.pipeline.stages == 1:
         memory = models.rank([])
@@ -683,8 +692,8 @@ def rank_memory(config: RunConfig, *, on_cuda: bool) -> Memory | None:
 
 
 def run_memory(config: RunConfig) -> int:
-    """Bytes that the run's own process holds on a CPU, and the weights on their way from trainer to
-    engines, on the host where it is; 0: the model is not known."""
+    """Bytes on a CPU for the run's own process, and for the weights on their way from trainer to
+    engines, on the run's host; 0 if the model is not known."""
     models = TrainingMemory.of(config, on_cuda=False, notes=[])
     return 0 if models.policy is None else 2 * models.policy.parameters * models.element
 
@@ -692,7 +701,7 @@ def run_memory(config: RunConfig) -> int:
 def _decoder(
     name: Literal["policy", "teacher", "critic"], path: str, notes: list[str], *, is_trained: bool
 ) -> Decoder | None:
-    """Read a model by its path. None, and a note, if its size is not known."""
+    """Read a model by its path. Returns None, and adds to `notes`, if its size is not known."""
     folder = model_folder(path)
     shape = read_shape(folder, notes) if folder else None
     count = num_parameters(folder, path, notes)
@@ -714,7 +723,7 @@ def memory_part(name: str, size_bytes: float, formula: str) -> MemoryPart:
 
 
 def text_of_bytes(size_bytes: int) -> str:
-    """The size as text, in the largest unit that fits."""
+    """Return a size as text in the largest unit that fits: GiB, MiB or KiB."""
     if size_bytes >= GIB:
         return f"{size_bytes / GIB:.1f} GiB"
     if size_bytes >= 1 << 20:

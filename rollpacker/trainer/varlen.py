@@ -38,7 +38,8 @@ class RowGroup:
     num_rows: int
     width: int
     from_pack: Tensor
-    """[rows * width]; padding points at the pack's first token, whose values nobody reads."""
+    """Place in the pack of each of the group's tokens, [rows * width]. Padding points at the pack's
+    first token; what attention gives for padding is not used."""
 
 
 class PackedAttention(Protocol):
@@ -54,19 +55,15 @@ class PackedAttention(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D].
-
-        `scaling` None is the square root of D, inverted. `window`: how many tokens back a token
-        sees, itself included; None is all. `softcap` bends the scores as in Gemma 2.
-        """
+        """Return attention [1, N, H, D] of query [1, H, N, D] to key and value [1, K, N, D].
+        `scaling` None is 1 / sqrt(D). `window`: how many tokens back a token sees, itself included;
+        None is all. `softcap` bends the scores to within this bound, as in Gemma 2; None: not."""
         ...
 
 
 class PackedRows:
-    """Where the rows of a pack begin and end, in the form that each implementation needs.
-
-    Each form is made when it is first asked for and kept, as all layers need the same.
-    """
+    """Where the rows of a pack begin and end, in the form that each implementation needs. Each form
+    is made when it is first asked for and kept, as all layers need the same form."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths = tuple(lengths)
@@ -83,12 +80,12 @@ class PackedRows:
 
     @cached_property
     def cumulative_lengths(self) -> Tensor:
-        """Where each row starts, and the end of the last; [rows + 1] int32."""
+        """Start of each row, and the end of the last row; [rows + 1] int32."""
         return torch.from_numpy(self._starts.astype(np.int32)).to(self._device)
 
     @cached_property
     def groups(self) -> tuple[list[RowGroup], Tensor]:
-        """The groups, and [N]: where each token of the pack lies in the groups laid end to end."""
+        """The groups, and the place [N] of each token of the pack in the groups laid end to end."""
         order = np.argsort(self.lengths, kind="stable")
         lengths = np.asarray(self.lengths)[order]
         to_pack = np.empty(self._starts[-1], dtype=np.int64)
@@ -106,7 +103,7 @@ class PackedRows:
         return groups, torch.from_numpy(to_pack).to(self._device)
 
     def window_mask(self, width: int, window: int) -> Tensor:
-        """[width, width] bool: causal, and no further back than `window` tokens, oneself
+        """Return a bool mask [width, width]: causal, at most `window` tokens back, itself
         included."""
         if (width, window) not in self._window_masks:
             columns = torch.arange(width, device=self._device)
@@ -115,14 +112,15 @@ class PackedRows:
         return self._window_masks[width, window]
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """FlexAttention's mask: causal within each row, no further back than `window` tokens."""
+        """Return FlexAttention's mask: causal in each row, at most `window` tokens back (None:
+        all)."""
         if window not in self._block_masks:
             self._block_masks[window] = self._new_block_mask(window)
         return self._block_masks[window]
 
     def _new_block_mask(self, window: int | None) -> BlockMask:
-        """Build the mask from the rows' starts, which say which blocks have something visible:
-        no [N, N] is made."""
+        """Build the mask from the rows' starts, which say which blocks have something visible,
+        without an [N, N] matrix."""
         total = int(self._starts[-1])
         row_of = np.repeat(np.arange(len(self.lengths)), self.lengths)
         first = np.arange(0, total, BLOCK_SIZE)
@@ -149,7 +147,8 @@ class PackedRows:
 
 
 def _block_lists(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Per block of queries how many blocks of keys, [1, 1, Q], and which, first, [1, 1, Q, K]."""
+    """Return for each block of queries the number of its blocks of keys, [1, 1, Q], and the numbers
+    of all blocks, its own first, [1, 1, Q, K]."""
     counts = blocks.sum(1).astype(np.int32)
     which = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
     return (
@@ -187,8 +186,8 @@ def flex(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """See `PackedAttention`. On a CPU the whole score matrix is made, and there is no backward: for
-    tests."""
+    """Attend by FlexAttention; see `PackedAttention`. On a CPU the whole score matrix is made, and
+    there is no backward pass: that is for tests."""
     run: Any = _compiled_flex_attention() if query.is_cuda else flex_attention
     # Inside a compiled layer a soft cap would become a symbol, which FlexAttention cannot take.
     with torch._dynamo.config.patch(specialize_float=True):
@@ -206,7 +205,7 @@ def flex(
 
 @cache
 def varlen_function() -> Callable[..., Any] | None:
-    """torch's `varlen_attn`, if this torch has one that takes what `varlen` gives it."""
+    """Return torch's `varlen_attn`. None if there is none that accepts what `varlen` passes."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -224,7 +223,7 @@ def varlen(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """See `PackedAttention`. Half precision on CUDA."""
+    """Attend by `varlen_attn`, in half precision on CUDA; see `PackedAttention`."""
     assert softcap is None, "varlen_attn has no soft cap"
     function = varlen_function()
     assert function is not None
@@ -251,7 +250,7 @@ def grouped(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """See `PackedAttention`."""
+    """Attend in groups of rows of like length, by plain SDPA; see `PackedAttention`."""
     groups, to_pack = rows.groups
     flat = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]
     outputs = []
@@ -355,8 +354,9 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Not traced: rows are different in every call, and a compiled layer would be compiled again
-    for each. (FlexAttention itself still is compiled.)"""
+    """Run an implementation outside of torch.compile's tracing: rows are different in every call,
+    and a compiled layer would be compiled again for each. (FlexAttention itself still is
+    compiled.)"""
     if window is not None and window >= rows.max_length:
         window = None
     return implementation(rows, query, key, value, scaling, window, softcap)

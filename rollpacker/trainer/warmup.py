@@ -35,10 +35,10 @@ BETAS = (0.9, 0.95)
 EPS = 1e-8
 MICRO_BATCH_TOKENS = 4096
 SMALL_MODEL_PARAMETERS = 20_000_000
-"""Parameters below which one thread is as fast as several or faster."""
+"""Number of a model's parameters below which one thread is at least as fast as several."""
 
 LOSS_WINDOW = 20
-"""`max_loss` is compared with the mean over this many last steps."""
+"""Number of last steps over whose mean loss `max_loss` is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class WarmupProgress:
     """Number of the stage, from 0."""
     num_stages: int
     step: int
-    """Steps done in this stage."""
+    """Number of steps done in this stage."""
     num_steps: int
     loss: float
     """Mean loss of this step's completion tokens."""
@@ -63,7 +63,7 @@ class WarmupResult:
     losses: tuple[float, ...]
     """Mean loss of the last steps of each stage."""
     trained_tokens: int
-    """Completion tokens that were trained on, each as often as it was."""
+    """Number of completion tokens trained on; a token trained on twice counts twice."""
     elapsed_s: float
 
 
@@ -78,7 +78,7 @@ def run_warmup(
 
     The same config gives the same weights, bit for bit, on the same machine. Raises `WarmupError`
     (bad rows, with file and line; a loss above `max_loss`; an output that is in the way) and
-    `ModelError`.
+    `ModelError` if the model cannot be loaded or built.
     """
     started = time.monotonic()
     output = Path(config.output).expanduser()
@@ -143,7 +143,7 @@ def _run_stage(
     rows: Sequence[Row],
     seed: tuple[int, int],
 ) -> Iterator[tuple[float, int]]:
-    """Train; yields each step's loss and completion tokens."""
+    """Train for one stage. Yields each step's loss and number of completion tokens."""
     optimizer = MasterOptimizer(model.named_parameters(), betas=BETAS, eps=EPS, weight_decay=0.0)
     order = _shuffled_forever(len(rows), seed)
     policy = Policy(model)
@@ -169,8 +169,8 @@ def _run_stage(
 
 
 def _learning_rate(step: int, stage: WarmupStage) -> float:
-    """Rises linearly over the warm-up steps, then falls linearly to its final share at the last
-    step."""
+    """Return a step's learning rate, which rises linearly over the warm-up steps, then falls
+    linearly to its final share at the last step."""
     if step < stage.warmup_steps:
         return stage.learning_rate * (step + 1) / (stage.warmup_steps + 1)
     span = max(stage.steps - 1 - stage.warmup_steps, 1)
@@ -179,7 +179,7 @@ def _learning_rate(step: int, stage: WarmupStage) -> float:
 
 
 def _shuffled_forever(count: int, seed: tuple[int, int]) -> Iterator[int]:
-    """Row numbers, every row once before any comes again, in a new order each time."""
+    """Yield row numbers without end, every row once before any comes again, in random order."""
     generator = np.random.default_rng(seed)
     while True:
         yield from generator.permutation(count).tolist()
@@ -197,7 +197,7 @@ def _check_loss(loss: float, stage: WarmupStage, index: int) -> None:
 
 
 def _stop_at(model: PreTrainedModel, tokens: set[int]) -> None:
-    """Let responses stop at these too, which the model has learnt to end its turns with."""
+    """Let responses also stop at these tokens, which the model has learnt to end its turns with."""
     generation = model.generation_config
     if not tokens or generation is None:
         return
@@ -208,7 +208,7 @@ def _stop_at(model: PreTrainedModel, tokens: set[int]) -> None:
 
 
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
-    """Write beside the output and rename, so that the folder is complete whenever it is there."""
+    """Write the model beside `output` and rename it, so that the folder is never incomplete."""
     unfinished = output.with_name(f"{output.name}.tmp-{os.getpid()}")
     try:
         save_model(model, tokenizer, unfinished)

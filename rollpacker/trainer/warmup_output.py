@@ -1,4 +1,4 @@
-"""Where a warm-up may write its model: looked at before anything is loaded."""
+"""The check of where a warm-up may write its model, made before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WarmupError(ValueError):
 
 
 def check_output(output: Path, config: WarmupConfig, overwrite: bool) -> None:
-    """Raise before any work if the model could not be written at the end."""
+    """Raise `WarmupError` or `OSError`, before any work, if the model could not be written."""
     if config.model is not None:
         start = Path(config.model.path).expanduser()
         if start.resolve() == output.resolve():

@@ -4,8 +4,8 @@
     score, accumulate, discard, rescale, update, apply, arrange, save, load, write_weights, offload,
     reload, hashes
 
-It ends when its line to the run does, whatever it is doing: a run that is killed leaves none
-behind.
+The process ends when its connection to the run does, whatever it is doing: a run that is killed
+leaves no process behind.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from rollpacker.workers.line import LINE_FD, LineEnded
 from rollpacker.workers.program import answer_calls, begin_quietly
 
 TIMEOUT_S = 3600.0
-"""How long a rank waits for the others in a joint call. The run's own deadlines are shorter, and
-end all ranks."""
+"""Seconds that a rank waits for other ranks in a joint call. The run's own deadlines are shorter,
+and end all ranks."""
 
 
 class Worker:
-    """A rank's methods. `calls.METHODS` of them are those that `Ranks.call` may ask for."""
+    """A rank's methods. `Ranks.call` may call those named in `calls.METHODS`."""
 
     def __init__(self) -> None:
         self._buffer: WeightBuffer | None = None
@@ -71,11 +71,11 @@ class Worker:
         self._learner.rescale(factor)
 
     def update(self) -> Any:
-        """Run one update. Returns what `apply` does."""
+        """Make an update that is not the step's last. Returns what `apply` does."""
         return self._learner.update(), peak_flops(self._learner.device)
 
     def apply(self) -> Any:
-        """Finish the step. Returns the outcome, and the FLOP/s that this rank's device could do."""
+        """Make the step's last update. Returns its outcome, and this device's peak FLOP/s."""
         return self._learner.apply(), peak_flops(self._learner.device)
 
     def arrange(self, arrangement: Arrangement) -> None:
@@ -94,8 +94,8 @@ class Worker:
         self._buffer = None if layout is None else WeightBuffer(layout)
 
     def write_weights(self) -> str | None:
-        """Bring the shared memory up to date; every rank takes part, rank 0 writes. Returns the
-        probe, on rank 0."""
+        """Copy the weights to the shared memory; every rank takes part, rank 0 writes. Returns
+        their `weight_probe` on rank 0, None on others."""
         if self._buffer is None:
             return self._learner.write_weights(None)
         with self._buffer.writing(self._learner.version) as tensors:

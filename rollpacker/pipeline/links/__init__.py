@@ -3,7 +3,7 @@
     stage s    Sender.send(number, tensor) --- messages --> Receiver --> on_arrival(number, tensor)
     stage s+1  ...the same the other way, over a link of its own
 
-`link.py` says what both ends are. Two kinds meet it: `host_sender.py` and `host_receiver.py` (TCP,
-any tensor by way of host memory; survives lost connections), and `direct_link.py`
-(torch.distributed).
+`link.py` has the interfaces of both ends. There are two kinds of links: `host_sender.py` and
+`host_receiver.py` (TCP, any tensor by way of host memory; survives lost connections), and
+`direct_link.py` (torch.distributed).
 """

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A tensor in host memory, as soon as it is there."""
+    """A copy of a tensor in host memory, which `wait` returns once it is complete."""
 
     tensor: Tensor
     _copied: torch.cuda.Event | None = None
@@ -29,8 +29,8 @@ class HostCopy:
 
 
 class HostCopies:
-    """Begins copies from a GPU, on a stream of their own: they wait for the work that was queued
-    before them, and no later work waits for them."""
+    """Begins copies from a GPU to host memory, on a CUDA stream of their own: they wait for the
+    work that was queued before them, and no later work waits for them."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -52,7 +52,7 @@ class HostCopies:
 
 
 def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for a tensor that is on its way to this device."""
+    """Return host memory for a tensor that is on its way to this device, pinned for CUDA."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 

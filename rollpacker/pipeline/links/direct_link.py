@@ -39,21 +39,21 @@ from rollpacker.pipeline.links.wire import (
 )
 
 IDLE = timedelta(days=365)
-"""The timeout of a link's group: a receiver waits in it for the next message however long the
-rollouts between two steps take. A peer that ends is noticed at once."""
+"""Timeout of a link's group: a receiver waits for the next message however long the rollouts
+between two steps take. A peer that ends is noticed at once."""
 END_S = 5.0
-"""How long a receiver that is closed waits for its sender to be closed. gloo cannot be told to stop
+"""Seconds that a closed receiver waits for its sender to be closed. gloo cannot be told to stop
 waiting: after this the thread stays until the process or the peer ends."""
 
 
 def direct_group(ranks: tuple[int, int]) -> dist.ProcessGroup:
-    """Make the group of one direction between two ranks. All ranks of the job make all groups, in
-    the same order."""
+    """Make the process group of one direction between two ranks. All ranks of the job make all
+    groups, in the same order."""
     return dist.new_group(list(ranks), timeout=IDLE, backend="gloo")  # type: ignore[no-any-return]
 
 
 class _Sent(NamedTuple):
-    """A message on its way, or the goodbye."""
+    """A message on its way, or the goodbye (number -1)."""
 
     works: list[dist.Work]
     tensors: list[Tensor]
@@ -63,7 +63,7 @@ class _Sent(NamedTuple):
 
 
 class DirectSender:
-    """Meets `Sender`. Memory: what the executor has sent and the group has not."""
+    """A `Sender` over torch.distributed. It keeps the tensors that the group has not sent yet."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class DirectSender:
         *,
         on_lost: OnLost,
     ) -> None:
-        """`group` is a `direct_group` of this direction alone."""
+        """Start the sender's thread. `group` is a `direct_group` of this direction alone."""
         self._border = border
         self._group = group
         self._loss = Loss(on_lost)
@@ -84,7 +84,7 @@ class DirectSender:
         self._thread.start()
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
-        """See `Sender`."""
+        """Begin to send a tensor, and return at once. Raises `LinkLost` once the link is lost."""
         assert number == self._num_posted, f"message {number} after {self._num_posted - 1}"
         assert fits(tensor), f"no message holds {tensor.ndim} dimensions of {tensor.dtype}"
         self._loss.check()
@@ -125,11 +125,11 @@ class DirectSender:
                 self._times.append(times)
 
     def times(self) -> list[SendTimes]:
-        """See `Sender`."""
+        """Return the records of messages that were sent since the last call."""
         return taken(self._times)
 
     def close(self) -> None:
-        """See `Sender`. What was sent before may arrive yet."""
+        """End the thread and say goodbye. What was sent before may still arrive. Idempotent."""
         if self._loss.close():
             self._post(packed_bye(), [], -1, 0.0)
         self._sent.put(None)
@@ -137,7 +137,7 @@ class DirectSender:
 
 
 class DirectReceiver:
-    """Meets `Receiver`. Memory: one message."""
+    """A `Receiver` over torch.distributed. It keeps one message."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class DirectReceiver:
         on_arrival: OnArrival,
         on_lost: OnLost,
     ) -> None:
-        """`group` is a `direct_group` of this direction alone."""
+        """Start the receiver's thread. `group` is a `direct_group` of this direction alone."""
         self._border = border
         self._group = group
         self._on_arrival = on_arrival
@@ -167,7 +167,8 @@ class DirectReceiver:
         self._loss.lose(self._border.lost(why, "its process group"))
 
     def _receive(self) -> bool:
-        """Take one message. False for the goodbye. Raises `RuntimeError` and `ValueError`."""
+        """Receive one message. Returns False for the sender's goodbye. Raises `RuntimeError` if the
+        connection is lost, and `ValueError` for bytes that are no message."""
         head = self._next(torch.empty(HEADER.size, dtype=torch.uint8))
         header = read_header(head.numpy().tobytes(), 1 << 62)
         if header.kind == BYE:
@@ -193,15 +194,15 @@ class DirectReceiver:
         return into
 
     def times(self) -> list[ArrivalTimes]:
-        """See `Receiver`."""
+        """Return the records of messages that arrived since the last call."""
         return taken(self._times)
 
     def close(self) -> None:
-        """See `Receiver`. Waits `END_S` at most for the sender to be closed."""
+        """Stop calling `on_arrival`, and wait at most `END_S` for the sender to be closed."""
         self._loss.close()
         self._thread.join(END_S)
 
 
 def _first_sentence(error: Exception) -> str:
-    """The first sentence of an error. gloo's further lines are no help to a user."""
+    """Return the first sentence of an error; gloo's further lines are no help to a user."""
     return (str(error).splitlines() or [repr(error)])[0].partition(". ")[0]

@@ -1,7 +1,7 @@
 """The receiving end of a host link: a port on each route, a thread for each connection.
 
-A message that has come whole waits until all before it were delivered, and is acknowledged when it
-was delivered itself. So no more messages lie here than the sender has connections.
+A message that is complete waits until all messages before it were delivered, and is acknowledged
+when it was delivered itself. So no more messages wait here than the sender has connections.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from rollpacker.workers.listener import Listener
 
 LOOPBACK = "127.0.0.1"
 MAX_BYTES = 16 << 30
-"""The default bound of one message. It is meant to catch nonsense, not to limit work."""
+"""The most bytes of one message, by default: a bound to catch nonsense, not to limit work."""
 ACCEPT_S = 0.2
-"""Seconds after which the ports of a closed link are closed at the latest."""
+"""Seconds within which the ports of a closed link are closed."""
 _CPU = torch.device("cpu")
 
 logger = logging.getLogger(__name__)
@@ -58,9 +58,9 @@ logger = logging.getLogger(__name__)
 class _Connection:
     socket: socket.socket
     place: int
-    """Place of this connection among those of the sender."""
+    """Number of this connection among the sender's, from 0. Its replacement has the same number."""
     greeting: int
-    """Connections that the sender had made before this one."""
+    """Number of connections that the sender had made before this one."""
 
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):
@@ -71,7 +71,7 @@ class _Connection:
 
 
 class HostReceiver:
-    """Meets `Receiver`. Memory: a message for each connection of the sender."""
+    """A `Receiver` over TCP. It keeps at most one message for each connection of the sender."""
 
     def __init__(
         self,
@@ -84,9 +84,9 @@ class HostReceiver:
         max_bytes: int = MAX_BYTES,
         patience: Patience | None = None,
     ) -> None:
-        """Listen on these addresses of this machine, a route each. Messages arrive on `device`.
-        Raises `OSError` for an address that is not this machine's, and `ValueError` for one that
-        stands for all of them."""
+        """Listen on these addresses of this machine, each of which is a route. Messages arrive on
+        `device`. Raises `OSError` for an address that is not this machine's, and `ValueError` for
+        one that stands for all of its addresses."""
         self._border = border
         self._on_arrival = on_arrival
         self._device = device
@@ -98,7 +98,7 @@ class HostReceiver:
         """The number of the next message to deliver."""
         self._connections: dict[int, _Connection] = {}
         self._alone_since = time.monotonic()
-        """The time since which there is no connection; meaningless while there is one."""
+        """`time.monotonic` since which there is no connection; meaningless while there is one."""
         self._times: deque[ArrivalTimes] = deque(maxlen=MAX_TIMES)
         self._listeners: list[Listener] = []
         try:
@@ -123,11 +123,11 @@ class HostReceiver:
         )
 
     def times(self) -> list[ArrivalTimes]:
-        """See `Receiver`."""
+        """Return the records of messages that arrived since the last call."""
         return taken(self._times)
 
     def close(self) -> None:
-        """See `Receiver`."""
+        """End threads and connections; `on_arrival` is not called any more. Idempotent."""
         self._loss.close()
         with self._turn:
             self._turn.notify_all()
@@ -195,7 +195,8 @@ class HostReceiver:
                 connection.socket.close()
 
     def _receive(self, connection: _Connection) -> None:
-        """Take one message, deliver and acknowledge it. Raises `OSError` and `ValueError`."""
+        """Receive one message, deliver and acknowledge it. Raises `OSError` if the connection
+        breaks, and `ValueError` for a damaged message."""
         connection.socket.settimeout(None)
         head = bytearray(HEADER.size)
         self._fill(connection, memoryview(head))
@@ -218,7 +219,8 @@ class HostReceiver:
         self._deliver(connection, on_device(tensor, self._device), times)
 
     def _fill(self, connection: _Connection, data: memoryview) -> None:
-        """Fill `data` from the connection, and tell the sender meanwhile that somebody is here."""
+        """Fill `data` from the connection, with signs of life to the sender meanwhile. Raises
+        `OSError` if the connection breaks."""
         said_at = time.monotonic()
         while len(data):
             with contextlib.suppress(TimeoutError):

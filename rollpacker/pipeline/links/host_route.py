@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 GREETING = struct.Struct(">IQ")
-"""The greeting of a connection, after the token: its place among those of the sender, and how
-many the sender had made before. A later one of the same place replaces an earlier one."""
+"""The greeting of a connection, after the token: its place among those of the sender, and how many
+the sender had made before. A later connection of the same place replaces an earlier one."""
 MAX_CONNECTIONS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One way to a receiver. With two network cards there are two."""
+    """One way to a receiver, such as over one of two network cards."""
 
     host: str
     """The receiver's address."""
@@ -34,12 +34,13 @@ class Route:
 
 
 def encode_routes(routes: Sequence[Route]) -> bytes:
-    """Write a receiver's routes, tokens included: only its sender must see them."""
+    """Encode a receiver's routes, tokens included, which only its sender may see."""
     return json.dumps([(one.host, one.port, one.token.hex()) for one in routes]).encode()
 
 
 def decode_routes(data: bytes, sources: Sequence[str] = ()) -> tuple[Route, ...]:
-    """Read what `encode_routes` has written. `sources`: the sender's own address on each route."""
+    """Decode routes that `encode_routes` has encoded. `sources`: the sender's own address on each
+    route; empty: the kernel's choice."""
     own = (*sources, *(None for _ in json.loads(data)))
     return tuple(
         Route(host=host, port=port, token=bytes.fromhex(token), source=source)
@@ -49,13 +50,13 @@ def decode_routes(data: bytes, sources: Sequence[str] = ()) -> tuple[Route, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long the ends of a host link wait, in seconds. A link that is merely slow is never too
-    slow: somebody who receives says so all the time."""
+    """How long the ends of a host link wait, in seconds. A slow link is not given up: while a
+    message is being received, the receiver gives signs of life."""
 
     alive_s: float = 0.5
     """Seconds between two signs of life that the receiver of a message gives."""
     silence_s: float = 2.0
-    """A sender that hears nothing for so long makes the connection anew, over another route if
+    """Seconds of silence after which a sender makes the connection anew, over another route if
     there is one, and sends again."""
     connect_s: float = 1.0
     """Seconds that making a connection may take."""
@@ -71,11 +72,11 @@ _ADDRESS = slice(20, 24)
 
 
 def own_addresses(interfaces: Sequence[str]) -> list[str]:
-    """IPv4 addresses of these network interfaces, one each. Without any: the one on the way to the
-    ranks' store, where they have all met. Sends nothing.
+    """Return IPv4 addresses of these network interfaces, one each. Without any interface: this
+    host's address on the way to the store at MASTER_ADDR, where all ranks have met. Sends nothing.
 
-    Raises `ValueError` for an interface that is not there or has no address, and on another system
-    than Linux.
+    Raises `ValueError` for an interface that is not there or has no address, and for any on another
+    system than Linux.
     """
     if not interfaces:
         with socket.socket(type=socket.SOCK_DGRAM) as probe:

@@ -1,8 +1,9 @@
-"""The sending end of a host link: some connections, a thread each, and what is not acknowledged.
+"""The sending end of a host link: some connections, a thread for each, and the messages that are
+not acknowledged.
 
 Each connection carries one message at a time, the lowest number that waits, and takes the next when
-the receiver has said that it delivered this one. A connection that breaks or falls silent is made
-anew, and its message waits again: the receiver drops what it has already.
+the receiver has acknowledged this one. A connection that breaks or falls silent is made anew, and
+its message waits again: the receiver drops what it has already.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from rollpacker.workers.line import LineEnded
 from rollpacker.workers.listener import connect
 
 PAUSE_S = 0.05
-"""Seconds between two rounds over all routes; they grow up to `MAX_PAUSE_S`."""
+"""Seconds between two attempts to connect over all routes; they grow up to `MAX_PAUSE_S`."""
 MAX_PAUSE_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class _PeerClosed(Exception):
 
 
 class HostSender:
-    """Meets `Sender`. Memory: what the executor has sent and the receiver has not acknowledged."""
+    """A `Sender` over TCP. It keeps the tensors that the receiver has not acknowledged."""
 
     def __init__(
         self,
@@ -75,9 +76,10 @@ class HostSender:
         max_connections: int = 16,
         patience: Patience | None = None,
     ) -> None:
-        """Connects in the background, to the first route that answers. A connection is added when
-        messages outnumber them: a message takes one for `t` seconds until it is acknowledged, so
-        that a stage which sends one every `f` seconds gets ceil(t / f) of them."""
+        """Connect in the background, to the first route that answers. A connection is added when
+        there are more messages than connections: a message takes one for `t` seconds until it is
+        acknowledged, so a stage that sends a message every `f` seconds gets ceil(t / f)
+        connections."""
         assert 0 < max_connections <= MAX_CONNECTIONS and routes
         self._border = border
         self._routes = routes
@@ -87,7 +89,7 @@ class HostSender:
         self._messages: dict[int, _Message] = {}
         """Messages that are not acknowledged yet, by number, in order."""
         self._waiting: list[int] = []
-        """Numbers of messages that no connection carries: a heap."""
+        """Numbers of messages that no connection carries, as a heap."""
         self._num_posted = 0
         self._connections: set[_Connection] = set()
         self._greetings = itertools.count()
@@ -95,7 +97,7 @@ class HostSender:
         self._times: deque[SendTimes] = deque(maxlen=MAX_TIMES)
         self._max_connections = max_connections
         self._threads: list[threading.Thread] = []
-        """Threads, one for each connection."""
+        """The threads, one for each connection."""
         with self._changed:
             self._add_connection()
 
@@ -107,7 +109,7 @@ class HostSender:
         thread.start()
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
-        """See `Sender`."""
+        """Begin to send a tensor, and return at once. Raises `LinkLost` once the link is lost."""
         assert number == self._num_posted, f"message {number} after {self._num_posted - 1}"
         assert fits(tensor), f"no message holds {tensor.ndim} dimensions of {tensor.dtype}"
         self._loss.check()
@@ -122,11 +124,12 @@ class HostSender:
                 self._add_connection()
 
     def times(self) -> list[SendTimes]:
-        """See `Sender`."""
+        """Return the records of messages that were acknowledged since the last call."""
         return taken(self._times)
 
     def close(self) -> None:
-        """See `Sender`. Takes as long as making a connection at most."""
+        """End threads and connections, in at most the time of making a connection. What has not
+        arrived is dropped. Idempotent."""
         self._loss.close()
         self._wake()
         for thread in self._threads:
@@ -135,7 +138,7 @@ class HostSender:
             self._messages.clear()
 
     def _wake(self) -> None:
-        """Have all threads see that it is over. Idle ones say goodbye, others are interrupted."""
+        """Wake all threads once the link is over. Idle ones say goodbye, others are cut off."""
         with self._changed:
             self._changed.notify_all()
             for connection in self._connections:
@@ -188,7 +191,8 @@ class HostSender:
         raise AssertionError("unreachable")
 
     def _welcomed(self, place: int, place_of_route: int) -> _Connection:
-        """Raises `OSError`, `LineEnded`, `_PeerClosed`, and `ValueError` for what is no answer."""
+        """Return a new connection that the receiver has welcomed. Raises `OSError`, `LineEnded` or
+        `_PeerClosed` if it does not, and `ValueError` for what is no answer."""
         route, patience = self._routes[place_of_route], self._patience
         with self._changed:
             greeting = GREETING.pack(place, next(self._greetings))
@@ -211,7 +215,8 @@ class HostSender:
         return connection
 
     def _serve(self, connection: _Connection) -> None:
-        """Carry messages until the link is over. Raises `OSError` and `_PeerClosed`."""
+        """Carry messages until the link is over. Raises `OSError` if the connection breaks,
+        `_PeerClosed` if the receiver is closed."""
         while (message := self._take(connection)) is not None:
             try:
                 tensor = message.copy.wait()
@@ -268,14 +273,14 @@ class HostSender:
 
 
 class _Connection:
-    """One connection to a receiver. All but `interrupt` are called in its own thread."""
+    """One connection to a receiver. All methods but `interrupt` are called in its own thread."""
 
     def __init__(self, connection: socket.socket, route: Route, place_of_route: int) -> None:
         self.route = route
         self.place_of_route = place_of_route
         self.carries: int | None = None
-        """The number of its message. Once that is acknowledged it is idle, whether its thread has
-        come to the next one or not."""
+        """The number of the message that the connection carries. None, or once that is
+        acknowledged: it is idle, even if its thread has not noticed."""
         self._socket = connection
         self._answers = bytearray()
         self._poll = select.poll()
@@ -301,7 +306,8 @@ class _Connection:
         delivered: Callable[[int], None],
         silence_s: float,
     ) -> None:
-        """Send a message, and return once it has been delivered. Raises `OSError`."""
+        """Send a message, and return once it has been delivered. Raises `OSError` if the connection
+        breaks or falls silent for `silence_s`."""
         unsent = [memoryview(header), data]
         self._poll.modify(self._socket, select.POLLIN | select.POLLOUT)
         while True:
@@ -321,7 +327,8 @@ class _Connection:
                     self._poll.modify(self._socket, select.POLLIN)
 
     def _delivered(self, if_ended: str) -> list[int]:
-        """Read what the receiver said; other answers than these show merely that it is there."""
+        """Read the receiver's answers. Returns the numbers of next messages in its
+        acknowledgements; other answers show merely that it is there."""
         with contextlib.suppress(BlockingIOError):
             said = self._socket.recv(4096)
             if not said:
@@ -350,7 +357,7 @@ class _Connection:
 
 
 def _drop(views: list[memoryview], num_bytes: int) -> None:
-    """Drop this many bytes from the front."""
+    """Drop this many bytes from the front of the views, in place."""
     while views and num_bytes >= len(views[0]):
         num_bytes -= len(views.pop(0))
     if num_bytes:

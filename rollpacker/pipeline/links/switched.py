@@ -1,5 +1,5 @@
 """One direction of a border, over the kind of link that is in use. Between two steps, when nothing
-is on its way, another kind may be taken into use: messages are numbered on, as if it were one."""
+is on its way, the kind may be changed: messages are numbered on, as if over one link."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollpacker.pipeline.plan.link_choice import LinkKind
 
 
 class SwitchedSender:
-    """Meets `Sender`. It needs `add` and `use` first."""
+    """A `Sender` over the link in use. Call `add` and `use` first."""
 
     def __init__(self) -> None:
         self._links: dict[LinkKind, Sender] = {}
@@ -33,23 +33,23 @@ class SwitchedSender:
         self._kind = kind
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
-        """See `Sender`."""
+        """Send a tensor over the link in use; see `Sender.send`."""
         assert number == self._num_sent.total(), f"message {number} is out of order"
         self._links[self._kind].send(self._num_sent[self._kind], tensor, posted_s=posted_s)
         self._num_sent[self._kind] += 1
 
     def times(self) -> list[SendTimes]:
-        """See `Sender`. Of the link in use, by its own numbers."""
+        """Return the records of messages over the link in use, by that link's own numbers."""
         return self._links[self._kind].times()
 
     def close(self) -> None:
-        """See `Sender`."""
+        """Close the links of all kinds."""
         for link in self._links.values():
             link.close()
 
 
 class SwitchedReceiver:
-    """Meets `Receiver`. It needs `add` and `use` first."""
+    """A `Receiver` over the link in use. Call `add` and `use` first."""
 
     def __init__(self, on_arrival: OnArrival) -> None:
         self._on_arrival = on_arrival
@@ -57,7 +57,7 @@ class SwitchedReceiver:
         self._num_arrived: Counter[LinkKind] = Counter()
 
     def arrival_over(self, kind: LinkKind) -> OnArrival:
-        """The function that the link of this kind calls for each message that arrives."""
+        """Return the function that the link of this kind must call for each arriving message."""
 
         def arrive(number: int, tensor: Tensor) -> None:
             assert number == self._num_arrived[kind], f"message {number} is out of order"
@@ -73,14 +73,14 @@ class SwitchedReceiver:
         """Use the link of this kind from the next message on."""
         self._kind = kind
         self._before = self._num_arrived.total() - self._num_arrived[kind]
-        """Messages that came over other kinds of links so far."""
+        """Number of messages that came over other kinds of links so far."""
 
     def times(self) -> list[ArrivalTimes]:
-        """See `Receiver`. Of the link in use, numbered since the start."""
+        """Return the records of messages over the link in use, numbered since the start."""
         found = self._links[self._kind].times()
         return [dataclasses.replace(one, number=self._before + one.number) for one in found]
 
     def close(self) -> None:
-        """See `Receiver`."""
+        """Close the links of all kinds."""
         for link in self._links.values():
             link.close()

@@ -16,14 +16,14 @@ from torch import Tensor
 
 MAX_DIMS = 6
 HEADER = struct.Struct(f">BBBxQQdI{MAX_DIMS}QI")
-"""Kind, dtype, number of dimensions; number of the message, its bytes, when it was posted, checksum
-of its bytes; shape; checksum of all of this."""
+"""The header of a message: kind, dtype, number of dimensions; number of the message, its bytes,
+when it was posted, checksum of its bytes; shape; checksum of the header."""
 ANSWER = struct.Struct(">BQ")
-"""Kind, and the number of the next message that the receiver has not delivered."""
+"""An answer: its kind, and the number of the next message that the receiver has not delivered."""
 TENSOR, BYE = range(1, 3)
-"""Kinds of headers. BYE: the sender closes."""
+"""Kinds of headers. TENSOR: a tensor follows. BYE: the sender closes."""
 ALIVE, DELIVERED, CLOSED = range(1, 4)
-"""Kinds of answers. ALIVE: nothing new, but somebody is here. CLOSED: the receiver closes."""
+"""Kinds of answers: a sign of life, a message was delivered, the receiver closes."""
 _CHECKSUM = struct.Struct(">I")
 _DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
@@ -50,7 +50,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def fits(tensor: Tensor) -> bool:
-    """Whether a message can hold it."""
+    """Whether a message can hold a tensor of this dtype and number of dimensions."""
     return tensor.dtype in _CODES and tensor.ndim <= MAX_DIMS
 
 
@@ -66,8 +66,8 @@ def packed_bye() -> bytes:
 
 
 def read_header(data: bytes | bytearray, max_bytes: int) -> Header:
-    """Raises `ValueError` for bytes that `packed_header` cannot have made, and for a message that
-    is too long."""
+    """Decode a header. Raises `ValueError` for bytes that `packed_header` cannot have made, and for
+    a message of more than `max_bytes`."""
     kind, code, num_dims, number, num_bytes, posted_s, checksum, *dims, _ = HEADER.unpack(data)
     sound = _sealed(bytes(data)) == bytes(data) and kind in (TENSOR, BYE)
     if not sound or code >= len(_DTYPES) or num_dims > MAX_DIMS:
@@ -81,6 +81,6 @@ def read_header(data: bytes | bytearray, max_bytes: int) -> Header:
 
 
 def _sealed(header: bytes) -> bytes:
-    """The header with its own checksum in place."""
+    """Return the header with its own checksum in place."""
     body = header[: -_CHECKSUM.size]
     return body + _CHECKSUM.pack(zlib.crc32(body))

@@ -39,7 +39,8 @@ KINDS: tuple[Kind, ...] = ("F", "I", "W")
 
 
 class Op(NamedTuple):
-    """One op of one stage."""
+    """One op of one stage on a micro-batch: F (forward), I (backward for inputs) or W (for
+    weights)."""
 
     kind: Kind
     micro_batch: int
@@ -49,10 +50,10 @@ class Op(NamedTuple):
 
 
 Order = tuple[Op, ...]
-"""All ops of one stage, in the order in which it runs them."""
+"""All ops of one stage, in the order in which the stage runs them."""
 
 ORDERS = ("1f1b", "zero-bubble", "adapted", "ready")
-"""Names that `train.pipeline.order` may have, of a run and of a scenario (see `plan.py`)."""
+"""Names that `train.pipeline.order` may have, in a run and in a simulation (see `plan.py`)."""
 
 
 def check_order_name(order: str) -> None:
@@ -63,29 +64,31 @@ def check_order_name(order: str) -> None:
 
 @dataclass(slots=True)
 class StageState:
-    """Inputs that have reached one stage in a sweep, and ops that it has done.
+    """Inputs that have reached one stage in a sweep, and ops that the stage has done.
 
-    A sweep may be *open*: micro-batches are added while it runs, until it is closed. Inputs arrive
-    in the order of the micro-batches; whoever receives them otherwise counts the first that are all
-    there.
+    A sweep may be *open*: micro-batches are added while it runs, until it is closed. Inputs are
+    counted in the order of the micro-batches: one that comes before an earlier one counts only once
+    that is there.
     """
 
     stage: int
     num_stages: int
     tokens: list[int] = field(default_factory=list)
-    """Tokens of each micro-batch that exists so far."""
+    """Number of tokens of each micro-batch that exists so far."""
     closed: bool = False
     """Whether no more micro-batches will come."""
     num_f_arrived: int = 0
-    """Hidden states that came from the stage before; unused on the first."""
+    """Number of messages with hidden states from the stage before; unused on the first stage."""
     num_i_arrived: int = 0
-    """Gradients that came from the stage after; unused on the last."""
+    """Number of messages with gradients from the stage after; unused on the last stage."""
     num_f: int = 0
-    """F that are done; `num_i` and `num_w` count the other kinds."""
+    """Number of forward passes done; `num_i` and `num_w` count backwards for inputs and for
+    weights."""
     num_i: int = 0
     num_w: int = 0
     live_tokens: int = 0
-    """Tokens of micro-batches whose F is done and whose W is not: their activations are kept."""
+    """Tokens of micro-batches whose forward pass is done and whose backward for weights is not:
+    their activations are kept."""
     peak_live_tokens: int = 0
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -97,7 +100,7 @@ class StageState:
         self.closed = True
 
     def arrive(self, kind: Kind) -> None:
-        """The input of the next F (hidden states) or of the next I (a gradient) is here."""
+        """Note that the input of the next F (hidden states) or next I (a gradient) is here."""
         if kind == "F":
             self.num_f_arrived += 1
         else:
@@ -110,11 +113,11 @@ class StageState:
 
     @property
     def finished(self) -> bool:
-        """Whether the sweep is closed and everything in it done."""
+        """Whether the sweep is closed and all its ops are done."""
         return self.closed and self.num_w == len(self.tokens)
 
     def ready(self, kind: Kind) -> bool:
-        """The next op of this kind has its input. Caps and quotas are the chooser's business."""
+        """Whether the next op of this kind has its input. Caps and quotas are the chooser's."""
         if kind == "F":
             here = len(self.tokens) if self.stage == 0 else self.num_f_arrived
             return self.num_f < here
@@ -130,7 +133,7 @@ class StageState:
         return Op("I", self.num_i) if kind == "I" else Op("W", self.num_w)
 
     def done(self, op: Op) -> None:
-        """Note that this op is over. It must be the next of its kind and have been ready."""
+        """Note that this op is over. The op must be the next of its kind and have been ready."""
         assert op == self.next_op(op.kind) and self.ready(op.kind), f"{op} on stage {self.stage}"
         if op.kind == "F":
             self.num_f += 1
@@ -147,23 +150,24 @@ class Chooser(Protocol):
     """Chooses the ops of one stage in one sweep."""
 
     def choose(self, state: StageState) -> Op | None:
-        """Choose the op to run now. None: wait until something arrives, or micro-batches are
-        added. The op depends on `state` alone and always is ready."""
+        """Return the op to run now. None: wait until something arrives, or micro-batches are added.
+        The op depends on `state` alone and is always ready."""
         ...
 
 
 class FixedOrder:
-    """The next op of an order, as soon as it is ready."""
+    """Chooses the next op of a fixed order, as soon as that op is ready."""
 
     def __init__(self, order: Sequence[Op] = ()) -> None:
         self._order = list(order)
 
     def extend(self, order: Sequence[Op]) -> None:
-        """Append the ops of micro-batches that were added to an open sweep, numbered on."""
+        """Append the ops of micro-batches that were added to an open sweep, and whose numbers go on
+        from the earlier ones'."""
         self._order += order
 
     def choose(self, state: StageState) -> Op | None:
-        """See `Chooser`."""
+        """Return the order's next op if it is ready; None: wait."""
         place = state.num_done
         if place >= len(self._order):
             return None
@@ -173,14 +177,15 @@ class FixedOrder:
 
 
 class ReadyFirst:
-    """I before F before W among what is ready.
+    """Chooses among the ready ops: first backward for inputs (I), then forward (F), then backward
+    for weights (W).
 
-    Until its first I, a stage runs F `quota` times and waits for them: that lead keeps it busy when
-    a slow link is between it and the next. F waits while its micro-batch would
-    take the live tokens above the cap. Neither can block: a quota counts no more micro-batches than
-    exist and than fit below the caps of this stage and all before it, so that each F that is
-    waited for comes; and a stage that has no room for an F has an I or a W to run, or some stage
-    after it has.
+    Until its first I, a stage runs `quota` F and waits for them: that lead keeps the stage busy
+    when a slow link is between it and the next. An F waits while its micro-batch would take the
+    live tokens above the cap. Neither wait can block: a quota counts no more micro-batches than
+    exist and than fit below the caps of this stage and all before it, so that each F that is waited
+    for comes; and a stage that has no room for an F has an I or a W to run, or some stage after it
+    has.
     """
 
     def __init__(
@@ -190,20 +195,22 @@ class ReadyFirst:
         quotas: Sequence[int] | None = None,
         caps: Sequence[int | None] | None = None,
     ) -> None:
-        """`quotas` (F before the first I) and `caps` (live tokens; None: none) are by stage, of all
-        stages. Without quotas a stage waits for nothing that is ready."""
+        """`quotas` (numbers of forward passes before the first backward) and `caps` (live tokens;
+        None: no cap) are by stage, of all stages. Without quotas a stage waits for nothing that is
+        ready."""
         before = range(stage + 1)
         self._quota = min(quotas[s] for s in before) if quotas is not None else 0
         given = [caps[s] for s in before] if caps is not None else []
         self._cap = math.inf if not given or given[-1] is None else given[-1]
         self._lowest = min((cap for cap in given if cap is not None), default=math.inf)
-        """The lowest cap of this stage and those before it; a warm-up must fit below it."""
+        """The lowest cap of this stage and those before it, which bounds the quota's
+        micro-batches."""
         self._known = 0
         self._reachable = 0
-        """The quota that the first `_known` micro-batches allow."""
+        """How much of the quota the first `_known` micro-batches allow."""
 
     def choose(self, state: StageState) -> Op | None:
-        """See `Chooser`."""
+        """Return the first ready op in the order I, F, W; None: wait."""
         num_f = state.num_f
         here = len(state.tokens) if state.stage == 0 else state.num_f_arrived
         f_fits = num_f < here and state.live_tokens + state.tokens[num_f] <= self._cap
@@ -224,7 +231,7 @@ class ReadyFirst:
 
 
 def check_caps(caps: Sequence[int | None], tokens: Sequence[int]) -> None:
-    """ValueError where a stage's cap on live tokens has no room for one of the micro-batches."""
+    """Raise `ValueError` if a stage's cap on live tokens is less than one of the micro-batches."""
     largest = max(tokens, default=0)
     for stage, cap in enumerate(caps):
         if cap is not None and cap < largest:
@@ -238,9 +245,9 @@ def check_caps(caps: Sequence[int | None], tokens: Sequence[int]) -> None:
 def live_token_caps(
     live_tokens: int | Literal["auto"], *, num_stages: int, longest: int
 ) -> list[int]:
-    """Caps of live tokens by stage, from `train.pipeline.live_tokens`, where the largest
-    micro-batch has `longest` tokens. With auto, two such micro-batches for each stage from this
-    one to the last. Raises `ValueError` for a cap below one."""
+    """Return the caps of live tokens by stage, from `train.pipeline.live_tokens`, if the largest
+    micro-batch has `longest` tokens. With auto, a cap is two such micro-batches for each stage from
+    this one to the last. Raises `ValueError` for a cap below `longest`."""
     if live_tokens == "auto":
         return [2 * (num_stages - stage) * longest for stage in range(num_stages)]
     if longest > live_tokens:
@@ -255,8 +262,8 @@ def live_token_caps(
 
 
 def even_quotas(num_stages: int, most: int) -> list[int]:
-    """ADAPTRA's initial plan: from `most` (what memory holds, in micro-batches) on the first stage
-    down to 1 on the last, the smallest difference between neighbours as large as it can be."""
+    """Return ADAPTRA's initial quotas: from `most` (what memory holds, in micro-batches) on the
+    first stage to 1 on the last, the smallest difference between neighbours as large as can be."""
     assert num_stages >= 1 and most >= 1
     quotas = [most]
     if num_stages > 1:

@@ -2,13 +2,13 @@
 
 A stage that became slow is to have fewer layers. Two processes of one stage between which the
 network became slow are to be in two stages: a step's weights and gradients go between shards of a
-stage, and over a link between stages hidden states alone, which do not hold up who sends them.
+stage, and over a link between stages hidden states alone, which do not hold the sender up.
 
     places   0 = 1   stage 0             0 - 2   stage 0         = slow
              |   |            becomes    "   |                   " slow, but a link
              2 - 3   stage 1             1 - 3   stage 1
 
-Either costs a switch, between two steps: it must pay before the run ends.
+Either change takes a switch between two steps, which must pay before the run ends.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from rollpacker.pipeline.plan.watch import LinkWatch, WatchConfig
 from rollpacker.pipeline.plan.work import Link, Load, OpCost, StageCost, Work, constant
 
 MIN_GAIN = 0.1
-"""Share of a sweep or of a step that another layout must save, at least."""
+"""Share of a sweep's or a step's time that another layout must save, at least."""
 
 Pair = tuple[int, int]
-"""Two places, the lower number first."""
+"""Numbers of two places (devices), the lower one first."""
 
 CONFIRM_STEPS = 3
-"""So many steps running, layers must be worth moving: a stage may be held up for a moment."""
+"""Number of steps running in which other layers must be faster: stages may be held up briefly."""
 QUIET_STEPS = 10
-"""Steps after a proposal in which there is no other one."""
+"""Number of steps after a proposal in which no other is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +42,10 @@ class Layout:
     """The layers of each stage, and the device of each rank."""
 
     layers: tuple[int, ...]
-    """Layers of each stage."""
+    """Number of layers of each stage."""
     places: tuple[int, ...]
-    """Number of the device of each rank. Ranks of a stage follow one another, and the same
-    shard's of all stages are a pipeline."""
+    """Number of the device of each rank. Ranks of a stage follow one another; the ranks of one
+    shard, one on each stage, are a pipeline."""
 
     def __str__(self) -> str:
         return f"{list(self.layers)} layers, at places {list(self.places)}"
@@ -72,9 +72,9 @@ def faster_split(
     head_layers: float = 0.0,
     bytes_per_token: float = 0.0,
 ) -> NewSplit | None:
-    """Another split of the layers whose sweep is predicted to be faster by more than `MIN_GAIN` of
-    it. `costs` are measured, of stages of these `layers`; the last one's has the output layer in
-    it, which is the work of so many `head_layers`. None: there is none."""
+    """Return another split of the layers whose sweep is predicted to be faster by more than
+    `MIN_GAIN` of its time. None: there is none. `costs` were measured with `layers` in the stages;
+    the last stage also has the output layer, which is the work of `head_layers` layers."""
     if not loads:
         return None
     work = Work.of(costs, loads, bytes_per_token=bytes_per_token)
@@ -110,7 +110,7 @@ def _mean(costs: Sequence[StageCost]) -> StageCost:
 
 
 def _sum(ops: Sequence[OpCost], factor: float) -> OpCost:
-    """The cost of all these ops together, times a factor."""
+    """Return the cost of all these ops together, times a factor."""
     return OpCost(
         fixed_s=factor * math.fsum(op.fixed_s for op in ops),
         per_token_s=factor * math.fsum(op.per_token_s for op in ops),
@@ -123,7 +123,7 @@ def _sum(ops: Sequence[OpCost], factor: float) -> OpCost:
 
 
 def shard_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
-    """Places of the same stage, which exchange weights and gradients."""
+    """Yield pairs of places of the same stage, which exchange weights and gradients."""
     size = len(places) // num_stages
     for first in range(0, len(places), size):
         for one, other in itertools.combinations(places[first : first + size], 2):
@@ -131,7 +131,7 @@ def shard_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
 
 
 def link_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
-    """Places of neighbouring stages, which exchange hidden states and their gradients."""
+    """Yield pairs of places of neighbouring stages, which exchange hidden states and gradients."""
     size = len(places) // num_stages
     for one, other in zip(places, places[size:], strict=False):
         yield _pair(one, other)
@@ -140,11 +140,11 @@ def link_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
 def better_places(
     places: Sequence[int], num_stages: int, *, slow: Collection[Pair], fast: Collection[Pair]
 ) -> tuple[int, ...] | None:
-    """Another order, in which fewer of the `slow` pairs are of the same stage; of those the one
-    that takes the fewest connections which are not known to be `fast`. Rank 0 stays. None: there
-    is none.
+    """Return another order of places, in which fewer `slow` pairs are of the same stage; of such
+    orders the one that needs the fewest connections not known to be `fast`. Rank 0 stays. None:
+    there is none.
 
-    Two ranks are exchanged at a time, as long as that is better: enough for the few slow ones, and
+    Two ranks are exchanged at a time, as long as that is better: enough for a few slow pairs, and
     most others stay where they are.
     """
 
@@ -184,23 +184,23 @@ class ShardTimes:
     """Seconds of a message there and back, by pair of places."""
     message_bytes: int
     step_bytes: float
-    """Bytes that each of these places sends to each other one in a step, one way."""
+    """Bytes that a place sends to another place of the same stage in a step."""
     step_s: float
 
 
 class PairWatch:
-    """Finds places of the same stage that reach one another slowly. They are judged as
-    `LinkWatch` judges links, as if a step's bytes took as long as those of the message did."""
+    """Finds places of the same stage between which the network is slow. Message times are judged as
+    `LinkWatch` judges those of links, scaled to the bytes of a step."""
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         self._config = WatchConfig() if config is None else config
         self._watches: dict[Pair, LinkWatch] = {}
         self._lost_s: dict[Pair, float] = {}
         self.last_s: dict[Pair, float] = {}
-        """Seconds of a message there and back, when it was sent last."""
+        """Seconds of the last message there and back, by pair of places."""
 
     def observe(self, times: ShardTimes) -> list[Pair]:
-        """Take in the times of a step. Returns the pairs of places that turned slow."""
+        """Judge the times of a step. Returns the pairs of places that turned slow."""
         turned = []
         steps_bytes = times.step_bytes / times.message_bytes
         for pair, seconds in times.there_and_back_s.items():
@@ -221,7 +221,8 @@ class PairWatch:
         return [pair for pair, watch in self._watches.items() if watch.mark.slow]
 
     def lost_s(self, pair: Pair) -> float:
-        """Seconds of a step that this pair takes longer than usual; if it never was faster, all."""
+        """Return the seconds of a step that this pair takes longer than usual; if nothing faster
+        was ever measured, all its seconds."""
         return max(self._lost_s[pair], 0.0)
 
 
@@ -243,14 +244,14 @@ class MeasuredSweep:
     """The sweep with gradients of one step, as its stages were measured."""
 
     costs: Sequence[StageCost]
-    """Costs by stage."""
+    """Costs of each stage's ops."""
     loads: Sequence[Load]
     links: Sequence[Link]
     bytes_per_token: float
 
 
 class Relayouts:
-    """Tell it each step's times; it answers which other layout is worth a switch."""
+    """Finds another layout that is worth a switch, from each step's times."""
 
     def __init__(self, layout: Layout, *, head_layers: float = 0.0) -> None:
         self.layout = layout
@@ -258,7 +259,7 @@ class Relayouts:
         self._pairs = PairWatch()
         self._wait_steps = 0
         self._for: list[MeasuredSweep] = []
-        """The last sweeps, without a gap, that speak for other layers."""
+        """The last sweeps without a gap for which other layers would have been faster."""
         self._proposed: set[Layout] = set()
 
     def observe(
@@ -270,8 +271,9 @@ class Relayouts:
         left_steps: float,
         switch_s: float,
     ) -> Proposal | None:
-        """After a step. `slow_links`: places between whose stages a link is slow. `switch_s`: what
-        a switch costs. A layout is proposed once, until there was a switch."""
+        """Judge a step. Returns a layout that is worth a switch; None: none. `slow_links`: places
+        between which a link of two stages is slow. `left_steps`: steps until the run ends.
+        `switch_s`: seconds of a switch. A layout is proposed once, until there was a switch."""
         if shards is not None:
             self._pairs.observe(shards)
         if sweep is None or self._other_layers(sweep) is None:
@@ -294,8 +296,7 @@ class Relayouts:
         return found
 
     def switched(self, layout: Layout) -> None:
-        """Note that the run has this layout now. Layouts that it was moved away from may be
-        proposed again."""
+        """Note that the run has this layout now. Former proposals may be made again."""
         self.layout = layout
         self._proposed = set()
         self._for = []
@@ -345,7 +346,7 @@ class Relayouts:
         return Proposal(layout=replace(self.layout, places=order), why=why, saved_s=saved_s)
 
     def _link_s(self, sweep: MeasuredSweep | None, num_bytes: int) -> dict[Pair, float]:
-        """Seconds of a message there and back over the links between stages."""
+        """Return the seconds of a message there and back over each link, by pair of places."""
         if sweep is None:
             return {}
         places, stages = self.layout.places, len(self.layout.layers)

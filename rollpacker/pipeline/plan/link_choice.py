@@ -1,4 +1,4 @@
-"""Choice of the kind of links that a pipeline uses, where it may choose."""
+"""Choice of the kind of links that a pipeline uses, with `train.pipeline.links=auto` on a CPU."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Literal
 
 LinkKind = Literal["host", "direct"]
 PATIENCE = 8
-"""Steps in which all links must be well before the first return to direct ones."""
+"""Number of steps in which all links must be well before the first return to direct links."""
 
 
 class LinkChoice:
-    """Chooses direct links while all are well, since they cost less. From the step after one was
-    found slow it chooses host links, which hold nobody up, until all have been well for some steps.
+    """Chooses direct links while all are well, since they cost less. From the step after a link was
+    found slow, host links are chosen, which hold no stage up, until all links have been well for
+    some steps.
 
-    What is slow over direct links alone would be found so again at each return to them, so that the
-    wait before a return doubles whenever the last one did not outlive the wait before it.
+    A link that is slow only as a direct link would be found slow after each return, so the wait
+    before a return doubles whenever the last return lasted no longer than the wait before it.
     """
 
     def __init__(self) -> None:
         self.kind: LinkKind = "direct"
         self._patience = PATIENCE
         self._steps_well = 0
-        """Steps without a gap in which all links of this kind were well."""
+        """Number of steps without a gap in which all links of this kind were well."""
         self._returned = False
 
     def observe(self, slow_links: Collection[int], *, direct_lost: bool = False) -> LinkKind:
-        """After a step: the kind for the next one. `slow_links`: all that count as slow now.
-        `direct_lost`: a direct link was lost while host links were in use; it comes back no more.
-        """
+        """Return the kind of links for the next step. `slow_links`: numbers of all links that are
+        slow now. `direct_lost`: a direct link was lost while host links were in use, for good."""
         if direct_lost:
             return self.kind
         if self.kind == "direct" and slow_links:

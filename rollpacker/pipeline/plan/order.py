@@ -1,8 +1,8 @@
 """Checks that orders of stages can be run at all, and the file in which orders are kept.
 
 The file is torch's: `torch.distributed.pipelining` loads it (format `compute_only`), and so does
-torchtitan. A row a stage, cells such as `1F0` (stage, op, micro-batch); an empty cell means
-nothing, and `B` is I with its W.
+torchtitan. It has a row per stage, with cells such as `1F0` (stage, op, micro-batch); an empty cell
+means nothing, and `B` is I with its W.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rollpacker.pipeline.plan.choosers import KINDS, Kind, Op, Order, StageState
 
 _CELL = re.compile(r"(\d+)([FIWB])(\d+)")
 _NEEDS: dict[Kind, Kind | None] = {"F": None, "I": "F", "W": "I"}
-"""The op that a stage must have done before with the same micro-batch. None: F needs none."""
+"""The kind of op that a stage must have done before with the same micro-batch. None: none."""
 _SHOWN = 4
-"""Stages named in a message about a deadlock."""
+"""The most stages that a message about a deadlock names."""
 
 
 def check_orders(
@@ -29,9 +29,9 @@ def check_orders(
     tokens: Sequence[int] | None = None,
     caps: Sequence[int | None] | None = None,
 ) -> None:
-    """ValueError, which names the place, unless every stage runs every op once, each kind in the
-    order of the micro-batches, no stages wait for each other for ever, and (with `tokens` of the
-    micro-batches and `caps` by stage) live tokens stay within the caps."""
+    """Raise `ValueError`, which names the place, unless every stage runs every op once, each kind
+    in the order of the micro-batches, no stages wait for each other for ever, and (with `tokens` of
+    the micro-batches and `caps` by stage) live tokens stay within the caps."""
     if len(orders) != num_stages:
         raise ValueError(f"the plan has {len(orders)} stages, but there are {num_stages}")
     for stage, order in enumerate(orders):
@@ -111,7 +111,7 @@ def _check_progress(
 
 
 def peak_live_tokens(order: Sequence[Op], tokens: Sequence[int]) -> int:
-    """The most tokens of micro-batches of these sizes that a stage keeps alive in this order."""
+    """Return the most live tokens of a stage in this order. `tokens` are by micro-batch."""
     peak = live = 0
     for op in order:
         if op.kind == "F":
@@ -123,7 +123,7 @@ def peak_live_tokens(order: Sequence[Op], tokens: Sequence[int]) -> int:
 
 
 def orders_to_csv(orders: Sequence[Sequence[Op]]) -> str:
-    """Write orders as torch's CSV text."""
+    """Return orders as torch's CSV text."""
     rows = (",".join(f"{stage}{op}" for op in order) for stage, order in enumerate(orders))
     return "".join(f"{row}\n" for row in rows)
 
@@ -131,8 +131,8 @@ def orders_to_csv(orders: Sequence[Sequence[Op]]) -> str:
 def orders_from_csv(
     text: str, *, num_stages: int, num_micro_batches: int | None = None
 ) -> list[Order]:
-    """Orders of a file's text, checked; without a number, for as many micro-batches as it names.
-    ValueError names the line, or what `check_orders` finds."""
+    """Read and check the orders of a file's text, for `num_micro_batches`; None: as many as the
+    text names. Raises `ValueError` that names the line, or what `check_orders` finds."""
     rows = [row for row in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in row)]
     orders = [tuple(_ops(row, stage)) for stage, row in enumerate(rows)]
     if num_micro_batches is None:

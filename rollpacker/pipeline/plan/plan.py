@@ -25,7 +25,7 @@ from rollpacker.pipeline.plan.virtual_time import run
 from rollpacker.pipeline.plan.work import Link, Work, constant
 
 SEARCH_OPS = 15_000
-"""Ops timed in a search for a better plan: some 30 ms."""
+"""Number of ops that are timed in a search for a better plan, which takes some 30 ms."""
 
 Caps = Sequence[int | None] | None
 """Caps of live tokens by stage. None: any number of tokens."""
@@ -34,14 +34,13 @@ Caps = Sequence[int | None] | None
 def ready_choosers(
     num_stages: int, *, quotas: Sequence[int] | None = None, caps: Caps = None
 ) -> list[ReadyFirst]:
-    """Ready-first choosers, one for each stage."""
+    """Return ready-first choosers, one for each stage; see `ReadyFirst`."""
     return [ReadyFirst(stage, quotas=quotas, caps=caps) for stage in range(num_stages)]
 
 
 def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = None) -> list[Order]:
-    """Plan the order of this name (one of `ORDERS`, but `ready`), by stage, for a sweep that is
-    expected to take these times. Raises `ValueError` for a cap below a micro-batch; 1f1b heeds
-    no other cap."""
+    """Return the orders of this name (one of `ORDERS`, but `ready`), by stage, for a sweep that is
+    to take these times. Raises `ValueError` for a cap below a micro-batch; 1f1b heeds no other."""
     if name == "1f1b":
         return plan_1f1b(work.num_stages, work.num_micro_batches)
     if name == "zero-bubble":
@@ -51,8 +50,8 @@ def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = Non
 
 
 def plan_1f1b(num_stages: int, num_micro_batches: int) -> list[Order]:
-    """Plan 1f1b, by stage: as many forwards as stages follow, then by turns F and I with its W.
-    Its live tokens are those of as many micro-batches and one more."""
+    """Return the 1f1b orders by stage: as many forwards as stages follow, then by turns a forward
+    and a backward (I with its W). Live tokens are those of as many micro-batches and one more."""
     orders = []
     for stage in range(num_stages):
         ahead = min(num_stages - stage - 1, num_micro_batches)
@@ -66,9 +65,9 @@ def plan_1f1b(num_stages: int, num_micro_batches: int) -> list[Order]:
 
 
 def plan_zero_bubble(work: Work, *, caps: Caps = None) -> list[Order]:
-    """Plan zero-bubble, by stage: 2 (S - i) - 1 forwards first (ZB-H2), then the ready ones of
-    I, F and W, in the times of `work` and over links that take none. Raises `ValueError` for a
-    cap below a micro-batch."""
+    """Return the zero-bubble orders by stage: 2 (S - i) - 1 forwards first on stage i of S (ZB-H2),
+    then whichever of I, F and W is ready, by the times of `work` and over links that take no time.
+    Raises `ValueError` for a cap below a micro-batch."""
     stages = work.num_stages
     check_caps(caps or (), work.tokens)
     choosers = ready_choosers(stages, quotas=even_quotas(stages, 2 * stages - 1), caps=caps)
@@ -78,7 +77,7 @@ def plan_zero_bubble(work: Work, *, caps: Caps = None) -> list[Order]:
 def plan_adapted(
     work: Work, links: Sequence[Link], *, caps: Caps = None, search_ops: int = SEARCH_OPS
 ) -> list[Order]:
-    """Plan the best order found for these times and links, by stage. Raises `ValueError` for a
+    """Return the best orders found for these times and links, by stage. Raises `ValueError` for a
     cap below a micro-batch."""
     check_caps(caps or (), work.tokens)
     first = run(ready_choosers(work.num_stages, caps=caps), work, constant(links))
@@ -86,7 +85,7 @@ def plan_adapted(
 
 
 def as_if_even(work: Work) -> Work:
-    """The work of these micro-batches if all ops took as long: zero-bubble's order is planned
-    for it. The authors' measurements show that order."""
+    """Return the work as if all ops took the same time: zero-bubble's order is planned for that, as
+    its authors' measurements show."""
     ones = ((1.0,) * work.num_micro_batches,) * work.num_stages
     return replace(work, f_s=ones, i_s=ones, w_s=ones)

@@ -1,9 +1,10 @@
 """Better orders than ready-first finds, by local search.
 
 Ready-first never waits for something better, which now and then costs a few percent. A tabu search
-(as for job shops: Nowicki and Smutnicki 1996) starts from its orders: take the longest chain of ops
-and messages without a gap, which alone makes the sweep as long as it is; exchange two neighbours on
-one stage in it; keep the best exchange, even a worse one, and do not undo it for a while.
+(as for job shops: Nowicki and Smutnicki 1996) starts from ready-first's orders: take the longest
+chain of ops and messages without a gap, which alone makes the sweep as long as it is; exchange two
+neighbours on one stage in the chain; keep the best exchange, even a worse one, and do not undo it
+for a while.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rollpacker.pipeline.plan.work import Link, Work
 
 TABU_LENGTH = 8
 TRIED_AT_ONCE = 12
-"""Exchanges that are compared in one step."""
+"""Number of exchanges of two ops that are compared in one step of the search."""
 
 _Ops = list[list[Op]]
 OpPlace = tuple[int, int]
@@ -31,8 +32,8 @@ def improve(
     caps: Sequence[int | None] | None = None,
     budget_ops: int,
 ) -> list[Order]:
-    """Orders whose sweep is at most as long as that of `orders`, which must be valid. The search
-    ends when it has timed `budget_ops` ops, or nothing is left to exchange."""
+    """Return orders whose sweep is at most as long as that of `orders`, which must be valid. The
+    search ends when it has timed `budget_ops` ops, or nothing is left to exchange."""
     sweep = _Sweep(work, links)
     current: _Ops = [list(order) for order in orders]
     length_s, chain = sweep.longest_chain(current)
@@ -65,7 +66,7 @@ def improve(
 def _exchanges(
     orders: _Ops, chain: Sequence[OpPlace], work: Work, caps: Sequence[int | None] | None
 ) -> list[OpPlace]:
-    """(stage, place) of ops in the chain that may change places with the next one, which is in the
+    """Return the places of ops in the chain that may be exchanged with the next op, which is in the
     chain too: first those at the ends of a run on one stage, where an exchange helps most."""
     ends: list[OpPlace] = []
     inner: list[OpPlace] = []
@@ -98,8 +99,8 @@ def _may_exchange(
 
 
 Cause = OpPlace | None
-"""The op that made another one begin when it did: the one before it on its stage, or the one whose
-message came last. None: nothing held it up."""
+"""The op for which another op had to wait: the op before it on its stage, or the op whose message
+came last. None: the other op waited for nothing."""
 
 
 class _Sweep:
@@ -115,13 +116,13 @@ class _Sweep:
         self._leaves_s = [[link.leaves_s(size) for size in work.message_bytes] for link in links]
 
     def longest_chain(self, orders: _Ops) -> tuple[float, list[OpPlace]]:
-        """Seconds of the sweep, and the ops that make it so long, first to last. Infinite, without
-        a chain, where the orders deadlock."""
+        """Return the seconds of the sweep, and the places of the ops that make it so long, first to
+        last. Infinity, without ops, if the orders deadlock."""
         num_stages, count = self._num_stages, self._count
         causes: list[list[Cause]] = [[None] * len(order) for order in orders]
         at, free_s = [0] * num_stages, [0.0] * num_stages
         input_s = {kind: [[-1.0] * count for _ in orders] for kind in ("F", "I")}
-        """When each input arrives; negative: not known yet."""
+        """Second at which each input arrives, by kind, stage and micro-batch; negative: unknown."""
         input_s["F"][0] = [0.0] * count
         senders: dict[str, list[list[Cause]]] = {
             kind: [[None] * count for _ in orders] for kind in ("F", "I")
@@ -130,7 +131,7 @@ class _Sweep:
         left: dict[str, list[tuple[float, Cause]]] = {
             kind: [(-1.0, None)] * num_stages for kind in ("F", "I")
         }
-        """When each link has sent its last message, and the op that decided it."""
+        """Second at which each link has sent its last message, and the op that decided it."""
         waiting = list(range(num_stages))
         while waiting:
             stage = waiting.pop()

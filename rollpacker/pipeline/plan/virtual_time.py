@@ -1,4 +1,4 @@
-"""A sweep in virtual time: choosers, what ops cost and what links do in, a timeline out.
+"""Simulation of a sweep: choosers, costs of ops and links go in, a timeline comes out.
 
 Every op takes the seconds that `Work` says, and every message those of its link when it is sent.
 Three ways to send are known:
@@ -8,7 +8,7 @@ Three ways to send are known:
               arrived: what queued launches behind a slow send amount to (head-of-line blocking)
     paired    blocking, but each direction by itself: a send and a receive are launched together
 
-A plan is such a run with the times one expects; a replay is one of `FixedOrder`s with others.
+A plan is such a run with expected times; a replay runs `FixedOrder`s with other times.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Message(NamedTuple):
     posted_s: float
     """Second at which the op that made the message was over."""
     sent_s: float
-    """Second at which the link began to take the message."""
+    """Second at which the link began to send the message."""
     arrived_s: float
 
 
@@ -54,7 +54,7 @@ class Timeline:
     """Ops and messages of a sweep, and their times."""
 
     spans: tuple[tuple[Span, ...], ...]
-    """Ops of each stage, in the order in which it ran them."""
+    """Ops of each stage, in the order in which the stage ran them."""
     messages: tuple[Message, ...]
     """Messages in the order in which they were posted."""
     peak_live_tokens: tuple[int, ...]
@@ -92,9 +92,9 @@ def run(
 ) -> Timeline:
     """Run one sweep from `start_s` on, in seconds of the clock that `links` and the timeline have.
 
-    `added_s`: when each micro-batch comes to exist, rising; the sweep is open until the last has.
-    None: all at the start. ValueError where the choosers wait for each other for ever; it names
-    the stages and what they have done.
+    `added_s`: the second at which each micro-batch comes to exist, rising; the sweep is open until
+    all exist. None: all exist at the start. Raises `ValueError`, which names the stages and what
+    they have done, if the choosers wait for each other for ever.
     """
     return _Run(choosers, work, links, sends, added_s, start_s).to_the_end()
 
@@ -113,7 +113,7 @@ def replay(
 
 
 class _Run:
-    """A sweep while it runs."""
+    """A simulated sweep while it runs."""
 
     def __init__(
         self,
@@ -133,14 +133,16 @@ class _Run:
         stages = range(work.num_stages)
         self._states = [StageState(stage, work.num_stages) for stage in stages]
         self._running: list[Op | None] = [None for _ in stages]
-        """The op that each stage runs, or whose blocking send it waits for. None: the stage is
-        free."""
+        """The op that each stage runs, or whose blocking send the stage waits for. None: the stage
+        is free."""
         self._spans: list[list[Span]] = [[] for _ in stages]
         self._messages: list[Message] = []
         self._free_s = {(link, way): start_s for link in stages for way in ("down", "up")}
-        """When each direction of each link has sent everything; both, where they share one."""
+        """Second at which each direction of each link has sent everything; with one channel only
+        "down" is used, for both."""
         self._events: list[tuple[float, int, str, int]] = []
-        """(second, number, what, stage): numbers keep the order of what happens at once."""
+        """Events as (second, number, what, stage); numbers keep the order of simultaneous
+        events."""
         self._num_events = 0
         self._last_arrival_s: dict[tuple[int, str], float] = {}
         added = [start_s] * work.num_micro_batches if added_s is None else list(added_s)

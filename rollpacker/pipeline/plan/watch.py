@@ -1,9 +1,9 @@
 """Tells a slow link from a slow stage by the times of ops and messages.
 
-Micro-batches differ in size, so that each second is compared with what its size leads to expect: a
-line fitted to the last healthy steps, robustly, since single times are noisy. Of a step only the
-middle of these comparisons counts. What is slow must be so beyond chance in `confirm_steps` steps
-running, and becomes well again only clearly below the mark (hysteresis).
+Micro-batches differ in size, so each time is compared with what is expected for its size: a line
+fitted to the last healthy steps, robustly, since single times are noisy. Of a step's comparisons
+only the median counts. A link or stage counts as slow after it was so beyond chance in
+`confirm_steps` steps running, and as well again only clearly below the mark (hysteresis).
 
 A message is timed from its posting on one stage to its arrival on another, whose clock may differ.
 Both directions of a link are therefore taken together: the difference cancels.
@@ -33,23 +33,23 @@ class WatchConfig:
     """Marks above which a link or a stage counts as slow."""
 
     confirm_steps: int = 2
-    """Steps without a gap in which something must be slow before it counts."""
+    """Number of steps running in which a link or stage must be slow before it counts as slow."""
     stage_factor: float = 1.25
-    """A stage is slow if its ops take more than this times what they took."""
+    """A stage is slow if its ops take longer than usual by more than this factor."""
     link_share: float = 0.15
-    """A message there and one back take longer than they did by more than this share of a
-    micro-batch's F, I and W on the slower of the two stages."""
+    """A link is slow if a message there and one back take longer than usual by more than this share
+    of a micro-batch's three ops on the slower of the two stages."""
     link_share_at_once: float = 1.0
-    """From the first step on: a message there and one back take more than this share of a
-    micro-batch's F, I and W, even if they always did."""
+    """A link is also slow, from the first step on, if a message there and one back take more than
+    this share of a micro-batch's three ops, even if they always did."""
     num_sds: float = 4.0
-    """A difference must also be more than this many standard deviations of chance."""
+    """Number of standard deviations of chance that a difference must exceed, too."""
     clear: float = 0.8
-    """Something slow is well again below this part of the mark."""
+    """Share of a mark below which a slow link or stage counts as well again."""
     healthy_steps: int = 8
-    """Healthy steps that are remembered for comparison."""
+    """Number of last healthy steps with which a step is compared."""
     first_steps: int = 3
-    """Steps that are needed before anything is compared."""
+    """Number of steps that are needed before anything is compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class SweepTimes:
     """Times of ops and messages that were measured in one step."""
 
     ops: Sequence[Mapping[Kind, Sequence[tuple[Load, float]]]]
-    """Load and seconds of each op, by stage, without time in which it waited or sent."""
+    """Load and seconds of each op, by stage, without time spent waiting or sending."""
     down: Sequence[Sequence[tuple[int, float]]]
     """Bytes of each message to the next stage, and seconds from its posting to its arrival, by
     link."""
@@ -68,15 +68,15 @@ class SweepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A link or a stage turned slow, or well again."""
+    """A report that a link or a stage turned slow, or well again."""
 
     what: Literal["link", "stage"]
     number: int
     slow: bool
     factor: float | None
-    """Factor by which it takes longer than usual. None where it was slow from the beginning."""
+    """Factor by which the link or stage takes longer than usual. None: it always was slow."""
     seconds: float
-    """Seconds of a message there and one back, or of a micro-batch's F, I and W."""
+    """Seconds of a message there and one back, or of a micro-batch's three ops on a stage."""
 
     def __str__(self) -> str:
         place, unit = f"stage {self.number}", "F, I and W of a micro-batch"
@@ -109,8 +109,7 @@ class PipelineWatch:
         return [number for number, link in enumerate(self._links) if link.mark.slow]
 
     def observe(self, times: SweepTimes) -> list[Finding]:
-        """Take in a step. Returns the links and stages that turned slow or well in it; mostly
-        none."""
+        """Judge a step. Returns the links and stages that turned slow or well; mostly none."""
         findings = []
         whole_s = []
         for number, (stage, ops) in enumerate(zip(self._stages, times.ops, strict=True)):
@@ -140,16 +139,17 @@ def _median_s(timed: Sequence[tuple[Load, float]] | Sequence[tuple[int, float]])
 
 
 class _Mark:
-    """Decides between slow and well, which changes after enough steps without a gap that say so."""
+    """State of a link or stage, slow or well, which changes after enough steps that contradict
+    it."""
 
     def __init__(self, config: WatchConfig) -> None:
         self.slow = False
         self.num_against = 0
-        """Steps without a gap that speak against the present state."""
+        """Number of last steps without a gap that contradict the present state."""
         self._config = config
 
     def observe(self, level: float, *, beyond_chance: bool) -> bool:
-        """Take in a level, of which 1 is where slow begins. Returns whether the state changed."""
+        """Judge a level, which is slow above 1. Returns whether the state changed."""
         against = level < self._config.clear if self.slow else level > 1 and beyond_chance
         self.num_against = self.num_against + 1 if against else 0
         if self.num_against < self._config.confirm_steps:
@@ -160,7 +160,7 @@ class _Mark:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing speaks for it being slow."""
+        """Whether the state is well and the last step did not contradict it."""
         return not self.slow and self.num_against == 0
 
 
@@ -168,7 +168,7 @@ Step = TypeVar("Step")
 
 
 class _Healthy(Generic[Step]):
-    """The last healthy steps, and when to fit to them anew."""
+    """The last healthy steps, which usual times are fitted to."""
 
     def __init__(self, config: WatchConfig) -> None:
         self.steps: deque[Step] = deque(maxlen=config.healthy_steps)
@@ -176,8 +176,8 @@ class _Healthy(Generic[Step]):
         self._num_unused = 0
 
     def add(self, step: Step) -> bool:
-        """Whether to fit now. Once there are enough, half of them are to be new: a fit takes
-        milliseconds."""
+        """Add a step. Returns whether to fit usual times now: once there are enough steps, only
+        when half of them are new, since a fit takes milliseconds."""
         full = len(self.steps) == self._config.healthy_steps
         self.steps.append(step)
         self._num_unused += 1
@@ -192,7 +192,7 @@ Ops = Mapping[Kind, Sequence[tuple[Load, float]]]
 
 
 class _StageWatch:
-    """Watches one stage: how many times longer its ops take than their loads lead to expect."""
+    """Watches one stage: how many times longer its ops take than is usual for their loads."""
 
     def __init__(self, config: WatchConfig) -> None:
         self.mark = _Mark(config)
@@ -200,10 +200,12 @@ class _StageWatch:
         self._healthy = _Healthy[Ops](config)
         self._costs: dict[Kind, OpCost] = {}
         self._usual: Floats = np.empty(0)
-        """Logarithms of the healthy steps' ratios; their middle is nearly 0."""
+        """Logarithms of measured over expected seconds in healthy steps; their median is about
+        0."""
 
     def observe(self, ops: Ops) -> tuple[bool, float | None]:
-        """Take in a step. Returns whether the stage turned slow or well, and the factor."""
+        """Judge a step. Returns whether the stage turned slow or well, and the factor by which its
+        ops take longer than usual (None: not known yet)."""
         factor, changed = None, False
         now = self._logs(ops)
         if len(now) and len(self._usual):
@@ -222,7 +224,7 @@ class _StageWatch:
         return changed, factor
 
     def _logs(self, ops: Ops) -> Floats:
-        """Logarithms of measured over expected seconds."""
+        """Return the logarithms of measured over expected seconds of these ops."""
         ratios = [
             seconds / expected
             for kind, cost in self._costs.items()
@@ -235,7 +237,7 @@ class _StageWatch:
 Messages = Sequence[tuple[int, float]]
 """Bytes and seconds of some messages."""
 _MOST_FITTED = 128
-"""Messages that a line is fitted to; all pairs of them are compared."""
+"""The most messages that a line is fitted to, since all pairs of them are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,15 +259,15 @@ class _Direction:
         return cls(latency_s, per_byte_s, float(np.median(over)), _spread(over), len(over))
 
     def excess(self, messages: Messages) -> tuple[float, float]:
-        """Seconds by which these messages take longer than usual, and the standard deviation of
-        that."""
+        """Return the seconds by which these messages take longer than usual, and the standard
+        deviation of that number."""
         over = _residuals(messages, self.latency_s, self.per_byte_s)
         chance_s = self.spread_s * _error(len(over), self.count)
         return float(np.median(over)) - self.middle_s, chance_s
 
 
 class LinkWatch:
-    """Watches one link: how much longer its messages take than their sizes lead to expect."""
+    """Watches one link: how much longer its messages take than is usual for their sizes."""
 
     def __init__(self, config: WatchConfig) -> None:
         self.mark = _Mark(config)
@@ -276,8 +278,9 @@ class LinkWatch:
     def observe(
         self, both: tuple[Messages, Messages], whole_s: float, over: LinkKind
     ) -> tuple[bool, float | None]:
-        """Take in the messages of a step. Returns whether the link turned slow or well, and the
-        factor. `whole_s` is F, I and W of a micro-batch on the slower of its stages."""
+        """Judge the messages of a step, both ways. Returns whether the link turned slow or well,
+        and the factor by which messages take longer than usual (None: not known). `whole_s`:
+        seconds of a micro-batch's three ops on the slower of its stages."""
         if not all(both):
             return False, None
         total_s = math.fsum(map(_median_s, both))
@@ -309,8 +312,8 @@ def _residuals(messages: Messages, latency_s: float, per_byte_s: float) -> Float
 
 
 def _line(messages: Messages) -> tuple[float, float]:
-    """Seconds at no bytes and per byte: the middle of all slopes between two messages (Theil and
-    Sen), which a quarter of wild times cannot move far."""
+    """Return the seconds at no bytes and the seconds per byte: the median of all slopes between two
+    messages (Theil and Sen), which a quarter of wild times cannot move far."""
     every = max(math.ceil(len(messages) / _MOST_FITTED), 1)
     points = np.array(messages[::every], dtype=np.float64)
     sizes, seconds = points[:, 0], points[:, 1]
@@ -325,8 +328,8 @@ def _line(messages: Messages) -> tuple[float, float]:
 
 
 def link_of(down: Messages, up: Messages) -> Link:
-    """The link that these messages show: the mean of both directions, exact for a message of the
-    middle size."""
+    """Return the link that these messages show: the mean of both directions, exact for a message of
+    median size."""
     both = (down, up)
     size = float(np.median([size for size, _ in (*down, *up)]))
     seconds = math.fsum(map(_median_s, both)) / 2
@@ -337,10 +340,11 @@ def link_of(down: Messages, up: Messages) -> Link:
 
 
 def _spread(values: Floats) -> float:
-    """Standard deviation by the median of the distances from the median."""
+    """Return the standard deviation, estimated by the median of the distances from the median."""
     return 1.4826 * float(np.median(np.abs(values - np.median(values))))
 
 
 def _error(*counts: int) -> float:
-    """The standard deviation of a difference of medians, in that of the values."""
+    """Return the standard deviation of a difference of medians of so many values each, as a
+    multiple of the values' own."""
     return 1.2533 * math.sqrt(math.fsum(1 / count for count in counts))

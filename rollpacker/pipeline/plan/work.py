@@ -18,7 +18,7 @@ from rollpacker.core.portable import FloatArray, total
 from rollpacker.pipeline.plan.choosers import KINDS, Kind
 
 Direction = Literal["down", "up"]
-"""Hidden states go down, to the next stage; gradients come up."""
+"""Direction of a message: hidden states go down, to the next stage; gradients go up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +27,15 @@ class Load:
 
     tokens: int
     pairs: float = 0.0
-    """Pairs of a token and one that it looks at: half of the squared length, summed over the
-    rows."""
+    """Number of pairs of a token and a token that it attends to: half of the squared length, summed
+    over the rows."""
     targets: int = 0
-    """Tokens that are predicted."""
+    """Number of tokens that are predicted."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], num_targets: int | None = None) -> Load:
-        """The load of rows of this many tokens each, end to end. Without a number of targets,
-        every token is predicted."""
+        """Return the load of rows of these lengths in tokens, end to end. `num_targets` None: every
+        token is predicted."""
         tokens = sum(lengths)
         pairs = sum(length * length for length in lengths) / 2
         return cls(
@@ -63,7 +63,7 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Costs of the three ops of one stage."""
+    """Costs of a stage's three ops: forward, backward for inputs, backward for weights."""
 
     f: OpCost
     i: OpCost
@@ -80,7 +80,8 @@ class Work:
     """Seconds, tokens and bytes of one sweep of N micro-batches through S stages."""
 
     f_s: tuple[tuple[float, ...], ...]
-    """Seconds of F by stage and micro-batch, [S][N]. `i_s` and `w_s` are those of I and W."""
+    """Seconds of forwards by stage and micro-batch, [S][N]. `i_s` and `w_s` are those of backwards
+    for inputs and for weights."""
     i_s: tuple[tuple[float, ...], ...]
     w_s: tuple[tuple[float, ...], ...]
     tokens: tuple[int, ...]
@@ -97,7 +98,7 @@ class Work:
     def of(
         cls, costs: Sequence[StageCost], loads: Sequence[Load], *, bytes_per_token: float = 0.0
     ) -> Work:
-        """The work of micro-batches of these loads on stages of these costs."""
+        """Return the work of micro-batches of these loads on stages of these costs."""
         return cls(
             f_s=tuple(tuple(cost.f(load) for load in loads) for cost in costs),
             i_s=tuple(tuple(cost.i(load) for load in loads) for cost in costs),
@@ -115,7 +116,8 @@ class Work:
         i_s: Sequence[float],
         w_s: Sequence[float],
     ) -> Work:
-        """Micro-batches that are all alike, of one token and no bytes; seconds by stage."""
+        """Return the work of micro-batches that are all alike, of one token and no bytes. `f_s`,
+        `i_s` and `w_s` are seconds of an op by stage."""
         count = num_micro_batches
         return cls(
             f_s=tuple((seconds,) * count for seconds in f_s),
@@ -134,69 +136,70 @@ class Work:
         return len(self.tokens)
 
     def table(self, kind: Kind) -> tuple[tuple[float, ...], ...]:
-        """Seconds of this kind of op, [S][N]."""
+        """Return the seconds of this kind of op, [S][N]."""
         if kind == "F":
             return self.f_s
         return self.i_s if kind == "I" else self.w_s
 
     def stage_s(self, stage: int) -> float:
-        """Seconds of all ops of a stage, without any wait."""
+        """Return the seconds of all ops of a stage, without any wait."""
         return math.fsum(sum(self.table(kind)[stage]) for kind in KINDS)
 
     def mean_s(self, kind: Kind) -> list[float]:
-        """Mean seconds of a kind of op over micro-batches, by stage."""
+        """Return the mean seconds of a kind of op over micro-batches, by stage."""
         count = max(self.num_micro_batches, 1)
         return [math.fsum(row) / count for row in self.table(kind)]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Between two neighbouring stages, each direction for itself: messages leave one after the
-    other, at `bytes_per_s`, and arrive `latency_s` after they have left."""
+    """A link between two neighbouring stages, each direction for itself: messages leave one after
+    the other, at `bytes_per_s`, and arrive `latency_s` after they have left."""
 
     latency_s: float = 0.0
     bytes_per_s: float = math.inf
 
     def leaves_s(self, num_bytes: int) -> float:
-        """Seconds for which a message takes the link."""
+        """Return the seconds for which a message occupies the link."""
         return num_bytes / self.bytes_per_s
 
     def seconds(self, num_bytes: int) -> float:
-        """Seconds of a message that waits for no other."""
+        """Return the seconds from sending to arrival of a message that waits for no other."""
         return self.latency_s + self.leaves_s(num_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Costs of a pipeline, measured in its last steps."""
+    """Costs of a pipeline's ops and messages, measured in its last steps."""
 
     stages: tuple[StageCost, ...]
     links: tuple[Link, ...]
-    """Link n is between stages n and n + 1."""
+    """The links by number: link n is between stages n and n + 1."""
     bytes_per_token: float
     """Bytes of a message, per token of its micro-batch."""
 
 
 LinkAt = Callable[[int, float], Link]
-"""A function that returns the link with a number (0: between stages 0 and 1) for a message that
-is sent at a second."""
+"""A function of a link's number (0: between stages 0 and 1) and the second at which a message is
+sent. It returns the link at that time."""
 
 
 def constant(links: Sequence[Link]) -> LinkAt:
-    """Links that never change, as a function of link and time."""
+    """Return a function of link and time for links that never change."""
     kept = tuple(links)
     return lambda number, now_s: kept[number]
 
 
 _TOLD_APART = 0.02
-"""Parts of a cost whose columns differ less than this in direction drown in the noise of times."""
+"""Least difference in direction of two columns of loads that noisy times can tell apart."""
 
 
 def fit_op_cost(loads: Sequence[Load], seconds: Sequence[float]) -> OpCost:
-    """The `OpCost` that explains measured seconds best, in relative terms; no part is negative.
+    """Return the `OpCost` that explains measured seconds best, in relative terms; no part is
+    negative.
 
     Parts that the loads cannot tell apart (all alike, or always in the same proportion) are left at
-    zero, the later ones first. Needs one measurement at least.
+    zero, the later ones first. Needs at least one measurement.
     """
     assert len(loads) == len(seconds) >= 1
     columns = np.array([[1.0, x.tokens, x.pairs, x.targets] for x in loads])
@@ -222,8 +225,8 @@ def fit_op_cost(loads: Sequence[Load], seconds: Sequence[float]) -> OpCost:
 
 
 def _least_squares(columns: FloatArray, aim: FloatArray) -> FloatArray:
-    """(K,) multiples of the columns (N, K) whose sum comes closest to `aim` (N,). The columns must
-    be independent, as `_independent` has it."""
+    """Return the multiples (K,) of the columns (N, K) whose sum comes closest to `aim` (N,). The
+    columns must be independent, as `_independent` finds them."""
     units, sizes = _unit_columns(columns)
     found = _solved(_inner_products(units), total(units * aim[:, np.newaxis], 0).tolist())
     if found is None:  # a single column of zeros
@@ -232,20 +235,20 @@ def _least_squares(columns: FloatArray, aim: FloatArray) -> FloatArray:
 
 
 def _unit_columns(columns: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """The columns, each divided by its length, and their lengths (1 for a column of zeros)."""
+    """Return the columns, each divided by its length, and the lengths (1 for one of zeros)."""
     sizes = np.sqrt(total(columns * columns, 0))
     sizes = np.where(sizes > 0, sizes, 1.0)
     return columns / sizes, sizes
 
 
 def _inner_products(columns: FloatArray) -> FloatArray:
-    """(K, K) `columns.T @ columns`, added row by row."""
+    """Return `columns.T @ columns`, (K, K), added row by row."""
     return total(columns[:, :, np.newaxis] * columns[:, np.newaxis], 0)
 
 
 def _solved(matrix: FloatArray, right: Sequence[float]) -> list[float] | None:
-    """The solution of a small symmetric system of equations; None unless the matrix is positive
-    definite."""
+    """Return the solution of a small symmetric system of equations; None unless the matrix is
+    positive definite."""
     rows = [[*row, last] for row, last in zip(matrix.tolist(), right, strict=True)]
     for number, row in enumerate(rows):
         if not row[number] > 0:
@@ -263,7 +266,7 @@ def _solved(matrix: FloatArray, right: Sequence[float]) -> list[float] | None:
 
 
 def _independent(columns: FloatArray) -> list[int]:
-    """Numbers of columns of which none is nearly a sum of multiples of the others."""
+    """Return numbers of columns of which none is nearly a sum of multiples of the others."""
     used: list[int] = []
     for number in (1, 0, 2, 3):  # tokens first: they alone explain most
         trial = columns[:, sorted([*used, number])]
@@ -280,6 +283,6 @@ def _independent(columns: FloatArray) -> list[int]:
 def fit_stage_cost(
     measured: Mapping[Kind, tuple[Sequence[Load], Sequence[float]]],
 ) -> StageCost:
-    """Fit the costs of one stage to loads and seconds of each kind."""
+    """Fit the costs of one stage to loads and seconds of each kind of op."""
     f, i, w = (fit_op_cost(*measured[kind]) for kind in KINDS)
     return StageCost(f, i, w)

@@ -1,1 +1,1 @@
-"""Pipeline stages in virtual time."""
+"""Simulation of a trainer's pipeline stages in virtual time."""

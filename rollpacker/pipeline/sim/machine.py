@@ -1,5 +1,5 @@
-"""From a scenario to the stages of its trainer: how the layers are cut, what ops cost there, and
-what activations have room."""
+"""Makes the stages of a scenario's trainer: how the layers are split, what ops cost there, and how
+many tokens' activations have room."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from rollpacker.sim.train_spec import TrainSpec
 OP_FLOPS_PER_PARAM = 2.0
 """FLOPs per token and parameter of each of F, I and W."""
 ACTIVATION_BYTES = 34
-"""Per token, layer and unit of hidden size: a transformer block in bfloat16 with attention that
-keeps no scores (Korthikanti et al., arXiv 2205.05198)."""
+"""Bytes of activations per token, layer and unit of hidden size: a transformer block in bfloat16
+with attention that keeps no scores (Korthikanti et al., arXiv 2205.05198)."""
 MEMORY_SHARE = 0.9
 """Share of a GPU's memory that training may fill."""
 NOMINAL_MICRO_BATCHES = 4
-"""Micro-batches per stage of the sweep by which splits of the layers are compared."""
+"""Micro-batches per stage in the sweep by which splits of the layers are compared."""
 
 
 class Trainer(NamedTuple):
-    """The parts of a scenario that the cost and the memory of a trainer's stages hang on."""
+    """The parts of a scenario on which cost and memory of a trainer's stages depend."""
 
     train: TrainSpec
     cluster: Cluster
@@ -40,8 +40,8 @@ class Trainer(NamedTuple):
 
 
 def pipeline_of(trainer: Trainer, latency: LatencyModel, *, seed: int) -> Pipeline | None:
-    """The trainer's stages; None: it has none. `seed` is that of drawn delays. Raises `ValueError`
-    as `check_pipeline` does."""
+    """Return the trainer's stages; None: it has no stages. `seed` is that of drawn delays. Raises
+    `ValueError` as `check_pipeline` does."""
     spec = trainer.train.pipeline
     if spec is None:
         return None
@@ -62,8 +62,8 @@ def pipeline_of(trainer: Trainer, latency: LatencyModel, *, seed: int) -> Pipeli
 
 
 def check_pipeline(trainer: Trainer, *, longest_tokens: int) -> None:
-    """Raise `ValueError`, which names the key, for stages that cannot be. `longest_tokens` are
-    those of a response of full length with its prompt."""
+    """Raise `ValueError`, which names the config key, for stages that cannot be. `longest_tokens`
+    is the length of a full response with its prompt."""
     train, spec = trainer.train, trainer.train.pipeline
     if spec is None:
         return
@@ -96,7 +96,7 @@ def check_pipeline(trainer: Trainer, *, longest_tokens: int) -> None:
 
 
 def split(trainer: Trainer) -> tuple[int, ...]:
-    """Layers of each stage, as if none was slow."""
+    """Return the number of layers of each stage, as if no stage was slow."""
     spec = trainer.train.pipeline
     assert spec is not None
     if spec.layers != "auto":
@@ -108,8 +108,8 @@ def split(trainer: Trainer) -> tuple[int, ...]:
 def _faster(
     trainer: Trainer, spec: PipelineSpec, layers: Sequence[int], latency: LatencyModel
 ) -> tuple[int, ...]:
-    """Another split of the layers, as a run would find it that measures its stages. Empty: none
-    is faster."""
+    """Return another split of the layers, as a run that measures its stages would find it. Empty:
+    none is faster."""
     if spec.layers != "auto" or spec.op_times is not None:
         return ()
     count = spec.micro_batches or NOMINAL_MICRO_BATCHES * spec.stages
@@ -141,7 +141,7 @@ def _costs(
 
 
 def op_costs(spec: PipelineSpec) -> tuple[StageCost, ...]:
-    """Costs by stage, from the given times of ops."""
+    """Return costs by stage, from the given times of ops."""
     assert spec.op_times is not None
     return tuple(
         _given(spec.op_times, stage, spec.slow_stages.get(stage, 1.0))
@@ -162,15 +162,15 @@ def _given(times: OpTimes, stage: int, slower: float) -> StageCost:
 
 
 def _bytes_per_token(trainer: Trainer, spec: PipelineSpec) -> float:
-    """Bytes of hidden states per token. Where op times do not depend on tokens, neither do
-    messages: they take the given delays and no more."""
+    """Return the bytes of hidden states per token. Where op times do not depend on tokens, neither
+    do messages: they take the given delays and no more."""
     if spec.op_times is not None and spec.op_times.tokens is None:
         return 0.0
     return float(trainer.shape.hidden * DTYPE_BYTES[trainer.shape.dtype])
 
 
 def _caps(trainer: Trainer, layers: Sequence[int]) -> tuple[int | None, ...]:
-    """Caps of live tokens by stage."""
+    """Return the caps of live tokens by stage."""
     spec = trainer.train.pipeline
     assert spec is not None
     if spec.live_tokens != "auto":
@@ -185,7 +185,7 @@ def _caps(trainer: Trainer, layers: Sequence[int]) -> tuple[int | None, ...]:
 
 
 def _orders(spec: PipelineSpec) -> Sequence[Order]:
-    """Orders of the CSV that `order` names; none for an order that is planned. Raises
+    """Return the orders of the CSV that `order` names; empty for an order that is planned. Raises
     `ValueError` for a file that cannot be read or run."""
     if spec.order in ORDERS:
         return ()

@@ -1,4 +1,4 @@
-"""A trainer in pipeline stages, in virtual time: what a training phase costs, and who waits in it.
+"""A trainer in pipeline stages, in virtual time: the time of a training phase, and its waits.
 
     responses -> replicas -> micro-batches   (core/packs.py: as the trainer deals and packs)
       -> seconds of F, I and W on every stage  (OpTimes, or the scenario's training cost by layers)
@@ -30,14 +30,15 @@ from rollpacker.pipeline.sim.spec import DrawnDelays, PipelineSpec
 from rollpacker.sim.draws import NormalPairs
 
 NUM_FORWARD_SWEEPS = 2
-"""Forward sweeps of a step: log-probs of the policy and of the reference model, as
+"""Number of forward sweeps in a step: log-probs of the policy and of the reference model, as
 `TRAIN_FLOPS_PER_PARAM` counts them."""
 
 Caps = tuple[int | None, ...]
 
 
 class DelayAt:
-    """Delays that are drawn anew from time to time, by link. The same seed gives the same ones."""
+    """Delays of links, drawn at random anew from time to time. The same seed gives the same
+    delays."""
 
     def __init__(self, drawn: DrawnDelays, num_links: int, seed: int) -> None:
         links = range(num_links) if drawn.links is None else drawn.links
@@ -48,7 +49,8 @@ class DelayAt:
         self._delays_s: dict[int, list[float]] = {link: [] for link in links}
 
     def __call__(self, link: int, now_s: float) -> float:
-        """Seconds one way of a message that is sent now; 0 where none is drawn."""
+        """Return the seconds that a message sent now is delayed; 0 for a link without drawn
+        delays."""
         if link not in self._draws:
             return 0.0
         until_s, delays_s, drawn = self._until_s[link], self._delays_s[link], self._drawn
@@ -65,18 +67,18 @@ class PipelineMachine:
     """Costs, caps and sizes of a trainer's stages."""
 
     costs: tuple[StageCost, ...]
-    """Costs by stage."""
+    """Costs of each stage's ops."""
     layers: tuple[int, ...]
-    """Layers by stage; empty where the times of ops were given."""
+    """Number of layers by stage; empty where the times of ops were given."""
     caps: Caps
-    """Caps of live tokens by stage."""
+    """The most tokens whose activations each stage may keep; None: any number."""
     num_replicas: int
     stage_gpus: int
-    """GPUs of a stage of one replica."""
+    """Number of GPUs of a stage of one replica."""
     bytes_per_token: float
-    """Bytes of a message per token."""
+    """Bytes of a message per token of its micro-batch."""
     relayout: tuple[int, ...] = ()
-    """Layers by stage that would be faster; empty: none."""
+    """Numbers of layers by stage that would be faster; empty: none is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +90,12 @@ class PipelineStep:
     sweep_s: float
     """Seconds of the sweep with gradients alone, of the slowest replica."""
     idle_device_s: float
-    """GPU seconds of waiting for a message, or for another replica."""
+    """Seconds, summed over all GPUs, of waiting for a message, or for another replica."""
     device_s: float
-    """GPU seconds of all GPUs in the phase, without fixed costs."""
+    """Seconds of the phase summed over all GPUs, without fixed costs."""
     links: Literal["direct", "host"]
     num_micro_batches: int
-    """Micro-batches of the replica that has the fewest, among those that have any."""
+    """Number of micro-batches of the replica that has the fewest, among those that have any."""
     slowest: Timeline
     """The sweep with gradients of the slowest replica."""
 
@@ -110,7 +112,7 @@ class PipelineResult:
     sweep_s: float
     """Mean seconds of the sweep with gradients."""
     bubble_share: float
-    """Idle GPU time over that of all phases."""
+    """Idle GPU time as a share of the GPU time of all phases."""
     num_micro_batches: int
     """The fewest micro-batches of any sweep."""
     peak_live_tokens: tuple[int, ...]
@@ -137,7 +139,7 @@ class PipelineResult:
 
 
 class Pipeline:
-    """The trainer's stages through a run: what they knew of links is kept from sweep to sweep."""
+    """The trainer's stages through a run. Delays seen on links are kept from sweep to sweep."""
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class Pipeline:
         orders: Sequence[Order] = (),
         seed: int = 0,
     ) -> None:
-        """`orders` are those of a CSV, if `spec.order` names one."""
+        """Begin a run. `orders` are those of a CSV, if `spec.order` names one, else empty."""
         self._spec = spec
         self._machine = machine
         self._orders = orders
@@ -167,7 +169,7 @@ class Pipeline:
             else link
             for number, link in enumerate(self._links)
         ]
-        """Links that a plan of the next sweep expects."""
+        """The links as the plan of the next sweep expects them."""
         self._steps: list[PipelineStep] = []
 
     @property
@@ -177,10 +179,11 @@ class Pipeline:
     # -- a phase -----------------------------------------------------------------------
 
     def train(self, lengths: Sequence[int], now_s: float) -> PipelineStep:
-        """A phase on responses, one at least, of so many tokens each, prompts included, from
-        `now_s` on.
+        """Simulate a training phase from `now_s` on. `lengths` are the tokens of its responses, at
+        least one, prompts included.
 
-        Raises `ValueError` where the live tokens have no room."""
+        Raises `ValueError` where the live tokens have no room.
+        """
         machine = self._machine
         works = [self._work(share) for share in self._shares(lengths) if share]
         kind = self._link_kind(works[0])
@@ -215,7 +218,7 @@ class Pipeline:
         return step
 
     def _shares(self, lengths: Sequence[int]) -> list[list[list[int]]]:
-        """Lengths of the rows of each micro-batch, by replica."""
+        """Return the lengths of the rows of each micro-batch, by replica."""
         shares = []
         for members in assign(lengths, self._machine.num_replicas):
             own = [lengths[index] for index in members]
@@ -245,7 +248,7 @@ class Pipeline:
         return "host" if any(slow) else "direct"
 
     def _forward_s(self, work: Work, kind: str, now_s: float) -> float:
-        """Seconds of a sweep of forwards alone."""
+        """Return the seconds of a sweep of forwards alone."""
         free_s, link_free_s = [0.0] * self.stages, [0.0] * self.stages
         for m in range(work.num_micro_batches):
             there_s = 0.0
@@ -263,7 +266,7 @@ class Pipeline:
         return max(free_s)
 
     def _run(self, work: Work, kind: str, now_s: float) -> tuple[float, Timeline]:
-        """Seconds of a replica's forward sweeps, and its sweep with gradients."""
+        """Return the seconds of a replica's forward sweeps, and its sweep with gradients."""
         forward_s = NUM_FORWARD_SWEEPS * self._forward_s(work, kind, now_s)
         timeline = self._sweep(work, kind, now_s + forward_s)
         self._check_peaks(timeline)
@@ -303,7 +306,7 @@ class Pipeline:
         return replace(link, latency_s=link.latency_s + self._drawn(number, now_s))
 
     def _learn(self, timeline: Timeline, work: Work) -> None:
-        """Have the next plan expect the medians of this sweep."""
+        """Have the next plan expect each link's median latency in this sweep."""
         took_s: dict[int, list[float]] = {}
         for message in timeline.messages:
             leaves_s = self._links[message.link].leaves_s(work.message_bytes[message.micro_batch])
@@ -317,7 +320,7 @@ class Pipeline:
     # -- the result --------------------------------------------------------------------
 
     def result(self) -> PipelineResult | None:
-        """The result of the phases so far. None: there was no phase."""
+        """Return the summary of the phases so far. None: there was no phase."""
         steps, machine = self._steps, self._machine
         if not steps:
             return None
@@ -343,7 +346,7 @@ def _share(steps: Sequence[PipelineStep]) -> float:
 
 
 def merged(work: Work) -> Work:
-    """The work with both backward ops in one: the gradient leaves after W."""
+    """Return the work with both backward ops in one: the gradient leaves after W."""
     both = tuple(
         tuple(i + w for i, w in zip(*rows, strict=True))
         for rows in zip(work.i_s, work.w_s, strict=True)

@@ -1,4 +1,4 @@
-"""The stages of simulated trainers: a picture with a lane for each stage, a table, and in words."""
+"""Shows the stages of simulated trainers: a picture with a lane per stage, a table, and words."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _INK, _FAINT, _EMPTY = "#333333", "#777777", "#f1f1f1"
 
 
 def draw_sweep(axes: Axes, name: str, found: PipelineResult, *, until_s: float) -> None:
-    """The last sweep of the slowest replica; stage 0 above. What is not coloured is idle. All
-    sweeps of a picture end at `until_s` or before."""
+    """Draw the last sweep of the slowest replica, with stage 0 on top. What is not coloured is
+    idle. The time axis ends at `until_s`, the end of the longest sweep of the picture."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -52,17 +52,18 @@ def began_s(sweep: Timeline) -> float:
 
 
 def longest_s(found: Mapping[str, PipelineResult]) -> float:
-    """Seconds of the longest of the last sweeps."""
+    """Return the seconds of the longest of the last sweeps."""
     return max(one.last.makespan_s - began_s(one.last) for one in found.values())
 
 
 def pipelines_of(results: Mapping[str, SystemResult]) -> dict[str, PipelineResult]:
-    """The results of systems whose trainer has stages, by name."""
+    """Return the results of systems whose trainer has stages, by the system's name."""
     return {name: one.pipeline for name, one in results.items() if one.pipeline is not None}
 
 
 def pipeline_tables(results: Mapping[str, SystemResult]) -> list[list[list[str]]]:
-    """One table, or none where nobody has stages: the sweep with gradients, and what it keeps."""
+    """Return a table of the sweeps with gradients and their live tokens; an empty list if no
+    trainer has stages."""
     found = pipelines_of(results)
     if not found:
         return []
@@ -87,7 +88,8 @@ def pipeline_tables(results: Mapping[str, SystemResult]) -> list[list[list[str]]
 
 
 def explain_pipelines(results: Mapping[str, SystemResult]) -> str:
-    """Explain the stages in words, and what would make them faster."""
+    """Return the stages explained in words, and what would make them faster; empty if no trainer
+    has stages."""
     found = pipelines_of(results)
     if not found:
         return ""

@@ -1,5 +1,5 @@
-"""A scenario's trainer in pipeline stages (`train.pipeline.*`), and the orders and links that
-`--compare` knows by name."""
+"""Settings of a scenario's trainer in pipeline stages (`train.pipeline.*`), and the orders and
+links that `--compare` knows by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIPELINES: Mapping[str, tuple[str, LinkKind]] = {
     "adapted": ("adapted", "host"),
     "ready": ("ready", "host"),
 }
-"""Names for `simulate --compare`: `train.pipeline.order` and `links` of each."""
+"""Names for `simulate --compare`, and the `train.pipeline.order` and `links` of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +27,14 @@ class OpTimes:
     """Seconds of a micro-batch's ops on each stage, measured (`train.pipeline.op_times.*`)."""
 
     f_s: tuple[float, ...]
-    """Forward, by stage."""
+    """Seconds of the forward pass, by stage."""
     i_s: tuple[float, ...]
-    """Backward for inputs, by stage."""
+    """Seconds of the backward pass for inputs, by stage."""
     w_s: tuple[float, ...]
-    """Backward for weights, by stage."""
+    """Seconds of the backward pass for weights, by stage."""
     tokens: int | None = None
-    """Tokens of the micro-batch that was timed: others take as much more or less as they have
-    tokens. None: every micro-batch takes the same."""
+    """Tokens of the micro-batch that was timed: times of others are in proportion to their tokens.
+    None: every micro-batch takes the same time."""
 
     def __post_init__(self) -> None:
         for name in ("f_s", "i_s", "w_s"):
@@ -50,13 +50,13 @@ class DrawnDelays:
     scenario's seed."""
 
     mean_s: float
-    """Mean of a normal law, in seconds; draws below 0 are cut off at 0."""
+    """Mean of the normal distribution of delays, in seconds; draws below 0 count as 0."""
     sd_s: float
-    """Standard deviation of the law, in seconds."""
+    """Standard deviation of the delays, in seconds."""
     hold_s: tuple[float, float]
-    """A delay stays for a time between these, all alike; then the next is drawn."""
+    """Least and most seconds for which a delay stays, drawn evenly; then the next is drawn."""
     links: tuple[int, ...] | None = None
-    """Links that have drawn delays, from 0. None: all links."""
+    """Numbers of links that have drawn delays, from 0. None: all links."""
 
     def __post_init__(self) -> None:
         check_seconds("mean_s", self.mean_s)
@@ -68,48 +68,50 @@ class DrawnDelays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpec:
-    """The trainer's layers cut into stages (`train.pipeline.*`), each of
-    `tensor_parallel x context_parallel` GPUs. More keys than a run's, which has no `order`."""
+    """The trainer's layers split into stages (`train.pipeline.*`), each of `tensor_parallel x
+    context_parallel` GPUs. A simulation has more keys here than a run."""
 
     stages: int
-    """Link n is between stages n and n + 1, both from 0."""
+    """Number of stages. Link n is between stages n and n + 1, both from 0."""
     layers: Literal["auto"] | tuple[int, ...] = "auto"
-    """Layers of each stage; auto: split so that the slowest has as little to do as can be."""
+    """Number of layers of each stage. auto: a split whose slowest stage has the least to do."""
     order: str = "ready"
-    """The order of a stage's ops. 1f1b: one forward, one backward by turns. zero-bubble:
-    backwards for weights fill in, planned as if every op took as long and links nothing.
-    adapted: planned before each sweep for the delays of the sweep before. ready: the first ready
-    op, backwards for inputs first. Else a CSV of torch's format, such as `rollpacker plan --csv`
-    writes."""
+    """The order of a stage's ops. 1f1b: a forward and a backward by turns. zero-bubble: backwards
+    for weights fill the waits, planned as if every op took the same time and messages none.
+    adapted: planned before each sweep for the delays of the sweep before. ready: whichever op is
+    ready first, backwards for inputs before others. Else a CSV of torch's format, such as
+    `rollpacker plan --csv` writes."""
     live_tokens: Literal["auto"] | int | None = "auto"
-    """A stage keeps activations of so many tokens at most. auto: what its GPUs have room for beside
+    """The most tokens whose activations a stage keeps. auto: what its GPUs have room for beside
     what is trained, at 34 bytes a token, layer and unit of hidden size (bfloat16, nothing computed
     again); null: no limit."""
     links: LinkKind = "auto"
-    """direct: a stage waits until a slow link has taken its message. host: messages wait in host
-    memory. auto: host while over some link a message and its answer take longer than a
-    micro-batch's F and I, which is Eq. 1 of ADAPTRA for a slack of 2."""
+    """How stages send to each other. direct: a stage waits until a slow link has taken its message.
+    host: messages wait in host memory. auto: host while over some link a message and its answer
+    take longer than a micro-batch's F and I, which is Eq. 1 of ADAPTRA for a slack of 2."""
     relayout: Literal["propose", "never", "do"] = "propose"
-    """With `slow_stages`: another split of the layers is told, or not, or taken."""
+    """What happens with a faster split of the layers, with `slow_stages`. propose: it is shown. do:
+    it is used. never: nothing."""
     micro_batch_tokens: int = 16_384
-    """Responses with their prompts are packed up to so many tokens; a longer one has a micro-batch
-    of its own."""
+    """The most tokens of a micro-batch, into which responses with their prompts are packed. A
+    longer response has a micro-batch of its own."""
     micro_batches: int | None = None
-    """Instead: so many of a replica's sweep, all about as large."""
+    """Number of micro-batches of a replica's sweep, all about as large. None: `micro_batch_tokens`
+    decides."""
     op_times: OpTimes | None = None
-    """None: the training cost of the scenario, shared out by layers."""
+    """Measured times of ops. None: the training cost of the scenario, shared out by layers."""
     head_layers: float = 2.5
-    """The head, on the last stage, has the work of so many layers."""
+    """Work of the output layer, on the last stage, as a number of layers."""
     link_gb_s: float = 50.0
     """Rate of a link in each direction, 1e9 bytes per second; per GPU of a stage."""
     slow_links_s: Mapping[int, float] = field(default_factory=dict)
-    """Seconds that a message takes besides, one way, by link."""
+    """Further seconds that a message takes one way, by number of the link."""
     slow_links_gb_s: Mapping[int, float] = field(default_factory=dict)
-    """Rates of links that have another one."""
+    """Rates of links that differ from `link_gb_s`, by number of the link."""
     drawn_delays: DrawnDelays | None = None
-    """On top of all that."""
+    """Random delays of messages, in addition to the fixed times above. None: there are none."""
     slow_stages: Mapping[int, float] = field(default_factory=dict)
-    """So many times as long take the ops of these stages, from 0."""
+    """Factor by which the ops of a stage take longer, by number of the stage from 0."""
     direct_fixed_s: float = 0.0
     """Seconds of a sweep with gradients over direct links, beside its ops."""
     host_fixed_s: float = 0.0

@@ -1,5 +1,5 @@
 """Checks of pipeline stages before anything is started, from the config and the models'
-`config.json`. Light: no torch."""
+`config.json`, without torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def check_stages(config: RunConfig) -> None:
-    """Raises `ValueError` if a model that is trained or asked has fewer layers than there are
-    stages, or the policy's do not add up; and as `read_order` does. Of a model that is not on this
-    machine yet, or does not tell, the stages say so once it is loaded."""
+    """Raise `ValueError` if a model of the trainer has fewer layers than there are stages, or if
+    the policy's `layers` do not add up; and as `read_order` does. A model whose shape is not known
+    on this machine is checked by the stages, once it is loaded."""
     pipeline = config.train.pipeline
     if pipeline.stages == 1:
         return
@@ -45,8 +45,8 @@ def check_stages(config: RunConfig) -> None:
 
 
 def with_links_of(train: TrainConfig, device: str) -> TrainConfig:
-    """The trainer's config with the links that a device of this type has: CUDA has host links
-    alone, which `auto` then means. Raises `ValueError` if the config asks for direct ones there."""
+    """Return the config with the links that a device of this type allows: on CUDA only host links,
+    which `auto` then becomes. Raises `ValueError` if the config asks for direct links on CUDA."""
     pipeline = train.pipeline
     if device != "cuda" or pipeline.stages == 1 or pipeline.links == "host":
         return train
@@ -73,9 +73,9 @@ def check_longest_sample(config: RunConfig, longest_prompt: int) -> None:
 
 
 def read_order(config: RunConfig) -> str | None:
-    """Read the file that `train.pipeline.order` names; None if it names none. Raises
-    `ValueError` if it cannot be read or run by as many stages, or gradients are streamed. Each
-    sweep checks whether it has as many micro-batches as the file."""
+    """Return the text of the file that `train.pipeline.order` names; None if it names none. Raises
+    `ValueError` if the file cannot be read or run by as many stages, or gradients are streamed.
+    Each sweep checks whether it has as many micro-batches as the file."""
     pipeline = config.train.pipeline
     if pipeline.stages == 1 or pipeline.order in ORDERS:
         return None

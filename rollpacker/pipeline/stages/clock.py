@@ -1,5 +1,5 @@
-"""Times the ops of a stage. On CUDA by events on the stream, so that nothing waits for the GPU
-until the step is over: written, and not run."""
+"""Times the ops of a stage. On CUDA that is done by events on the stream, so that nothing waits for
+the GPU until the step is over: written, but not run so far."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _CPU = torch.device("cpu")
 
 
 class StageClock:
-    """Times the ops of one stage. `op` must be called around every op, since messages are known
-    by how many came before."""
+    """Times the ops of one stage. `op` must be called around every op, since a message is matched
+    to its op by number."""
 
     def __init__(self, device: torch.device = _CPU) -> None:
         self._device = device
         self._ops: list[_Op] = []
         self._num_ops: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-        """Ops since the start, by kind: op number n needs message number n of its direction."""
+        """Number of ops since the start, by kind. Op number n of a kind needs message number n."""
         self._sweeps_s = 0.0
         self._live_tokens = 0
         self._peak_live_tokens = 0
@@ -35,12 +35,12 @@ class StageClock:
         """Numbers of ops of sweeps with gradients since the last `take`, by kind."""
 
     def swept(self, seconds: float) -> None:
-        """Note that a sweep is over that had something to do for this many seconds."""
+        """Note that a sweep is over, in which there was something to do for this many seconds."""
         self._sweeps_s += seconds
 
     @contextmanager
     def op(self, kind: Kind, load: Load | None) -> Iterator[None]:
-        """Time one op inside. `load` is None for an op of a sweep without gradients."""
+        """A context that times the op inside. `load` None: an op of a sweep without gradients."""
         began = self._now()
         yield
         self._ops.append((kind, load, began, self._now()))
@@ -53,8 +53,8 @@ class StageClock:
     def take(
         self, stage: int, num_layers: int, arrivals: Mapping[Kind, Sequence[ArrivalTimes]]
     ) -> StageTimes:
-        """Take the times since the last call. `arrivals` are of messages since then, numbered
-        since the start."""
+        """Return the times since the last call, and begin anew. `arrivals` are records of messages
+        since then, numbered since the start."""
         ops: dict[Kind, list[tuple[Load, float]]] = {kind: [] for kind in KINDS}
         busy_s = 0.0
         for kind, load, began, ended in self._ops:

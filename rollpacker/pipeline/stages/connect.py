@@ -1,4 +1,4 @@
-"""A stage of a trainer whose processes have met: its executor, and links to the neighbours."""
+"""Connects a pipeline stage, once the trainer's processes have met: its executor, and its links."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from rollpacker.trainer.trainer import PipelineConfig
 
 
 def connected_stage(shards: Shards, config: PipelineConfig, csv: str | None) -> Stage:
-    """This rank's. A joint call of all of them. The links end with the process. `csv`: see
-    `Orders`."""
+    """Return this rank's stage, with links that end with the process. All ranks must make this call
+    together. `csv` is the text of the file that `config.order` names, None if it names none."""
     mesh = shards.pipelines
     assert mesh is not None
     connected = Connected(
@@ -57,8 +57,8 @@ def connected_stage(shards: Shards, config: PipelineConfig, csv: str | None) -> 
 
 
 class Connected:
-    """`executor`, ready for sweeps. A joint call of all ranks of the job: `ranks` are those of
-    every pipeline (one for each shard of a stage), by stage."""
+    """A stage's `executor` and links, ready for sweeps. All ranks of the job must make one
+    together. `ranks` are those of every pipeline (one for each shard of a stage), by stage."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Connected:
         self.executor = Executor(self.place, timeout_s=timeout_s, clock=clock)
         self._device = device
         self._hosts = hosts
-        """Addresses of this host; there is a route over each."""
+        """Addresses of this host; the stage can be reached over each address."""
         self._lost: dict[LinkKind, LinkLost] = {}
         """Errors of links that were lost while another kind was in use, by kind."""
         self._made: set[LinkKind] = set()
@@ -94,8 +94,8 @@ class Connected:
         self.executor.connect(self.to_next, self.to_previous)
 
     def use(self, kind: LinkKind) -> None:
-        """Use links of this kind from the next message on. A joint call of all ranks, with
-        nothing on its way; messages come after all have returned."""
+        """Use links of this kind from the next message on. All ranks make this call together, with
+        nothing on its way; messages are sent after all have returned."""
         self._kind = kind
         if kind not in self._made:
             (self._connect_host if kind == "host" else self._connect_direct)()
@@ -111,7 +111,7 @@ class Connected:
         return "direct" in self._lost
 
     def arrivals(self) -> dict[Kind, list[ArrivalTimes]]:
-        """Take the records of messages since the last call, numbered since the start."""
+        """Return the records of messages since the last call, numbered since the start."""
         return {kind: receiver.times() for kind, receiver in self._receivers.items()}
 
     def close(self) -> None:
@@ -171,19 +171,19 @@ class Connected:
             self._receivers[kind].add("direct", receiver)
 
     def _lose(self, kind: LinkKind, error: LinkLost) -> None:
-        """One that is not in use may be: sweeps fail when it is taken into use again."""
+        """Note that a link is lost. Sweeps fail now if its kind is in use, else at its next use."""
         self._lost[kind] = error  # first: `use` looks after it has changed the kind
         if kind == self._kind:
             self.executor.fail(error)
 
     def _sources(self) -> dict[Kind, int]:
-        """The stages from which hidden states and gradients come."""
+        """The stages from which hidden states ("F") and gradients ("I") come."""
         before = {} if self.place.is_first else {"F": self.place.index - 1}
         after = {} if self.place.is_last else {"I": self.place.index + 1}
         return before | after  # type: ignore[return-value]  # the literals are kinds
 
     def _targets(self) -> dict[Kind, int]:
-        """The stages to which hidden states and gradients go."""
+        """The stages to which hidden states ("F") and gradients ("I") go."""
         after = {} if self.place.is_last else {"F": self.place.index + 1}
         before = {} if self.place.is_first else {"I": self.place.index - 1}
         return after | before  # type: ignore[return-value]  # the literals are kinds

@@ -2,7 +2,7 @@
 
 A micro-batch may pass several models of a set (policy, reference, critic): their hidden states
 enter and leave a stage in the order in which the models are called, which is the same on all
-stages, and travel as one message. So do their gradients, of those that were called with gradients.
+stages, and travel as one message. So do the gradients of models that were called with gradients.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ ShapeAndType = tuple[torch.Size, torch.dtype]
 
 @dataclass(slots=True, kw_only=True)
 class Passage:
-    """One micro-batch's hidden states in one stage."""
+    """One micro-batch's hidden states in one stage, on the way in and on the way out."""
 
     arrived: Tensor | None
-    """The message from the stage before. None: there is none, so hidden states are zeros."""
+    """The message from the stage before. None: there is no message, so hidden states are zeros."""
     entered: list[Tensor] = field(default_factory=list)
-    """Leaves of the stage's graph, of the models that are called with gradients."""
+    """Hidden states that entered with gradients: the leaves of the stage's autograd graph."""
     left: list[Tensor] = field(default_factory=list)
     """Hidden states that the models gave, to be sent on."""
     differentiable: list[Tensor] = field(default_factory=list)
-    """Hidden states among them for which gradients will come back."""
+    """Those of the hidden states in `left` for which gradients will come back."""
     offset: int = 0
     """Bytes of the message that were read so far."""
 
     def message(self) -> Tensor:
-        """The message for the stage after."""
+        """Return the message for the stage after: the hidden states that left."""
         return pack([one.detach() for one in self.left])
 
     def backward(self, arrived: Tensor | None) -> None:
-        """Backpropagate the gradients of what left, in `arrived`; None: zeros."""
+        """Backpropagate gradients of the hidden states that left, from a message; None: zeros."""
         kinds = [(one.shape, one.dtype) for one in self.differentiable]
         gradients = [
             torch.zeros(shape, dtype=dtype, device=self.differentiable[0].device)
@@ -51,13 +51,13 @@ class Passage:
             torch.autograd.backward([one for one, _ in needed], [given for _, given in needed])
 
     def gradient_message(self) -> Tensor:
-        """The message of gradients for the stage before."""
+        """Return the message for the stage before: gradients of the hidden states that entered."""
         return pack([torch.zeros_like(e) if e.grad is None else e.grad for e in self.entered])
 
 
 class Crossing:
-    """Where the models of a stage find what enters, and leave what goes on; one micro-batch at a
-    time. Copies of a model use the same one."""
+    """Hands hidden states to the models of a stage and takes theirs, one micro-batch at a time.
+    Copies of a model use the same crossing."""
 
     def __init__(self) -> None:
         self._passage: Passage | None = None
@@ -66,12 +66,12 @@ class Crossing:
         return self
 
     def begin(self, arrived: Tensor | None) -> Passage:
-        """Begin a micro-batch, for which the models are called now."""
+        """Begin a micro-batch with its message; the models are called next."""
         self._passage = Passage(arrived=arrived)
         return self._passage
 
     def enter(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Read the hidden states of the next model from the message."""
+        """Return the hidden states for the next model, read from the message."""
         passage = self._current()
         if passage.arrived is None:
             hidden = torch.zeros(shape, dtype=dtype, device=device)
@@ -94,14 +94,14 @@ class Crossing:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """One tensor for all: the only one as it is, several as their bytes."""
+    """Return one tensor for all: the only tensor as it is, several as their bytes."""
     if len(tensors) == 1:
         return tensors[0].contiguous()
     return torch.cat([one.contiguous().reshape(-1).view(torch.uint8) for one in tensors])
 
 
 def unpack(message: Tensor, kinds: Sequence[ShapeAndType]) -> list[Tensor]:
-    """Restore the tensors that `pack` was given, of these shapes and dtypes."""
+    """Return the tensors that `pack` was given, of these shapes and dtypes."""
     found, offset = [], 0
     for kind in kinds:
         tensor, offset = _read(message, offset, kind)

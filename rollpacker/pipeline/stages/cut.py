@@ -26,7 +26,7 @@ from rollpacker.trainer.policy import CHECKED_TOKENS, LOW_PRECISION_TOLERANCE, T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The place of a stage among all stages."""
+    """The place of a stage among all stages: its index from 0, and their number."""
 
     index: int
     count: int
@@ -41,15 +41,15 @@ class Place:
 
 
 class Absent(nn.Module):
-    """Takes the place of a module that another stage has: it passes its first input through."""
+    """Stands for a module that another stage has, and returns its own first input."""
 
     def forward(self, hidden: Tensor, *_others: object, **_named: object) -> Tensor:
         return hidden
 
 
 def cut(model: Any, place: Place, layers: Sequence[int]) -> None:
-    """Leave of `model`, a causal LM or its body in eval mode, what this stage has: as many layers
-    as `layers` says of each stage, the embeddings on the first, norm and output layer on the last.
+    """Cut `model`, a causal LM or its body in eval mode, down to this stage: as many layers as
+    `layers` gives each stage, the embeddings on the first, norm and output layer on the last.
 
     A few tokens are run through the whole model before and through the stage after. Raises
     `ValueError` if the layers do not add up, or the stage does not give what the whole model gave;
@@ -74,7 +74,7 @@ def cut(model: Any, place: Place, layers: Sequence[int]) -> None:
 
 
 def decoder_of(model: nn.Module) -> Any:
-    """The part of a causal LM that gives hidden states, or the model itself if it is one."""
+    """Return the part of a causal LM that gives hidden states, or the model itself if that does."""
     known: Any = model
     return known.get_decoder()
 
@@ -88,8 +88,8 @@ def num_layers_of(model: nn.Module) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tied:
-    """A weight that embeddings and output layer share. The first stage owns it, the last one has a
-    mirror of it."""
+    """A weight that embeddings and output layer share. The first stage owns it, the last stage has
+    a copy, the mirror."""
 
     owner: str
     """Name of the weight in the whole model."""
@@ -99,8 +99,8 @@ class Tied:
 
 
 def tied_weight(model: Any) -> Tied | None:
-    """Find the weight that embeddings and output layer share, before the cut. None: there is
-    none."""
+    """Find the weight that embeddings and output layer share, before the model is cut. None: there
+    is none."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     weight = getattr(head, "weight", None)
     if weight is None or weight is not embeddings.weight:
@@ -173,7 +173,7 @@ class _Recorder:
 
 
 def _named(model: PreTrainedModel, parts: _Parts) -> dict[str, nn.Module]:
-    """Layers in their order, and the norm, by their names in the model."""
+    """Return the layers in their order, and the norm, by their names in the model."""
     names = {module: name for name, module in model.named_modules()}
     modules = [*parts.layers, getattr(parts.decoder, parts.norm)]
     return {names[module]: module for module in modules}

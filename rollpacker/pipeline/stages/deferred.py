@@ -1,5 +1,5 @@
-"""Weight products of `nn.Linear`, put off: a backward pass gives gradients of inputs, and those of
-the weights when somebody has time for them.
+"""Weight products of `nn.Linear`, put off: a backward pass (I) gives gradients of inputs, and those
+of the weights (W) are computed later, when there is time.
 
     I   backward through the stage's graph: inputs, norms, biases, embeddings, output layer
     W   weight.grad += output_gradient.T @ input, for each linear layer
@@ -25,11 +25,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 Products = list[tuple[Tensor, Tensor, Tensor]]
-"""Weight [out, in], and of one call its input [..., in] and its output's gradient [..., out]."""
+"""For each call: weight [out, in], input [..., in], and the output's gradient [..., out]."""
 
 
 class DeferredWeights:
-    """Changes how the trained linear layers of some modules are called, for good."""
+    """Puts off the weight products of linear layers, by replacing the layers' `forward`."""
 
     def __init__(self) -> None:
         self._products: Products | None = None
@@ -45,7 +45,7 @@ class DeferredWeights:
 
     @contextmanager
     def collected(self) -> Iterator[Products]:
-        """Backward passes inside leave their weight products in the list."""
+        """A context with a list, in which backward passes inside leave their weight products."""
         assert self._products is None
         products: Products = []
         self._products = products
@@ -61,7 +61,7 @@ class DeferredWeights:
 
 @torch.no_grad()
 def compute(products: Products) -> None:
-    """Add the products to their weights' gradients, and forget them."""
+    """Add the products to their weights' gradients, and empty the list."""
     while products:
         weight, entered, gradient = products.pop()
         product = gradient.flatten(0, -2).t() @ entered.flatten(0, -2)
@@ -81,8 +81,8 @@ def _forward(module: nn.Linear, deferred: DeferredWeights, entered: Tensor) -> T
 
 
 class _Call(NamedTuple):
-    """Parts of a call that autograd must not see: a weight that it knows gets a gradient in I,
-    if only an empty one, and its hooks run."""
+    """Parts of a call that autograd must not see: a weight that autograd knows gets a gradient in
+    I, if only an empty one, and its hooks run."""
 
     weight: Tensor
     needs_input: bool

@@ -1,4 +1,4 @@
-"""One stage's loop: ask the chooser, run the op, send what it gave, wait for what is missing.
+"""One stage's loop: ask the chooser for an op, run it, send its result, wait for messages.
 
 Ops of one kind run in the order of the micro-batches whatever arrives when, so that timing changes
 no bit of a result. A message's number counts those of its direction since the start, over all
@@ -36,14 +36,13 @@ from rollpacker.pipeline.stages.orders import SweepChooser
 from rollpacker.trainer.trainer import TrainerError
 
 TIMEOUT_S = 1800.0
-"""Seconds that a sweep waits for something to arrive: as long as processes wait for one another
-elsewhere (`sharding.TIMEOUT_S`)."""
+"""Seconds that a sweep waits for a message: as long as processes wait for one another elsewhere
+(`sharding.TIMEOUT_S`)."""
 
 
 class StageOps(Protocol):
-    """The ops of a sweep on one stage. Tensors are messages: one came from the neighbour, and
-    one goes to the other neighbour (unused on the last stage going forward, on the first going
-    back)."""
+    """The ops of a sweep on one stage. `arrived` is the message from one neighbour, and what is
+    returned goes to the other neighbour as a message; None where there is no neighbour."""
 
     def forward(self, micro_batch: int, arrived: Tensor | None) -> Tensor | None: ...
 
@@ -53,8 +52,8 @@ class StageOps(Protocol):
 
 
 class Executor:
-    """Runs the ops of one stage. One thread calls `sweep` and `open`; others may call `arrive`
-    and `fail`."""
+    """Runs the ops of one stage. One thread calls `sweep` and `open`; any may call `arrive` and
+    `fail`."""
 
     def __init__(
         self, place: Place, *, timeout_s: float = TIMEOUT_S, clock: StageClock | None = None
@@ -71,13 +70,13 @@ class Executor:
         self._failure: BaseException | None = None
 
     def connect(self, to_next: Sender | None, to_previous: Sender | None) -> None:
-        """Connect the senders, before the first sweep. None: there is no such stage."""
+        """Set the senders, before the first sweep. None: there is no such neighbour."""
         assert (to_next is None) == self._place.is_last
         assert (to_previous is None) == self._place.is_first
         self._to_next, self._to_previous = to_next, to_previous
 
     def arrive(self, kind: Kind, number: int, tensor: Tensor) -> None:
-        """Take hidden states ("F") or gradients ("I") that are here; in order, each once."""
+        """Accept a message of hidden states ("F") or gradients ("I"), each once and in order."""
         with self._changed:
             assert number == self._num_arrived[kind], f"{kind} {number} is out of order"
             self._num_arrived[kind] += 1
@@ -85,14 +84,15 @@ class Executor:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing will arrive any more: a sweep that waits, now or later, raises this."""
+        """Note that no message comes any more: a sweep that waits, now or later, raises `error`."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
 
     def sweep(self, loads: Sequence[Load], ops: StageOps, chooser: Chooser | None = None) -> None:
-        """All ops of micro-batches of these loads, which the chooser knows. Without one: forward
-        only. Raises `TrainerError` if what is missing does not come, or what `fail` was given."""
+        """Run all ops of micro-batches of these loads, which the chooser knows. Without a chooser:
+        forward only. Raises `TrainerError` if a message does not come in time, or `fail`'s
+        error."""
         sweep = Sweep(self, ops, FixedOrder() if chooser is None else chooser)
         if chooser is not None:
             sweep.add(loads)
@@ -106,7 +106,7 @@ class Executor:
         return OpenSweep(self, ops, chooser)
 
     def _run(self, op: Op, ops: StageOps, load: Load | None) -> None:
-        """Run one op. `load` is what the clock is told of it."""
+        """Run one op. `load` is its load for the clock; None: a forward without gradients."""
         if op.kind == "F":
             arrived = self._take("F", self._place.is_first)
             with self.clock.op("F", load):
@@ -137,8 +137,9 @@ class Executor:
 
 @dataclass(slots=True)
 class Scoring:
-    """Forwards without gradients in a sweep: behind those of the micro-batches it has so far, and
-    before any others. They keep nothing, so that they need no chooser: they run as they come."""
+    """Forward passes without gradients in a sweep with gradients. They run after the forwards of
+    the micro-batches so far, before those of later ones. Nothing is kept, so no chooser is
+    asked."""
 
     ops: StageOps
     count: int
@@ -146,14 +147,14 @@ class Scoring:
 
 
 class Sweep:
-    """One sweep of one stage, in whatever thread calls `run`."""
+    """One sweep of one stage, which runs in the thread that calls `run`."""
 
     def __init__(self, executor: Executor, ops: StageOps, chooser: Chooser) -> None:
         place = executor._place
         self.state = StageState(stage=place.index, num_stages=place.count)
         self.scoring: Scoring | None = None
         self.seconds = 0.0
-        """How long it has run, without the time in which all that there was was done."""
+        """Seconds that the sweep has run, without the time in which it had nothing to do."""
         self._executor = executor
         self._place = place
         self._changed = executor._changed
@@ -205,8 +206,8 @@ class Sweep:
                     )
 
     def _ready_op(self) -> tuple[Op, StageOps] | None:
-        """The next op that is ready. Scoring comes first where it may, since a caller waits for
-        it."""
+        """Return the next op that is ready; None: none is. Scoring comes first where it may, since
+        a caller waits for it."""
         scoring, state = self.scoring, self.state
         is_here = self._place.is_first or self._executor._arrived["F"]
         if scoring is not None and state.num_f == len(state.tokens) and is_here:
@@ -227,12 +228,12 @@ class Sweep:
 
     @property
     def _nothing_left(self) -> bool:
-        """Whether all micro-batches and scorings that it knows are done."""
+        """Whether all micro-batches and scorings that were added are done."""
         return self.scoring is None and self.state.num_w == len(self.state.tokens)
 
     def _count_arrived(self) -> None:
-        """Count the messages that arrived for these micro-batches. Further ones are for a later
-        sweep."""
+        """Count the messages that arrived for this sweep's micro-batches. Further messages are for
+        a later sweep."""
         state, arrived = self.state, self._executor._arrived
         here = min(state.num_f + len(arrived["F"]), len(state.tokens))
         while not self._place.is_first and state.num_f_arrived < here:
@@ -249,10 +250,10 @@ class Sweep:
 
 
 class OpenSweep:
-    """A sweep in a thread of its own, which goes on between the calls. One thread makes them.
+    """A sweep in a thread of its own, which goes on between the calls. One thread makes the calls.
 
-    What goes wrong in it is raised by the next call, and by the one that waits: `TrainerError` if
-    what is missing does not come, what `Executor.fail` was given, or an op's own error.
+    An error in the sweep is raised by a call that waits, or by the next one: `TrainerError` if a
+    message does not come in time, the error given to `Executor.fail`, or an op's own error.
     """
 
     def __init__(self, executor: Executor, ops: StageOps, chooser: SweepChooser) -> None:
@@ -269,13 +270,13 @@ class OpenSweep:
 
     @property
     def seconds(self) -> float:
-        """How long it ran, once drained; without the time in which it had nothing to do."""
+        """Seconds that the drained sweep ran, without the time in which it had nothing to do."""
         return self._sweep.seconds
 
     def add(self, loads: Sequence[Load]) -> None:
-        """Append micro-batches of these loads. Returns when the forwards of those before are
-        done, so that one call's wait while another's are under way. Raises the chooser's errors,
-        too: it is told of the new ones while the sweep goes on and asks it about those before."""
+        """Append micro-batches of these loads. Returns when the forwards of the micro-batches
+        before are done, so that one call's micro-batches wait while another's run. Also raises
+        errors of the chooser, which is asked about new micro-batches while the sweep goes on."""
         state = self._sweep.state
         self._chooser.add(loads)  # it may ask the other stages, which need this one's ops meanwhile
         with self._changed:
@@ -286,8 +287,8 @@ class OpenSweep:
             self._wait(lambda: state.num_f >= before)
 
     def forward(self, ops: StageOps, count: int) -> None:
-        """Forwards without gradients, as soon as those of the micro-batches so far are done, which
-        takes no backward but for what the chooser waits for. Returns when they are done."""
+        """Run forwards without gradients, as soon as those of the micro-batches so far are done;
+        only backwards that the chooser waits for come before. Returns when they are done."""
         if count == 0:
             return
         with self._changed:
@@ -297,7 +298,7 @@ class OpenSweep:
             self._wait(lambda: self._sweep.scoring is None)
 
     def drain(self) -> None:
-        """Return when everything is done. No call may come after it."""
+        """Close the sweep and wait until everything in it is done. No further call may come."""
         with self._changed:
             self._sweep.state.close()
             self._changed.notify_all()

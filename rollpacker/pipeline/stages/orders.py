@@ -1,4 +1,4 @@
-"""Choosers for each sweep of a stage, by `train.pipeline.order`."""
+"""Makes the chooser of a stage's ops for each sweep, by `train.pipeline.order`."""
 
 from __future__ import annotations
 
@@ -25,33 +25,32 @@ from rollpacker.pipeline.stages.peers import Peers
 from rollpacker.trainer.trainer import PipelineConfig, TrainerError
 
 DIGEST_BYTES = 6
-"""Bytes of a plan's digest: a number that stages can send each other as a float, exactly."""
+"""Bytes of a plan's digest, so few that stages can send it to each other as a float, exactly."""
 
 
 class SweepChooser(Chooser, Protocol):
-    """Chooses the ops of one stage in one sweep. It is told of micro-batches before they are
-    there."""
+    """Chooses the ops of one stage in one sweep. `add` announces micro-batches before they
+    exist."""
 
     def add(self, loads: Sequence[Load]) -> None:
-        """Append micro-batches of these loads. A joint call of all stages. Raises `ValueError`
-        if one can never run."""
+        """Announce micro-batches of these loads. All stages make this call together. Raises
+        `ValueError` if a micro-batch can never run."""
         ...
 
 
 NewChooser = Callable[[Measured], SweepChooser]
-"""A function that makes this stage's chooser for a sweep that begins, from the costs that the
-stages are known to have."""
+"""A function that makes this stage's chooser for a sweep, from the known costs of all stages."""
 
 
 class Orders:
-    """Makes this stage's choosers. Plans are made on every stage, from the same; before one runs,
-    the stages compare what came out."""
+    """Makes this stage's choosers. Every stage makes the same plan from the same numbers; before a
+    plan runs, the stages compare their plans."""
 
     def __init__(
         self, place: Place, config: PipelineConfig, *, peers: Peers, csv: str | None = None
     ) -> None:
-        """`csv` is the text of the file that `config.order` names, if it names one. Raises
-        `ValueError` as `orders_from_csv` does."""
+        """Prepare for sweeps. `csv` is the text of the file that `config.order` names, None if it
+        names none. Raises `ValueError` as `orders_from_csv` does."""
         self._place = place
         self._config = config
         self._peers = peers
@@ -59,13 +58,14 @@ class Orders:
         self._of_file = [] if csv is None else orders_from_csv(csv, num_stages=place.count)
 
     def new_chooser(self, measured: Measured) -> SweepChooser:
-        """See `NewChooser`."""
+        """Return this stage's chooser for a new sweep, from the known costs of all stages."""
         if self._config.order == "ready":
             return Ready(self._place, self._config)
         return Planned(self._place, partial(self._plan, measured))
 
     def _plan(self, measured: Measured, loads: Sequence[Load]) -> Sequence[Order]:
-        """Plan the orders of all stages. A joint call of them."""
+        """Plan the orders of all stages, which make this call together. Raises `ValueError` if a
+        plan needs too many live tokens, and `TrainerError` if stages planned differently."""
         caps = live_token_caps(
             self._config.live_tokens,
             num_stages=self._place.count,
@@ -121,7 +121,7 @@ class Orders:
 
 
 class Ready:
-    """Chooses the first ready op, under the cap of live tokens."""
+    """Chooses whichever op is ready first, under the cap of live tokens."""
 
     def __init__(self, place: Place, config: PipelineConfig) -> None:
         self._place = place
@@ -130,7 +130,8 @@ class Ready:
         self._chooser = ReadyFirst(place.index)
 
     def add(self, loads: Sequence[Load]) -> None:
-        """See `SweepChooser`."""
+        """Announce micro-batches. Raises `ValueError` if one is larger than the cap of live
+        tokens."""
         self._longest = max([self._longest, *(load.tokens for load in loads)])
         caps = live_token_caps(self._cap, num_stages=self._place.count, longest=self._longest)
         cap = caps[self._place.index]
@@ -138,28 +139,29 @@ class Ready:
         self._chooser = ReadyFirst(self._place.index, caps=[None] * self._place.index + [cap])
 
     def choose(self, state: StageState) -> Op | None:
-        """See `Chooser`."""
+        """Return the first op that is ready; None: wait."""
         return self._chooser.choose(state)
 
 
 class Planned:
-    """Chooses the next op of a plan. Micro-batches that come while a sweep is open are planned
-    for themselves, and run after the others."""
+    """Chooses the next op of a plan. Micro-batches that are added to an open sweep get a plan of
+    their own, which runs after the others'."""
 
     def __init__(self, place: Place, plan: Callable[[Sequence[Load]], Sequence[Order]]) -> None:
-        """`plan` returns the orders of all stages."""
+        """Begin without micro-batches. `plan` returns the orders of all stages for given loads."""
         self._place = place
         self._plan = plan
         self._count = 0
         self._fixed = FixedOrder()
 
     def add(self, loads: Sequence[Load]) -> None:
-        """See `SweepChooser`. Also raises `TrainerError` if stages planned differently."""
+        """Plan micro-batches of these loads. Raises `ValueError` if the plan cannot run, and
+        `TrainerError` if stages planned differently."""
         if loads:
             order = self._plan(loads)[self._place.index]
             self._fixed.extend([Op(op.kind, op.micro_batch + self._count) for op in order])
             self._count += len(loads)
 
     def choose(self, state: StageState) -> Op | None:
-        """See `Chooser`."""
+        """Return the plan's next op if it is ready; None: wait."""
         return self._fixed.choose(state)

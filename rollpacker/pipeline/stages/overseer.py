@@ -4,7 +4,7 @@ ranks between steps.
     ranks --StageTimes--> Overseer --> the log: which link or stage has turned slow, or well again
                                    --> Arrangement: which links to use, what all of it costs
 
-It outlives the ranks: others in their place are told the same. Light: no torch.
+The overseer outlives the ranks: ranks in their place are told the same. It imports no torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PREFIX = "perf/pipeline"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """The instructions to all ranks of a pipeline."""
+    """What all ranks of a pipeline are told between steps: the links to use, and measured costs."""
 
     links: LinkKind
     measured: Measured | None
@@ -38,7 +38,8 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A finding about the pipeline that the shards of one number make up."""
+    """A finding about one of the trainer's pipelines. The shards of one number, one on each stage,
+    are a pipeline."""
 
     version: int
     """Version of the weights that the step made."""
@@ -47,25 +48,26 @@ class Found:
 
 
 def first_arrangement(config: PipelineConfig) -> Arrangement:
-    """The arrangement with which ranks begin."""
+    """Return the arrangement with which ranks begin: no costs, and direct links for `auto`."""
     return Arrangement(links="direct" if config.links == "auto" else config.links, measured=None)
 
 
 class Overseer:
-    """Watches one trainer, whose ranks are [stages, shards]. Each shard's pipeline has links of
-    its own and is watched for itself: one slow link holds up all."""
+    """Watches one trainer, whose ranks are [stages, shards]. Each shard's pipeline has its own
+    links and is watched alone, since one slow link holds up all."""
 
     def __init__(self, config: PipelineConfig, num_shards: int) -> None:
         self.arrangement = first_arrangement(config)
         """The arrangement of the next step."""
         self.found: list[Found] = []
-        """All findings so far."""
+        """All findings about slow links and stages so far."""
         self._choice = LinkChoice() if config.links == "auto" else None
         self._num_stages = config.stages
         self._watches = [PipelineWatch(config.stages) for _ in range(num_shards)]
 
     def observe(self, version: int, times: Sequence[StageTimes]) -> dict[str, float]:
-        """After an update: what each rank measured, by rank. Returns the step's metrics."""
+        """Judge an update by the times that each rank measured, in the order of ranks. Returns the
+        step's metrics."""
         stages = [times[at : at + len(self._watches)] for at in self._places(times)]
         used = self.arrangement.links
         for shard, watch in enumerate(self._watches):
@@ -79,8 +81,8 @@ class Overseer:
         return self._metrics(stages, used)
 
     def of_layout(self, config: PipelineConfig, *, same_places: bool) -> Overseer:
-        """For the ranks of another layout of as many stages. Between the same places, what is usual
-        of links is known still; which kind is used stays in any case."""
+        """Return an overseer for ranks in another layout of as many stages. It keeps the kind of
+        links, and if the ranks' places are the same also the usual times of links."""
         assert config.stages == self._num_stages
         found = Overseer(config, len(self._watches))
         found.found += self.found
@@ -98,7 +100,7 @@ class Overseer:
 
     @property
     def slow_links_of_shards(self) -> set[tuple[int, int]]:
-        """Slow links, each as shard and link."""
+        """Slow links, as pairs of shard and link number."""
         watches = enumerate(self._watches)
         return {(shard, number) for shard, watch in watches for number in watch.slow_links}
 
@@ -153,7 +155,7 @@ class Overseer:
 
 
 def sweep_times(stages: Sequence[StageTimes], over: LinkKind) -> SweepTimes:
-    """Times of one pipeline's sweep, by stage."""
+    """Return the times of one pipeline's sweep, by stage."""
     return SweepTimes(
         ops=[stage.ops for stage in stages],
         down=[stage.from_previous for stage in stages[1:]],
@@ -163,8 +165,8 @@ def sweep_times(stages: Sequence[StageTimes], over: LinkKind) -> SweepTimes:
 
 
 def _measured(stages: Sequence[Sequence[StageTimes]]) -> Measured | None:
-    """Costs of the pipeline, from all shards' times together. None: there are no times of some
-    stage or link."""
+    """Return costs of the pipeline, from all shards' times together. None: there are no times of
+    some stage or link."""
     messages = [_pooled(stages, number) for number in range(len(stages) - 1)]
     ops = [
         {kind: [pair for s in shards for pair in s.ops[kind]] for kind in KINDS}
@@ -187,7 +189,7 @@ def _measured(stages: Sequence[Sequence[StageTimes]]) -> Measured | None:
 
 
 def _pooled(stages: Sequence[Sequence[StageTimes]], link: int) -> tuple[Messages, Messages]:
-    """All shards' messages down and up a link."""
+    """Return the messages of all shards over a link: those to the next stage, and those back."""
     down = [message for shard in stages[link + 1] for message in shard.from_previous]
     return down, [message for shard in stages[link] for message in shard.from_next]
 

@@ -1,12 +1,12 @@
 """Sweeps through a model in stages: `Passes` as one stage's rank runs them.
 
 Every stage is given the same rows and samples, so that all plan the same micro-batches. The first
-one uses their tokens, the last one all else: the losses are made there, as of a whole model.
-Several models (policy, reference, critic) go through together, micro-batch by micro-batch.
+stage uses their tokens; the last computes the losses, as for a whole model. Several models (policy,
+reference, critic) go through together, micro-batch by micro-batch.
 
 A sweep with gradients stays open from one call to the next, and `finish` ends it. Its ops run in a
-thread of its own. Whatever ranks must do together (gathering parameters, agreeing, summing) is done
-by the thread that makes the calls, before and after it, so that all do it in the same order.
+thread of its own. What ranks must do together (gathering parameters, agreeing, summing) is done
+before and after the sweep by the thread that makes the calls, so that all do it in the same order.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 
 class StagedPasses:
-    """Meets `Passes` with one stage of each model. `score` answers on the last stage alone; the
-    others return an empty list."""
+    """`Passes` of one stage of each model. `score` returns scores on the last stage alone, and an
+    empty list on the others."""
 
     def __init__(
         self,
@@ -72,7 +72,8 @@ class StagedPasses:
             self._deferred.attach(module)
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
-        """See `Passes`."""
+        """Run the models without gradients. Returns the scores, or nothing before the last
+        stage."""
         rows = [row_of(request) for request in requests]
         plan = self._plan(rows)
         scoring = _Scoring(self._models, self._crossing, self._place, [b for _, b in plan])
@@ -98,8 +99,9 @@ class StagedPasses:
         sums: StepSums,
         look: Look | None = None,
     ) -> bool | None:
-        """See `Passes`. Only the last stage knows whether losses were finite, and of `sums` the
-        others add their time alone. With `look` every micro-batch is a sweep of its own."""
+        """Begin forward and backward over the samples; see `Passes`. Returns None without `look`.
+        Only the last stage knows whether losses were finite; other stages add only their time to
+        `sums`. With `look` every micro-batch is a sweep of its own."""
         rows = [row_of(sample) for sample in samples]
         work = [
             _Work(
@@ -124,13 +126,14 @@ class StagedPasses:
         return None
 
     def rescale(self, factor: float) -> bool:
-        """See `Passes`."""
+        """Multiply by `factor` what is still to be summed. Returns whether no sweep is open."""
         for one in () if self._open is None else self._open.ops.work:
             one.factor *= factor
         return self._open is None
 
     def finish(self) -> bool:
-        """See `Passes`."""
+        """End the open sweep, if any. Returns whether its losses were finite, as far as known
+        here."""
         if self._open is None:
             return True
         ended, self._open = self._open, None
@@ -141,7 +144,7 @@ class StagedPasses:
         return self._note(ended.ops.work, ended.sums)
 
     def differentiate_nothing(self) -> None:
-        """See `Passes`. Each stage does it alone, with hidden states and gradients of zero."""
+        """Run a filler through this stage alone, with hidden states and gradients of zero."""
         ops = _Training(self, [_Work(batch=self._batcher.filler(), samples=[])])
         self._deferred.is_on = False
         try:
@@ -159,8 +162,8 @@ class StagedPasses:
         return [(places, self._batcher.batch([rows[place] for place in places])) for places in plan]
 
     def _opened(self, sums: StepSums) -> _Open:
-        """Context that stays open until `finish`: whole parameters, and how the models are
-        called."""
+        """Open a sweep, in a context that stays open until `finish`: whole parameters, and how the
+        models are called."""
         ops = _Training(self, [])
         with ExitStack() as around:
             around.enter_context(self._batcher.attention())
@@ -170,7 +173,8 @@ class StagedPasses:
             return _Open(sweep=sweep, ops=ops, sums=sums, around=around.pop_all())
 
     def _watched(self, work: Sequence[_Work], sums: StepSums, look: Look) -> bool:
-        """Run sweeps of single micro-batches, as many as the rank that has most."""
+        """Run each micro-batch in a sweep of its own, and call `look` after it; as many sweeps as
+        the rank with most micro-batches. Returns whether all losses were finite."""
         finite = True
         for number in range(same_number(len(work), self._shards)):
             one = list(work[number : number + 1])
@@ -188,7 +192,7 @@ class StagedPasses:
         return finite
 
     def _note(self, work: Sequence[_Work], sums: StepSums) -> bool:
-        """Add to `sums` what the losses said. Returns whether all losses were finite."""
+        """Add the losses' sums to `sums`, on the last stage. Returns whether all were finite."""
         finite = True
         for one in work if self._place.is_last else ():
             assert one.found is not None
@@ -216,7 +220,7 @@ class _Work:
     batch: MicroBatch
     samples: list[TrainSample]
     losses_of: LossFunction | None = None
-    """The function that makes the losses. None for a filler."""
+    """The function that computes the losses. None for a filler."""
     factor: float = 1.0
     gradient_factor: float = 0.0
     passage: Passage | None = None
@@ -233,7 +237,7 @@ class _Open:
     ops: _Training
     sums: StepSums
     around: ExitStack
-    """Context that is closed when the sweep has ended."""
+    """The context around the sweep, which is closed when the sweep has ended."""
 
 
 class _Scoring:
@@ -266,7 +270,7 @@ class _Scoring:
 
 
 class _Training:
-    """`StageOps` of a sweep with gradients. `work` may grow while it runs."""
+    """`StageOps` of a sweep with gradients. `work` may grow while the sweep runs."""
 
     def __init__(self, passes: StagedPasses, work: list[_Work]) -> None:
         self.work = work
@@ -311,12 +315,12 @@ class _Training:
 
 
 def load_of(batch: MicroBatch) -> Load:
-    """The load of a micro-batch."""
+    """Return the load of a micro-batch, by which its ops' times are predicted."""
     return Load.of(batch.lengths, sum(batch.num_targets))
 
 
 def _nothing_found() -> Losses:
-    """Empty losses, for a stage that makes none."""
+    """Return empty losses, for a stage that computes none."""
     none = torch.zeros(0)
     return Losses(
         losses=[torch.zeros(())],

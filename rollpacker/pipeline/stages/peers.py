@@ -20,63 +20,62 @@ _CPU = torch.device("cpu")
 
 
 class Peers(Protocol):
-    """The stages that a pipeline is made of, as one of them sees them. Joint calls of all of
-    them, but `send` and `receive`, of the two."""
+    """Exchanges between the stages of a pipeline, from the view of one. All stages make a call
+    together, but for `send` and `receive`, which concern two."""
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Gather everybody's values, by stage; as many from each."""
+        """Return the values of all stages, by stage; each must give as many."""
         ...
 
     def send(self, tensor: Tensor, stage: int) -> None: ...
 
     def receive(self, like: Tensor, stage: int) -> Tensor:
-        """Receive a tensor that `send` was given there, of the shape, dtype and device of
-        `like`."""
+        """Return a tensor that `stage` has sent, of the shape, dtype and device of `like`."""
         ...
 
     def send_named(self, named: Iterable[tuple[str, Tensor]], stage: int) -> None:
-        """Send names and tensors in host memory, however many."""
+        """Send any number of named tensors, which lie in host memory, to `stage`."""
         ...
 
     def receive_named(self, stage: int) -> Iterator[tuple[str, Tensor]]:
-        """Receive the tensors that `send_named` was given there, one after the other."""
+        """Yield the named tensors that `stage` has sent by `send_named`."""
         ...
 
 
 class GroupPeers:
-    """Meets `Peers` with a process group for host memory (gloo), whose rank s is stage s."""
+    """`Peers` over a process group for host memory (gloo), whose rank s is stage s."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """See `Peers`."""
+        """Return the values of all stages, by stage; each must give as many."""
         own = torch.tensor(values, dtype=torch.float64)
         found = [torch.empty_like(own) for _ in range(self._group.size())]
         dist.all_gather(found, own, group=self._group)
         return [one.tolist() for one in found]
 
     def send(self, tensor: Tensor, stage: int) -> None:
-        """See `Peers`."""
+        """Send a tensor to `stage`, which must `receive` it."""
         # As bytes: gloo does not know every dtype.
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         dist.send(data, group=self._group, group_dst=stage)
 
     def receive(self, like: Tensor, stage: int) -> Tensor:
-        """See `Peers`."""
+        """Return a tensor that `stage` has sent, of the shape, dtype and device of `like`."""
         found = torch.empty(like.shape, dtype=like.dtype)
         dist.recv(found.reshape(-1).view(torch.uint8), group=self._group, group_src=stage)
         return found.to(like.device)
 
     def send_named(self, named: Iterable[tuple[str, Tensor]], stage: int) -> None:
-        """See `Peers`."""
+        """Send any number of named tensors to `stage`."""
         for name, tensor in named:
             self._send_object((name, tensor.shape, tensor.dtype), stage)
             self.send(tensor, stage)
         self._send_object(None, stage)
 
     def receive_named(self, stage: int) -> Iterator[tuple[str, Tensor]]:
-        """See `Peers`."""
+        """Yield the named tensors that `stage` has sent by `send_named`, in host memory."""
         while (about := self._receive_object(stage)) is not None:
             name, shape, dtype = about
             yield name, self.receive(torch.empty(shape, dtype=dtype), stage)
@@ -91,12 +90,12 @@ class GroupPeers:
 
 
 NUM_TRIPS = 3
-"""Trips of which the fastest counts: chance makes a message slow, and never fast."""
+"""Number of timed round trips, of which the fastest counts: chance makes a message only slower."""
 
 
 def round_trips(group: dist.ProcessGroup) -> tuple[tuple[int, float], ...]:
-    """Time a message there and back to each later rank of the group. Returns numbers of ranks
-    and seconds. A joint call, in rounds: every rank has one partner at a time."""
+    """Time a message there and back to each later rank of the group. Returns pairs of rank number
+    and seconds. All ranks make this call together, and each has one partner at a time."""
     own, found = group.rank(), []
     message = torch.zeros(NUM_BYTES, dtype=torch.uint8)
     for partner in partners_of(own, group.size()):
@@ -115,8 +114,8 @@ def round_trips(group: dist.ProcessGroup) -> tuple[tuple[int, float], ...]:
 
 
 def partners_of(own: int, size: int) -> Iterator[int]:
-    """This rank's partner in each round, among this many ranks; every two meet once (the circle
-    method)."""
+    """Yield rank `own`'s partners among `size` ranks, turn by turn; every two ranks meet once (the
+    circle method)."""
     last = size - 1 if size % 2 == 0 else size
     for turn in range(last):
         if own == last:

@@ -1,6 +1,7 @@
-"""Faster layouts, as the run's own process finds them: they are logged, or taken.
+"""Search for faster layouts of a pipeline, in the run's own process; they are logged, or the
+trainer switches to them.
 
-Light: no torch.
+No torch is imported here.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class Relayout:
-    """Looks for faster layouts of one trainer, and logs them or returns them to be taken."""
+    """Looks for faster layouts of one trainer, and logs them or returns them for a switch."""
 
     def __init__(
         self, *, does: bool, can_switch: bool, total_steps: int | None, updates: int
     ) -> None:
-        """`updates` are those of a step. Each has sweeps of its own."""
+        """Begin the search. `updates` is the number of updates, and so of sweeps, per step. `does`:
+        layouts are to be returned, not only logged. `can_switch`: the processes can be started
+        anew."""
         self._does = does and can_switch
         self._can_switch = can_switch
         self._total_steps = total_steps
@@ -37,8 +40,8 @@ class Relayout:
 
     @classmethod
     def of(cls, setup: LearnerSetup, *, can_switch: bool) -> Relayout | None:
-        """The search for layouts of this trainer. None: it has no stages, or must not look for
-        any."""
+        """Return the search for layouts of this trainer. None: it has no stages, or wants no
+        search."""
         pipeline = setup.train.pipeline
         if pipeline.relayout == "never" or pipeline.stages == 1:
             return None
@@ -59,8 +62,8 @@ class Relayout:
         places: tuple[int, ...],
         switch_s: float,
     ) -> Layout | None:
-        """Take in a step, of which the overseer was told. Returns the layout that is to be taken
-        now. None: no other layout."""
+        """Judge a step that the overseer has observed. Returns the layout to switch to; None:
+        none."""
         times = [one.stage_times for one in outcomes if one.stage_times is not None]
         size = sum(one.stage == 0 for one in times)
         layout = Layout(layers=tuple(one.num_layers for one in times[::size]), places=places)
@@ -119,7 +122,7 @@ def _sweep(overseer: Overseer, last: StageTimes) -> MeasuredSweep | None:
 def _shard_times(
     times: Sequence[StageTimes], places: Sequence[int], step_s: float
 ) -> ShardTimes | None:
-    """Times of messages between shards. None: stages have one process each."""
+    """Return times of messages between shards. None: stages have one process each."""
     size = sum(one.stage == 0 for one in times)
     found = {
         _sorted(places[rank], places[one.stage * size + other]): seconds

@@ -1,5 +1,5 @@
-"""One stage of a trainer's pipeline: its part of every model, its sweeps, and the decisions that
-all stages make as one."""
+"""One stage of a trainer's pipeline: its part of every model, its sweeps, and decisions that all
+stages make together."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ from rollpacker.trainer.trained import Trained
 from rollpacker.weights.host_store import local
 
 ATTENTION_OF_F = 1 / 3
-"""Share of attention's FLOPs that F has. I has the rest: attention has no weights of its own."""
+"""Share of attention's backward and forward FLOPs that the forward pass F has. The backward pass
+for inputs, I, has the rest: attention has no weights of its own."""
 SENT_OF_WEIGHTS = 3
-"""How often a step sends weights between shards: they are gathered for two sweeps, and their
-gradients added up."""
+"""How many times a step sends the weights' bytes between shards: the weights are gathered for two
+sweeps, and their gradients added up."""
 
 
 class Links(Protocol):
     """Links of one stage to its neighbours."""
 
     def use(self, kind: LinkKind) -> None:
-        """Use links of this kind from the next message on. A joint call of all ranks, with
+        """Use links of this kind from the next message on. All ranks make this call together, with
         nothing on its way."""
         ...
 
@@ -58,14 +59,14 @@ class Links(Protocol):
         ...
 
     def arrivals(self) -> Mapping[Kind, Sequence[ArrivalTimes]]:
-        """Take the records of messages since the last call, numbered since the start."""
+        """Return the records of messages since the last call, numbered since the start."""
         ...
 
 
 class Stage:
-    """`layers`: how many of the policy's layers each stage has. Without them, and of a model with
-    another number of layers, stages have about the same work. `shards`: the processes of this
-    stage, if the network between them is to be timed."""
+    """One stage of a trainer's pipeline. `layers` is the number of the policy's layers in each
+    stage; empty, and for a model with another number of layers: stages of about the same work.
+    `shards`: the processes of this stage, if the network between them is to be timed, else None."""
 
     def __init__(
         self,
@@ -90,15 +91,15 @@ class Stage:
         self._head_layers = 0.0
         self._crossing = Crossing()
         self.measured: Measured | None = None
-        """Costs of the pipeline that this stage was told last; the same on all stages. None:
-        nothing was measured yet."""
+        """Costs of the pipeline from the last arrangement; the same on all stages. None: nothing
+        was measured yet."""
         self._expected: Measured | None = None
-        """Costs that are expected before anything is measured. None: the policy was not cut yet."""
+        """Costs expected before anything is measured. None: the policy was not cut yet."""
 
     # -- its part of the models ------------------------------------------------------------
 
     def policy(self, whole: Policy) -> StagedPolicy:
-        """Cut the policy's model in place. Raises `ValueError` as `cut` does."""
+        """Cut the policy's model down to this stage, in place. Raises as `cut` does."""
         self._layers = self._layers or self._balanced(whole.model)
         number = num_layers_of(whole.model)
         staged = StagedPolicy(whole, self.place, self._layers, self._crossing)
@@ -109,16 +110,16 @@ class Stage:
         return staged
 
     def critic(self, whole: Critic) -> StagedCritic:
-        """Cut a critic's model in place, after the policy."""
+        """Cut a critic's model down to this stage, in place, after the policy's was cut."""
         return StagedCritic(whole, self.place, self._layers_of(whole.model), self._crossing)
 
     def frozen(self, whole: FrozenPolicy) -> FrozenPolicy:
-        """Cut a teacher's model in place, after the policy."""
+        """Cut a teacher's model down to this stage, in place, after the policy's was cut."""
         layers = self._layers_of(whole.policy.model)
         return FrozenPolicy(StagedPolicy(whole.policy, self.place, layers, self._crossing))
 
     def passes(self, models: ModelSet, batcher: Batcher, shards: Shards | None) -> StagedPasses:
-        """Passes through models that went through the calls above."""
+        """Return the passes through `models`, which were cut by the methods above."""
         return StagedPasses(
             models,
             batcher,
@@ -130,8 +131,9 @@ class Stage:
         )
 
     def budget(self, lengths: Sequence[int], packs: Packs, *, most_tokens: int) -> int:
-        """Tokens of a micro-batch for a sweep over rows of these lengths, after the policy. The
-        number is the same in every run: no measurement has a part in it."""
+        """Return the best number of tokens of a micro-batch, at most `most_tokens`, for a sweep
+        over rows of these lengths. It is the same in every run, since no measurement is used. The
+        policy must have been cut before."""
         assert self._expected is not None
         cost = self._expected
         return plan_budget(lengths, cost.stages, cost.links, most_tokens=most_tokens, packs=packs)
@@ -161,13 +163,13 @@ class Stage:
     # -- between two steps -----------------------------------------------------------------
 
     def arrange(self, arrangement: Arrangement) -> None:
-        """Take an arrangement, which holds from now on. A joint call of all ranks."""
+        """Use an arrangement's links and costs from now on. All ranks make this call together."""
         self.measured = arrangement.measured
         if self._links is not None:
             self._links.use(arrangement.links)
 
     def take_times(self) -> StageTimes:
-        """Take the times that were measured since the last call."""
+        """Return the times that were measured since the last call."""
         arrivals = {} if self._links is None else self._links.arrivals()
         place = self.place.index
         times = replace(
@@ -190,16 +192,16 @@ class Stage:
         return any(value for (value,) in self._peers.gather([float(flag)]))
 
     def sums(self, own: Sequence[float]) -> list[float]:
-        """Sums over all stages, number by number; the same on each."""
+        """Return sums over all stages, number by number; the same on each stage."""
         return [math.fsum(values) for values in zip(*self._peers.gather(own), strict=True)]
 
     def norm(self, own: float) -> float:
-        """Norm of the whole gradient, from each stage's own."""
+        """Return the norm of the whole gradient, from each stage's own norm."""
         return math.sqrt(self.sums([own * own])[0])
 
     def union(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """All stages' tensors in host memory, on the first; the others get none, but must iterate
-        to the end too. Those of a stage have names that no other has."""
+        """Yield all stages' tensors in host memory, on the first stage. The others get none, but
+        must iterate to the end too. No two stages may use the same name."""
         if self.place.is_first:
             yield from named
             for stage in range(1, self.place.count):
@@ -210,15 +212,15 @@ class Stage:
     # -- the tied weight -------------------------------------------------------------------
 
     def mirror_of(self, trained: Trained) -> Tied | None:
-        """The policy's weight that the first stage owns and this one has a mirror of, trained or
-        not."""
+        """The policy's weight that the first stage owns and this stage has a copy of, trained or
+        not. None: there is no such weight."""
         policy = trained.module
         assert isinstance(policy, StagedPolicy)
         return policy.tied if self.place.is_last else None
 
     def sum_tied(self, trained: Trained) -> None:
-        """Add the gradient of the output layer that is tied to the embeddings to theirs: the first
-        stage owns the weight, the last one has a mirror of it."""
+        """Add the tied output layer's gradient to that of the embeddings: the first stage owns the
+        weight, the last has a copy."""
         tied = _tied(trained)
         if tied is None:
             return
@@ -235,7 +237,7 @@ class Stage:
 
     @torch.no_grad()
     def share_tied(self, trained: Trained) -> None:
-        """Bring the mirror up to date, after the owner's weight has changed."""
+        """Copy the tied weight to the last stage, after the first has updated it."""
         tied = _tied(trained)
         if tied is None:
             return
@@ -248,7 +250,7 @@ class Stage:
 
 
 def _tied(trained: Trained) -> Tied | None:
-    """The policy's tied weight, if it is trained."""
+    """Return the policy's tied weight. None: there is none, or it is not trained."""
     policy = trained.module
     assert isinstance(policy, StagedPolicy)
     return policy.tied if policy.tied is not None and policy.tied.is_trained else None
@@ -264,15 +266,15 @@ def _parameter(trained: Trained, name: str) -> Tensor:
 
 
 def expected(flops: FlopModel, layers: Sequence[int]) -> Measured:
-    """Expected costs of a model with these layers on each stage, in FLOPs instead of seconds."""
+    """Return expected costs of a model with these layers per stage, in FLOPs instead of seconds."""
     last = len(layers) - 1
     stages = [_stage_cost(flops, n / sum(layers), stage == last) for stage, n in enumerate(layers)]
     return Measured(stages=tuple(stages), links=(Link(),) * last, bytes_per_token=0.0)
 
 
 def _stage_cost(flops: FlopModel, share: float, is_last: bool) -> StageCost:
-    """Expected cost of a stage with this share of the layers. Matrices in the layers cost F, I
-    and W the same."""
+    """Return the expected cost of a stage with this share of the layers. The layers' matrices cost
+    F, I and W the same."""
     per_token = max(flops.body, 1.0) * share / 3
     # Windows that end somewhere make pairs of a token and few others, which count as none.
     pairs = share * flops.attention * sum(window is None for window in flops.windows)

@@ -1,5 +1,5 @@
 """The policy and the critic as one stage runs them: hidden states come from a `Crossing`, and go
-there unless this is the last stage."""
+back to it unless this is the last stage."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rollpacker.trainer.policy import Policy
 
 
 class StagedPolicy(Policy):
-    """A policy's stage. It cuts the whole policy's model in place. Raises `ValueError` as `cut`
-    does, and if the model's logits cannot be made in blocks."""
+    """A policy's stage, which is made by cutting the whole policy's model in place. Raises
+    `ValueError` as `cut` does, and if the model's logits cannot be made in blocks."""
 
     def __init__(
         self, whole: Policy, place: Place, layers: Sequence[int], crossing: Crossing
@@ -34,7 +34,7 @@ class StagedPolicy(Policy):
         self.tied = tied_weight(whole.model)
         cut(whole.model, place, layers)
         self.mirror = self.tied.mirror if self.tied is not None and place.is_last else None
-        """Name of the parameter here that the first stage owns. None: there is none."""
+        """Name of this stage's parameter that the first stage owns. None: there is none."""
         self.model = whole.model
         self.block_elements = whole.block_elements
         self.runs_in_blocks = True
@@ -43,7 +43,8 @@ class StagedPolicy(Policy):
         self._crossing = crossing
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """See `Policy`. Before the last stage both are the hidden states that left."""
+        """Return log-probs and entropies; before the last stage, the hidden states that left,
+        twice."""
         hidden = _hidden_states(self.model, batch, self._place, self._crossing)
         if not self._place.is_last:
             return hidden, hidden
@@ -51,7 +52,7 @@ class StagedPolicy(Policy):
 
 
 class StagedCritic(Critic):
-    """A critic's stage. It cuts the whole critic's body in place."""
+    """A critic's stage, which is made by cutting the whole critic's body in place."""
 
     def __init__(
         self, whole: Critic, place: Place, layers: Sequence[int], crossing: Crossing
@@ -68,13 +69,13 @@ class StagedCritic(Critic):
         self.eval()
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """See `Critic`. Before the last stage these are the hidden states that left."""
+        """Return the critic's values; before the last stage, the hidden states that left."""
         hidden = _hidden_states(self.model, batch, self._place, self._crossing)
         return self.from_hidden_states(hidden, batch) if self._place.is_last else hidden
 
 
 def _hidden_states(model: nn.Module, batch: MicroBatch, place: Place, crossing: Crossing) -> Tensor:
-    """Hidden states [B, W, D] after this stage's layers."""
+    """Return the hidden states [B, W, D] after this stage's layers."""
     decoder = decoder_of(model)
     inputs = {"input_ids": batch.input_ids}
     if not place.is_first:
