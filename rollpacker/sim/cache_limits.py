@@ -52,8 +52,7 @@ class Limits:
         )
 
     def check(self, longest: int) -> None:
-        """Raises `ValueError` if the cache cannot hold even a single response of `longest`
-        tokens."""
+        """Raises `ValueError` if the cache cannot hold one response of `longest` tokens alone."""
         tokens = longest + self.prompt_tokens
         if tokens > self.capacity:
             raise ValueError(

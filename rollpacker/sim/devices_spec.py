@@ -22,8 +22,7 @@ class Cluster:
     gpus: int
     """Number of GPUs of the cluster: at most one node, or several whole nodes."""
     gpus_per_node: int = 8
-    """Number of GPUs of a node. An engine, or a trainer's tensor-parallel group, is inside a
-    node."""
+    """Number of GPUs of a node, in which an engine or a trainer's tensor-parallel group stays."""
     train_gpu: str | GpuSpec | None = None
     """GPU of the trainer, if it has devices of its own; null: the same as `gpu`."""
     train_gpus: int | None = None

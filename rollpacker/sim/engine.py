@@ -245,8 +245,7 @@ class TokenClockEngine:
             self._simple = self._limits.stay_simple(lengths, most_done)
 
     def _leave(self, length: int) -> None:
-        """Subtract a request of `length` tokens that has left from `_peak`, and update
-        `_simple`."""
+        """Subtract a request of `length` tokens that has left from `_peak`; update `_simple`."""
         self._peak -= self._limits.prompt_tokens + length
         self._simple = self._simple or self._peak <= self._limits.simple
 

@@ -13,14 +13,16 @@ from rollpacker.config.document import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Contents of a trace file: lengths of responses, or a list of lengths for each prompt."""
+    """Contents of a trace file: either `lengths`, tokens of each response, or `pools`, the tokens
+    of the responses to each prompt."""
 
     lengths: tuple[int, ...] = ()
     pools: tuple[tuple[int, ...], ...] = ()
 
 
 def read_trace(path: str) -> Trace:
-    """Raises `ConfigError` that names the line and says what can still be used."""
+    """Read a trace file. Raises `ConfigError` that names the first wrong line and says what can
+    still be used."""
     try:
         content = Path(path).read_bytes()
     except (OSError, ValueError) as error:

@@ -59,8 +59,7 @@ MAX_LOSS = 0.01
 SCREEN_SLACK = 0.02
 """Amount by which a length shift may miss the bound in the early stages, of few steps."""
 FINAL_MARGIN = 0.002
-"""Amount by which a finalist's length shift keeps the bound, so that fresh seeds seldom break
-it."""
+"""Amount by which a finalist's length shift keeps the bound; fresh seeds then seldom break it."""
 MOST_DONE = 0.99
 """Largest share of a plan's work that is reported as done before the plan has ended."""
 FINAL_SEED = 1000

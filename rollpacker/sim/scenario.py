@@ -152,8 +152,7 @@ class OracleSpec:
     """Knowledge that only a simulator can have (`oracle.*`)."""
 
     reorder_window: int = 0
-    """Number of steps whose prompts are sorted together by their longest response; 0: no
-    sorting."""
+    """Number of steps whose prompts are sorted together by longest response; 0: no sorting."""
 
     def __post_init__(self) -> None:
         if self.reorder_window < 0:

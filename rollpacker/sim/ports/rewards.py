@@ -1,7 +1,6 @@
-"""Checks of answers: each keeps a worker for the seconds that the workload says.
+"""Checks of answers: every check keeps a worker for the seconds that the workload has drawn.
 
-How many run at once is the core's business (`core/checks/reward_schedule.py`); a `Score` begins at
-once.
+The core limits how many run at once (`core/checks/reward_schedule.py`); a `Score` begins at once.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _NO_PARTS: Mapping[str, float | None] = {}
 
 
 class Rewards:
-    """Obeys `Score` and `CancelScore`."""
+    """The port that obeys `Score` and `CancelScore`: it gives the verdicts."""
 
     def __init__(
         self,
@@ -42,7 +41,7 @@ class Rewards:
         self._skips = workload.skip_truncated
         self._cap = math.inf if max_response_tokens is None else max_response_tokens
         self._cancelled: set[SampleId] = set()
-        """Checks that ended early; the clock still has their ends."""
+        """Samples whose check was cancelled, while the check's end is still on the clock."""
 
     def routes(self) -> Routes:
         return {Score: self._score, CancelScore: self._cancel}

@@ -48,7 +48,7 @@ class GradientWork:
 
 
 class Training:
-    """Obeys `StartGradients`, `TrainOn`, `SyncWeights` and `Commit`."""
+    """The port that obeys `StartGradients`, `TrainOn`, `SyncWeights` and `Commit`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Training:
         work: GradientWork,
         step_done: Callable[[Event], None],
     ) -> None:
-        """`step_done` is called with the event that will end each step that trained."""
+        """`step_done` is called with the event that ends a step, for every step that trained."""
         self._clock = clock
         self._machine = machine
         self._responses = responses
@@ -110,8 +110,8 @@ class Training:
         )
 
     def _swept_s(self, pipeline: Pipeline, lengths: list[int]) -> float:
-        """Seconds of the responses that were not streamed, through the stages. What was streamed
-        kept them full."""
+        """Seconds in which responses of these lengths pass the trainer's stages; counts the stages'
+        idle time. Responses whose gradients began in the rollout made no stage wait."""
         if not lengths:
             return 0.0
         prompt_tokens = self._machine.prompt_tokens
