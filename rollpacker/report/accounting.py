@@ -18,8 +18,8 @@ class Accounting:
     fits the model of response lengths anew; see `Debias` for how often."""
 
     def __init__(self, *, slots: int | None = None, max_response_tokens: int | None = None) -> None:
-        """`slots` and `max_response_tokens` are the config's, used where the log lacks them. None:
-        not known."""
+        """`slots` and `max_response_tokens`: the config's, for a log without them; None:
+        unknown."""
         self.history = History()
         self.time = TimeBook(slots)
         self._max_response_tokens = max_response_tokens

@@ -40,8 +40,7 @@ def complements(job: Mapping[str, Any]) -> bool:
 
 
 class CarryBook:
-    """Follows the tokens that deferred prompts carry into their next launch, from a log's
-    entries."""
+    """Follows tokens that deferred prompts carry into their next launch, as a log is read."""
 
     def __init__(self) -> None:
         self._carries = False
@@ -61,8 +60,7 @@ class CarryBook:
         self._retracing.clear()
 
     def launch(self, command: Launch, known: Mapping[SampleId, SampleHistory]) -> None:
-        """Note a launch and the tokens that it carries. `known` has the launched samples'
-        records."""
+        """Note a launch and its carried tokens. `known` has the records of the launched samples."""
         samples = command.samples
         for sample, failed in zip(samples, command.replaces, strict=False):
             self._replaced[sample] = self._replaced.get(failed, failed)

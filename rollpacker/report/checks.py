@@ -161,8 +161,7 @@ def _slowest_of(checks: Sequence[tuple[float, SampleId]]) -> list[tuple[float, s
 
 
 def check_metrics(kinds: Mapping[str, KindChecks]) -> dict[str, Value | None]:
-    """Metrics of a step by name, `perf/checks/KIND/...`, and a text that lists the slowest
-    checks."""
+    """Metrics of a step by name, `perf/checks/KIND/...`, and a text of the slowest checks."""
     metrics: dict[str, Value | None] = {}
     for name, kind in kinds.items():
         prefix = f"perf/checks/{name}"

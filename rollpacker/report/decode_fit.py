@@ -23,8 +23,7 @@ longer than launching the kernels."""
 BEND_ROUNDS = 2
 """Number of searches for the bend: once it is known, other rows are outliers."""
 CLOSER_LOOKS = 4
-"""Number of times that the interval around the best bend is searched, the later times in
-eighths."""
+"""Number of searches for the best bend, each in the interval around the best bend so far."""
 BEND_GAIN = 0.02
 """Share by which a bend must lower the loss to be preferred to a straight line."""
 

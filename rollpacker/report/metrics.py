@@ -307,8 +307,7 @@ def _finite(value: Value) -> Value | None:
 
 
 class _Board:
-    """Writes TensorBoard event files with TensorBoard's own library, without TensorFlow or
-    torch."""
+    """Writes TensorBoard event files, without TensorFlow or torch."""
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
