@@ -34,8 +34,7 @@ class Accounting:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Marks that all metrics of the current session must be read with, such as
-        "unsandboxed"."""
+        """Warnings on how to read all metrics of the current session, such as "unsandboxed"."""
         session = self.history.session
         return () if session is None else session.marks
 

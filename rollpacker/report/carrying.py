@@ -116,12 +116,13 @@ class CarryBook:
 
 @dataclass(slots=True)
 class CarryCounts:
-    """Counts of carried tokens in the launches of one step, or of many steps."""
+    """Counts of carried tokens (kept from an earlier launch of the sample) in the launches of one
+    step, or of many steps."""
 
     prompts: int = 0
     """Number of prompts that were launched with tokens of an earlier launch."""
     tokens: int = 0
-    """Number of tokens that were carried into launches."""
+    """Number of tokens of earlier launches that launches began with."""
     looked_at: int = 0
     """Number of carried tokens of samples that were verified."""
     kept: int = 0
@@ -174,7 +175,7 @@ class CarryCounts:
 
 
 def step_carrying(step: StepHistory) -> CarryCounts:
-    """Counts of the tokens that the step's launches carried."""
+    """Counts of the tokens of earlier launches that the step's launches began with."""
     counts = CarryCounts()
     prompts = set()
     for round_ in step.rounds:

@@ -120,7 +120,7 @@ def _slowest_first(entry: tuple[float, str]) -> tuple[float, str]:
 
 
 def step_checks(checks: StepChecks) -> dict[str, KindChecks]:
-    """The checks of a step, by kind."""
+    """Counts and seconds of a step's checks, by kind."""
     kinds: defaultdict[str, KindChecks] = defaultdict(KindChecks)
     seconds: defaultdict[str, list[tuple[float, SampleId]]] = defaultdict(list)
     for command in checks.asked:

@@ -21,7 +21,7 @@ from rollpacker.core.ids import SampleId
 
 @dataclass(slots=True)
 class EngineCounts:
-    """Counts of one engine, summed over all its incarnations."""
+    """Counts of one engine over the whole run, its replacements included."""
 
     samples: int = 0
     """Number of samples that ended in this engine."""
@@ -32,7 +32,7 @@ class EngineCounts:
     """Seconds in which the engine had samples."""
     losses: int = 0
     away_s: float = 0.0
-    """Seconds from each loss of the engine until another one was in its place."""
+    """Sum of the seconds from each loss of the engine until its replacement was ready."""
 
 
 def engines_of(job: Mapping[str, Any]) -> int:
@@ -110,7 +110,7 @@ class EngineBook:
         return 1.0 - num_busy / self.num_engines
 
     def is_zombie(self, event: SampleGenerated | SampleAborted | SampleFailed) -> bool:
-        """Whether the event comes from an incarnation of an engine that was lost."""
+        """Whether the event comes from an engine that was lost and replaced before."""
         return event.incarnation != self._incarnation[event.engine]
 
     def place(self, samples: Sequence[SampleId], engines: Sequence[int], now: float) -> None:

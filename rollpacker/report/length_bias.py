@@ -45,7 +45,7 @@ class LengthBias:
         self._trained: deque[tuple[FloatArray, FloatArray]] = deque(maxlen=LENGTH_WINDOW)
         """For each step the lengths of its trained samples, and their weights in the loss."""
         self._whole: deque[bool] = deque(maxlen=LENGTH_WINDOW)
-        """Whether a step trained on every response that it launched, whatever its length."""
+        """For each step, whether it trained on every response that it launched."""
 
     def add(self, step: StepHistory) -> dict[str, float]:
         """Count a step and return those of the metrics `length/...` and `debias/...` that are

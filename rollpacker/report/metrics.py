@@ -1,4 +1,4 @@
-"""Metrics of a step under the names that the field uses, as JSON lines and for TensorBoard.
+"""Metrics of a step under names that are usual elsewhere, as JSON lines and for TensorBoard.
 
 `docs/metrics.md` lists them. Everything that depends on a clock stands under `timing_s/` or
 `perf/`; all the rest is the same whenever a seed is run again."""

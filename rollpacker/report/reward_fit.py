@@ -37,7 +37,7 @@ WARM_UP = 2.0
 
 
 class Check(NamedTuple):
-    """One response's verdict."""
+    """The verdict on one response, with the seconds that it took."""
 
     num_tokens: int
     """Tokens of the response."""

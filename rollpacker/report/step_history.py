@@ -173,7 +173,8 @@ class StepPrompts:
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of dropped prompts, by reason."""
     dropped_after: dict[str, str] = field(default_factory=dict)
-    """For each reason, why the last lost sample of the first prompt dropped for it was lost."""
+    """An example for each reason: why a sample was lost, of the first prompt dropped for the
+    reason."""
     long_queue: int = 0
     """Number of prompts that waited for a later round when the step was committed."""
     _lost: dict[PromptId, str] = field(default_factory=dict)
@@ -239,7 +240,7 @@ class StepHistory:
 
     @property
     def groups(self) -> Sequence[tuple[SampleId, ...]]:
-        """Groups that the step was trained on."""
+        """Groups (the samples of one prompt) that the step was trained on."""
         return () if self.train_on is None else self.train_on.groups
 
     @property

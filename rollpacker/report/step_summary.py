@@ -27,7 +27,8 @@ class PromptCounts:
     dropped: Mapping[str, int]
     """Number of dropped prompts, by reason."""
     dropped_after: Mapping[str, str]
-    """For each reason, why the last lost sample of the first prompt dropped for it was lost."""
+    """An example for each reason: why a sample was lost, of the first prompt dropped for the
+    reason."""
     long_queue: int
     """Number of prompts that wait for a later round when the step is over."""
 

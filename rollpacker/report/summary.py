@@ -154,7 +154,7 @@ class RunSummary:
         }
 
     def _trainer(self) -> dict[str, Any]:
-        """Losses of the trainer. Empty if it was never lost."""
+        """Counts of the losses of the trainer. Empty if the trainer was never lost."""
         book = self.accounting.history.trainer
         if not book.losses:
             return {}
@@ -227,7 +227,7 @@ def _steps(steps: list[StepSummary]) -> dict[str, Any]:
 
 
 def _carrying(steps: list[StepSummary]) -> dict[str, Any] | None:
-    """Counts of carried tokens. None if no tokens were carried."""
+    """Counts of tokens kept from earlier launches of samples. None if there were none."""
     counts = add_up_carried(step.carry for step in steps)
     if not counts.tokens:
         return None
@@ -259,7 +259,7 @@ def _episodes(steps: list[StepSummary]) -> dict[str, Any]:
 
 
 def _pipeline(steps: list[StepSummary]) -> dict[str, Any]:
-    """The pipeline of a trainer in stages. Empty for other trainers."""
+    """Summary of a trainer's pipeline stages and links. Empty for a trainer without stages."""
     found = summarize_pipeline(steps)
     return {} if found is None else {"pipeline": found}
 

@@ -106,7 +106,7 @@ def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False)
 
 
 class _Engine:
-    """An engine that admits samples into its slots, first come, first served."""
+    """The state of an engine that admits samples into its slots, first come, first served."""
 
     def __init__(
         self, samples: Iterable[SampleId], slots: int | None, taken_up: Mapping[SampleId, int]
@@ -164,7 +164,7 @@ class _Engine:
         self._sum_admitted_at -= self._admitted_at.pop(sample)
 
     def forget(self, sample: SampleId) -> None:
-        """Drop a sample that was stopped while it waited."""
+        """Drop a sample that was stopped while it waited. Raises `ClockError` if it was running."""
         if sample not in self._waiting:
             raise ClockError(f"sample {sample} was stopped while it waited, but had a slot")
         self._waiting.remove(sample)

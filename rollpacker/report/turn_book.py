@@ -11,8 +11,8 @@ from rollpacker.core.ids import SampleId
 from rollpacker.report.step_history import End, Outcome, SampleHistory, StepHistory
 
 ENVIRONMENT = "environment"
-"""The phase, and the cause of time, in which the engine is empty because environments have the
-turn."""
+"""Name of the phase, and of the cause of time, in which engines are empty because samples await
+answers of environments."""
 Samples = dict[SampleId, SampleHistory]
 
 

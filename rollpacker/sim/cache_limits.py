@@ -17,7 +17,7 @@ class Limits:
     """Limits of one engine's cache and of its decode steps."""
 
     capacity: int
-    """Tokens in the cache, prompts included."""
+    """Most tokens that the cache can hold, prompts included."""
     admission: int
     """Most tokens in the cache with which one more request is admitted beside others."""
     simple: int
@@ -62,9 +62,9 @@ class Limits:
             )
 
     def stay_simple(self, lengths: Sequence[int], most_done: int) -> bool:
-        """Whether responses of these lengths, alone in the engine and with at most `most_done`
-        tokens each, stay within `simple`. They start together, so the short ones are gone when the
-        long ones are long."""
+        """Whether responses of these lengths, alone in the engine, never have more than `simple`
+        tokens in the cache. They start together, with at most `most_done` tokens each, so that
+        short responses have left when long ones have grown."""
         fixed, num = self.prompt_tokens + most_done, len(lengths)
         ends = enumerate(sorted(lengths))
         return max([(num - place) * (fixed + tokens) for place, tokens in ends]) <= self.simple

@@ -79,7 +79,7 @@ class CarriedTurns:
         return tokens if kept == drawn else self._place(noise, kept)
 
     def _drawn(self, noise: SampleId, tokens: int) -> int:
-        """Number of tokens that the policy drew among the first `tokens` of the trajectory."""
+        """Number of the policy's own tokens among the first `tokens` of the trajectory."""
         drawn = 0
         for turn in self._trajectories.turns(noise):
             drawn += min(turn.tokens, tokens)

@@ -41,13 +41,13 @@ class DecodeTimes:
         self._cost = cost
         self._per_token_s = cost.per_cached_token_s
         self.flat_tokens = _flat_tokens(cost)
-        """Cached tokens up to which a step takes its floor time."""
+        """Tokens in the cache up to which a step takes its shortest time (its floor)."""
         self.flat_s, self._beyond = _tables(cost)
         """`flat_s` lists the seconds of a step at its floor, indexed by the number of running
         sequences; `extend` makes the list longer."""
 
     def extend(self, num: int) -> None:
-        """Fill the tables up to `num` running sequences."""
+        """Add the times of steps with up to `num` running sequences to `flat_s` and `_beyond`."""
         cost, flat_s = self._cost, self.flat_s
         for n in range(len(flat_s), num + 1):
             speedup = cost.speedup(n)
@@ -91,7 +91,7 @@ class DecodeTimes:
 
 
 def _flat_tokens(cost: StepCost) -> int:
-    """Cached tokens up to which a step takes its floor time."""
+    """Tokens in the cache up to which a step takes its shortest time, which is then constant."""
     if not cost.per_cached_token_s:
         return UNLIMITED
     beyond_bytes_s = max(0.0, cost.launch_s - cost.bytes_s)

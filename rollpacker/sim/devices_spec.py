@@ -1,4 +1,4 @@
-"""The GPUs of a scenario."""
+"""The part of a scenario that describes the GPUs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Cluster:
 
     @property
     def node_gpus(self) -> int:
-        """GPUs that share a node."""
+        """Number of GPUs in each node."""
         return min(self.gpus, self.gpus_per_node)
 
     @property

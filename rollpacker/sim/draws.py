@@ -14,7 +14,7 @@ import numpy as np
 from rollpacker.core.portable import log, on_circle
 
 _WIDTH = 1.7155277699214135
-"""4 * exp(-1/2) / sqrt(2): the box from which ratios are drawn."""
+"""4 * exp(-1/2) / sqrt(2): width of the box of random points whose ratios `normal_ratio` takes."""
 
 
 def normal_ratio(rng: random.Random) -> float:

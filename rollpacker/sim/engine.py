@@ -426,7 +426,7 @@ class TokenClockEngine:
         return -entries[-1][0] - self._clock
 
     def _room(self) -> int:
-        """Steps until the cache overflows."""
+        """Number of steps that the running sequences can take until the cache overflows."""
         return (self._limits.capacity - self.cached_tokens) // len(self._running)
 
     def _step(self, steps: int) -> None:

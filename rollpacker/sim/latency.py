@@ -89,7 +89,7 @@ class LatencyModel(Protocol):
 
     @property
     def commit_s(self) -> float:
-        """Seconds to write a step down (log, metrics, checkpoint) before the next one begins."""
+        """Seconds to save a step (log, metrics, checkpoint) before the next step begins."""
 
     @property
     def stop_s(self) -> float:
@@ -103,7 +103,7 @@ class LatencyModel(Protocol):
         `ValueError` if the engine has no room for its weights."""
 
     def prefill_s(self, num_samples: int, tensor_parallel: int) -> float:
-        """Seconds of one engine's prefill of the prompts of so many samples launched together."""
+        """Seconds of one engine's prefill of the prompts of `num_samples` samples."""
 
     def recompute_token_s(self, tensor_parallel: int) -> float:
         """Seconds of prefill per token of a sequence that comes back after it was preempted or
@@ -153,8 +153,8 @@ class Calibration:
     sync_scale_s: float = _fitted(
         0.55558, "s at 1e9 parameters", f"5, 15 and 27 s at 7B, 14B and 32B ({_PAPER}, Fig. 10c)"
     )
-    """Scale of the weight sync, a power law as above: 13 % too high at 7B, 20 % too low at 14B,
-    11 % too high at 32B."""
+    """Scale a of the seconds of the weight sync, a * (params / 1e9)**b: 13 % too high at 7B, 20 %
+    too low at 14B, 11 % too high at 32B."""
     sync_exponent: float = _fitted(
         1.14179, "power of the parameters", f"5, 15 and 27 s at 7B, 14B and 32B ({_PAPER})"
     )

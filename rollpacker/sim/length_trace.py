@@ -1,4 +1,4 @@
-"""Trace files of response lengths: JSONL, one response or one prompt a line."""
+"""Reads trace files of response lengths: JSONL with one response or one prompt per line."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _trace_line(line: bytes) -> int | tuple[str, tuple[int, ...]] | str:
-    """A length, a prompt's name with its lengths, or what is wrong with the line."""
+    """Returns the line's length, or its prompt's name and lengths, or a text on what is wrong."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

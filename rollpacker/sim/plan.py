@@ -85,7 +85,7 @@ class Budget:
     """Steps of each simulation of the better candidates and their neighbours."""
     finalists: int
     seeds: int
-    """Seeds of each finalist."""
+    """Number of seeds that each finalist is simulated with."""
     steps: int
     """Steps of each simulation of a finalist; more if long rounds are rare."""
 

@@ -1,7 +1,7 @@
 """Ideas that a plan can try on a scenario or a recorded run, each a few config keys set together.
 
 The search (`sim/plan.py`) knows a system only by `Base` and `Evaluate`, so that both are planned by
-the same code. Everything here is in the core, on-policy, and can be written into a config.
+the same code. Every idea is a setting of the core, keeps training on-policy, and fits a config.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from rollpacker.sim.plan_ideas import Base, Candidate, Idea
 from rollpacker.sim.result import StepResult, SystemResult
 
 MIN_GAIN = 0.005
-"""An idea must shorten the step by more than this share, or the setting does without it."""
+"""Share of a step's time that an idea must save for a plan to include it."""
 PAYS_GAIN = 0.02
-"""Tail batching must shorten the step by more than this share to be worth having."""
+"""Share of a step's time that tail batching must save to be worth having."""
 NOISE_ERRORS = 3.0
 """Number of standard errors by which a gain must exceed 0 to count as a gain."""
 
@@ -225,9 +225,9 @@ class Plan:
     best: Finding
     """The setting to take: `current` if no other setting is clearly faster within the bound."""
     ranked: tuple[Finding, ...]
-    """The finalists that keep the bound, fastest first."""
+    """The finalists that keep the bound on the length shift, fastest first."""
     too_short: tuple[Finding, ...]
-    """Finalists that do not keep the bound."""
+    """The finalists that do not keep the bound on the length shift."""
     reasons: tuple[Reason, ...]
     """The worth of each idea of the best setting."""
     rejected: tuple[tuple[Idea, float], ...]
@@ -244,9 +244,9 @@ class Plan:
     second gain no more than `Base.trust`. None: there was none."""
     num_seeds: int
     num_steps: int
-    """Steps of each final simulation."""
+    """Number of steps of each final simulation."""
     num_simulated: int
-    """Steps of all simulations together."""
+    """Number of steps of all simulations together."""
 
     @property
     def has_tail_batching(self) -> bool:

@@ -58,7 +58,7 @@ class RunEvaluate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsMeasured:
-    """The run as it was, beside its simulation."""
+    """The measured result of a recorded run, beside the result of its simulation."""
 
     measured: SystemResult
     simulated: SystemResult

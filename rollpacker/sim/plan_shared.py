@@ -24,7 +24,7 @@ class PoolPrices:
     """Prices that a job pays per hour in which it holds its nodes, in the currency of the pools."""
 
     rollout_per_h: float
-    """Price of all its rollout nodes for an hour."""
+    """Price of all rollout nodes of the job for an hour."""
     train_per_h: float
     prompts_per_step: int
 

@@ -34,7 +34,7 @@ MAX_REDRAWS = 16
 
 
 class Draw(msgspec.Struct, frozen=True, gc=False):
-    """A response as it was when its prompt was deferred."""
+    """A response as it was when its prompt was deferred (put off to a later round)."""
 
     length: int
     """Tokens that the whole response would have if it went on under the same weights."""
@@ -82,7 +82,7 @@ class Responses:
         self.done: list[int] = []
         """Tokens that each response begins with, which are not generated anew."""
         self.reached: dict[int, int] = {}
-        """Tokens of responses that were stopped."""
+        """Number of tokens that each stopped response had, by key."""
         self.kept: dict[int, int] = {}
         """Tokens of an earlier launch that came out the same, by key of a verified response."""
         self.redraws: dict[int, int] = {}

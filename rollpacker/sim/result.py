@@ -81,7 +81,7 @@ class SystemResult:
     """Share of the tokens kept from an earlier launch that came out differently when they were
     verified."""
     pipeline: PipelineResult | None = None
-    """Result of the trainer's stages. None: it has no stages."""
+    """Result of the trainer's pipeline stages. None: the trainer has no stages."""
 
     @property
     def mean(self) -> dict[str, float]:

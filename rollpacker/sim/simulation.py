@@ -50,7 +50,7 @@ from rollpacker.sim.workload import Workload
 
 
 class Simulation:
-    """One run in virtual time. `run` once."""
+    """One run in virtual time. `run` may be called once."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ from rollpacker.sim.trajectories import Trajectories
 from rollpacker.sim.workload_spec import RewardStage
 
 BLOCK_ROWS = 512
-"""Prompts drawn at once."""
+"""Number of prompts in a block, for which all values are drawn together."""
 MAX_BLOCKS = 64
 """Most blocks of drawn lengths that are kept in memory, and most blocks of verdicts."""
 CORRECT_SHARE = 0.5
@@ -48,14 +48,15 @@ of turn t is drawn as a response of chunk t * TURN_CHUNKS or a later one."""
 
 
 class Workload:
-    """An endless dataset with a mix of reward stages, or the prompts of a real run."""
+    """The prompts of a scenario or of a real run, in endless order, with the lengths and the
+    verdicts of their responses."""
 
     trajectories: Trajectories | None = None
     """Trajectories of a scenario with turns, whose lengths are then those of messages. None:
     samples are single responses."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Raises `ConfigError` if a trace cannot be read."""
+        """The workload of a scenario. Raises `ConfigError` if a trace cannot be read."""
         cap = scenario.rollout.max_response_tokens
         parts = [_Part(stage, lengths_of(scenario.law_of(stage), cap)) for stage in scenario.stages]
         window = scenario.oracle.reorder_window * scenario.rollout.prompts_per_step
@@ -280,7 +281,7 @@ class Workload:
         return self.seed, stream, place, sample.attempt, sample.index
 
     def _place(self, prompt: PromptId) -> int:
-        """Place of a recorded prompt in the order of all passes."""
+        """Number of prompts that come before a recorded prompt, over all epochs."""
         assert self._rows is not None
         return prompt.epoch * len(self._rows) + self._place_of_row[prompt.row]
 
@@ -383,8 +384,8 @@ def _policy(parts: Sequence[_Part]) -> tuple[float, float]:
 
 
 def _pattern(shares: Sequence[float]) -> IntArray:
-    """Parts in an order that repeats, such that every prefix has each part within one prompt of its
-    share."""
+    """Numbers of the parts, in an order that is repeated without end. Every begin of the order has
+    each part as often as its share demands, within one prompt."""
     total = sum(shares)
     parts = [Fraction(share / total).limit_denominator(500) for share in shares]
     period = math.lcm(*(part.denominator for part in parts))

@@ -25,7 +25,7 @@ class RunBook:
     """Reads a run's log by `feed`, live or from a file; `plain` returns the page's data so far."""
 
     def __init__(self, run: str | Path) -> None:
-        """Raises `ValueError` where there is no event log."""
+        """`run`: the run's folder or its event log. Raises `ValueError` if there is no log."""
         self.events = events_path(run)
         self.folder = self.events.parent
         self.columns = MetricColumns()

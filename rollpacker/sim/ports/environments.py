@@ -40,7 +40,7 @@ class Environments:
     ) -> None:
         """`concluded` is called when a trajectory is over."""
         self.hangs: Callable[[SampleId, int], bool] = lambda sample, turn: False
-        """Whether the environment of a sample never answers a turn."""
+        """Function of a sample and a turn that returns whether the turn is never answered."""
         self._clock = clock
         self._responses = responses
         self._trajectories = trajectories

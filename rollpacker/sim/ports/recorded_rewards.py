@@ -1,9 +1,9 @@
-"""Rewards of a run that was recorded: its own verdicts, and its own seconds.
+"""Gives the verdicts that a real run has recorded, after the seconds that its checks took.
 
-A kind of check with workers or a deadline is bounded by the core, and each check takes what a
-recorded one took. Other checks wait for one another as in a real run (`run/ports/scoring.py`):
-what is asked for while nothing more can be handed over joins one batch, and each batch is a call of
-the reward, which has so many workers.
+The core limits how many checks run at once if their kind has workers or a deadline; such a check
+takes the seconds of a recorded check. Other checks are put together as in a real run
+(`run/ports/scoring.py`): checks that come while no further call can begin join one batch, and every
+batch is one call of the reward, whose workers run a few calls at once.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class Rewards:
         max_response_tokens: int | None,
     ) -> None:
         self.delay_s: Callable[[SampleId], float] | None = None
-        """Seconds by which the check of a sample takes longer than the workload says. None: no
-        check does."""
+        """Function from a sample to the seconds by which its check takes longer than the workload
+        has drawn. None: no check takes longer."""
         self._clock = clock
         self._workload = workload
         self._responses = responses
@@ -76,7 +76,7 @@ class Rewards:
         self._clock.after(seconds, scored)
 
     def _cancel(self, command: CancelScore) -> None:
-        """End these checks now. Their events on the clock are passed over when their time comes."""
+        """End these checks now. Their verdicts, still on the clock, are ignored when they come."""
         self._cancelled.update(command.samples)
         self._clock.passes_over = self._was_cancelled
         for sample in command.samples:

@@ -84,7 +84,7 @@ class Rollout:
         self.start_s = 0.0
         """Seconds from the order to replace a lost engine until the replacement is ready."""
         self._fleets: dict[tuple[int, bool], list[Lane]] = {}
-        """Engines by their degree and by whether they decode speculatively."""
+        """Engines by (degree of tensor parallelism, whether they decode speculatively)."""
         self._fleet: list[Lane] = []
         """Engines of the current round. All fields below are the current round's too."""
         self._launch: Launch | None = None
@@ -211,7 +211,7 @@ class Rollout:
             self._submit(lane, [key], has if given is None else given, now, is_new=is_new)
 
     def concluded(self) -> None:
-        """A trajectory is over: the engines waited for its environment's last answer."""
+        """Called when a trajectory is over: counts the wait for its environment's last answer."""
         if not self._num_generating:
             self._tally.rollout_goes_on(self._clock.time_s)
 
@@ -319,7 +319,8 @@ class Rollout:
             )
 
     def _rollout_ends(self, now: float) -> None:
-        """The last engine is empty: from here on every device waits for verdicts."""
+        """Note that the last engine is empty, so that every device waits for verdicts from now
+        on."""
         machine, launch = self._machine, self._launch
         assert launch is not None
         self._empty_from_s = now
@@ -352,7 +353,7 @@ class Rollout:
             )
 
     def _replace(self, command: Replace) -> None:
-        """Replace an engine that is lost with all that it had."""
+        """Start a lost engine anew, without its samples, or update the weights of a live one."""
         number, start_s = command.engine, self.start_s
         if self._incarnations[number] == command.incarnation:
             start_s = self._machine.latency.sync_s  # it is there, and lacks the newest weights

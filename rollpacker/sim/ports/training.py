@@ -16,8 +16,8 @@ from rollpacker.sim.tally import Tally
 
 
 class GradientWork:
-    """Gradients of streamed groups, as device-seconds of work on the devices that the trainer has
-    while a round goes on."""
+    """Gradients that the trainer computes while a round goes on, as device-seconds of work on the
+    devices that it has then."""
 
     def __init__(self) -> None:
         self.backlog_s = 0.0
@@ -36,7 +36,7 @@ class GradientWork:
         self._since_s = now_s
 
     def have(self, now_s: float, devices: int, *, after_s: float = 0.0) -> None:
-        """Give the trainer so many devices, from `after_s` seconds on."""
+        """Let the trainer have `devices` devices in all, from `after_s` seconds after now on."""
         self.advance(now_s)
         self._devices = devices
         self._since_s = max(self._since_s, now_s + after_s)
