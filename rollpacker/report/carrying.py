@@ -40,7 +40,7 @@ def complements(job: Mapping[str, Any]) -> bool:
 
 
 class CarryBook:
-    """Follows tokens that deferred prompts carry into their next launch, as a log is read."""
+    """Follows the tokens that prompts put off to a later round keep, while a log is read."""
 
     def __init__(self) -> None:
         self._carries = False
@@ -60,7 +60,8 @@ class CarryBook:
         self._retracing.clear()
 
     def launch(self, command: Launch, known: Mapping[SampleId, SampleHistory]) -> None:
-        """Note a launch and its carried tokens. `known` has the records of the launched samples."""
+        """Note a launch, and the tokens of earlier launches that its samples begin with. `known`
+        has the samples' records."""
         samples = command.samples
         for sample, failed in zip(samples, command.replaces, strict=False):
             self._replaced[sample] = self._replaced.get(failed, failed)
@@ -73,7 +74,7 @@ class CarryBook:
 
     def drawn(self, sample: SampleHistory, event: SampleGenerated | SampleAborted) -> None:
         """Add to the sample the tokens that an engine has generated (of a trajectory in one turn),
-        and how many carried tokens came out the same."""
+        and how many tokens of its earlier launch came out the same."""
         retracing = self._retracing.get(sample.sample)
         if retracing is None:
             sample.num_tokens += event.num_tokens
@@ -124,14 +125,14 @@ class CarryCounts:
     tokens: int = 0
     """Number of tokens of earlier launches that launches began with."""
     looked_at: int = 0
-    """Number of carried tokens of samples that were verified."""
+    """Number of tokens of earlier launches, of samples of which such tokens were verified."""
     kept: int = 0
     """Number of verified tokens that came out the same."""
     redraws: int = 0
     """Number of responses' ends that were refused and drawn again, since they came before the place
     where the response had been cut off."""
     largest_age: int = 0
-    """Largest age of carried tokens: weight updates since the weights that generated them."""
+    """Largest age of a kept token: number of updates since the weights that generated it."""
     verified: Counter[int] = field(default_factory=Counter)
     """Number of tokens that were generated again, by their age in weight updates."""
     mismatches: Counter[int] = field(default_factory=Counter)
@@ -214,7 +215,7 @@ def add_up(steps: Iterable[CarryCounts]) -> CarryCounts:
 
 
 def carry_metrics(counts: CarryCounts) -> dict[str, float | None]:
-    """Metrics of one step by name. Empty if no tokens were carried into the step's launches."""
+    """Metrics of one step by name. Empty if its launches began with no tokens of earlier ones."""
     if not counts.tokens:
         return {}
     return {

@@ -152,7 +152,7 @@ def learned(state: State) -> dict[str, str]:
 
 
 def doing(history: History) -> str:
-    """The current phase in words, with the kind of the round and the number of live samples."""
+    """The current phase in words, with the round's kind and the number of samples in engines."""
     kind, words = history.step.kind, phase_words(history)
     text = words if kind is None else f"{kind} round, {words}"
     if history.phase == "rollout":

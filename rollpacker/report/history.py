@@ -121,7 +121,7 @@ class History:
         self.queue: set[PromptId] = set()
         self.num_sessions = 0
         self.marks: set[str] = set()
-        """Marks of all sessions so far: warnings on how to read their metrics, as "unsandboxed"."""
+        """Marks of all sessions so far: warnings for their metrics, such as "unsandboxed"."""
         self.engines = EngineBook()
         self.evaluations: dict[int, Mapping[str, float]] = {}
         """Metrics of evaluations, by the number of the step before the evaluation."""
@@ -130,8 +130,8 @@ class History:
         self._phases = PhaseBook()
         self._turns = TurnBook()
         self._emptied_s: float | None = None
-        """The time at which the current event ended the last live sample of a round. None if the
-        event did not."""
+        """Time at which the current event left the engines without any sample of the round. None if
+        the event did not."""
         self.trainer = TrainerBook()
         self._is_committing = False
         self._carrying = CarryBook()
@@ -302,7 +302,8 @@ class History:
             self.step.rounds[-1].end_s, self._emptied_s = self._emptied_s, None
 
     def _lose(self, event: EngineLost, now: float) -> None:
-        """Note that an engine was lost. Its samples are not live until they are placed again."""
+        """Note that an engine was lost. Its samples are in no engine until they are placed
+        again."""
         gone = self.engines.lose(event, now)
         self.live.difference_update(gone)
         if gone:

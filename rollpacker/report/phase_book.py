@@ -61,7 +61,7 @@ class PhaseBook:
             step.phases.append(Phase("callbacks", note.time_s - told_s, note.time_s))
 
     def _book(self, step: StepHistory, note: Note, end_s: float) -> None:
-        """Add a phase to the step that begins with the note's span and ends at `end_s`."""
+        """Add the span of a note to the step, as a phase that ends at `end_s`."""
         start_s = note.time_s - note.seconds
         if note.name == POOL_SWITCH:
             since_s = self._since_s if self._waits_since_s is None else self._waits_since_s

@@ -28,7 +28,7 @@ MAX_CALLS = 20_000
 MOST_AT_ONCE = 8
 """Most calls of a reward that a run has under way at once (`run/ports/scoring.py`)."""
 WORSE = 1.05
-"""Factor by which the error may exceed the smallest error, so that fewer workers are assumed."""
+"""The fewest workers are assumed whose error is at most this many times the smallest error."""
 SHORTEST_S = 1e-6
 NUM_FIRST = 8
 """Number of a run's first calls among which a worker's first call is looked for."""

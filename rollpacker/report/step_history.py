@@ -173,8 +173,7 @@ class StepPrompts:
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of dropped prompts, by reason."""
     dropped_after: dict[str, str] = field(default_factory=dict)
-    """An example for each reason: why a sample was lost, of the first prompt dropped for the
-    reason."""
+    """By reason, an example: why a sample of the first prompt dropped for the reason was lost."""
     long_queue: int = 0
     """Number of prompts that waited for a later round when the step was committed."""
     _lost: dict[PromptId, str] = field(default_factory=dict)

@@ -27,8 +27,7 @@ class PromptCounts:
     dropped: Mapping[str, int]
     """Number of dropped prompts, by reason."""
     dropped_after: Mapping[str, str]
-    """An example for each reason: why a sample was lost, of the first prompt dropped for the
-    reason."""
+    """By reason, an example: why a sample of the first prompt dropped for the reason was lost."""
     long_queue: int
     """Number of prompts that wait for a later round when the step is over."""
 
@@ -234,8 +233,8 @@ def _rewards(step: StepHistory) -> Rewards:
 
 
 def _no_verdict(step: StepHistory, finished: Sequence[SampleHistory]) -> dict[str, int]:
-    """Number of finished samples without a verdict, by reason. Samples of deferred prompts are left
-    out, since it is chance whether their verdicts come before the round ends."""
+    """Number of finished samples without a verdict, by reason. Samples of prompts put off to a
+    later round are left out, since it is chance whether their verdicts come in this round."""
     reasons: Counter[str] = Counter()
     for sample in finished:
         if sample.verdict is None or sample.sample.prompt in step.prompts.deferred:

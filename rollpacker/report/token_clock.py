@@ -25,7 +25,8 @@ from rollpacker.report.step_history import End, RoundHistory, SampleHistory, Ste
 
 
 class ClockError(ValueError):
-    """Raised if the ends of a round's samples contradict one engine of the assumed slots."""
+    """Raised if the ends of a round's samples contradict an engine of so many slots, the most
+    samples at once."""
 
 
 class Stretch(NamedTuple):
@@ -106,7 +107,7 @@ def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False)
 
 
 class _Engine:
-    """The state of an engine that admits samples into its slots, first come, first served."""
+    """The state of an engine that has at most `slots` samples at once, first come, first served."""
 
     def __init__(
         self, samples: Iterable[SampleId], slots: int | None, taken_up: Mapping[SampleId, int]

@@ -47,7 +47,7 @@ class TurnBook:
         self._step: StepHistory | None = None
 
     def take(self, command: Act | CancelAct | Conclude, step: StepHistory, now: float) -> None:
-        """Read a command of the core about acting samples."""
+        """Read a command of the core about samples whose environments work on an answer."""
         match command:
             case Act():
                 self._act(command, step, now)
@@ -92,8 +92,8 @@ class TurnBook:
         step.episodes.answered(event.sample, event.turn, seconds, waited_s, event.calls)
 
     def _cancel(self, command: CancelAct, samples: Samples) -> None:
-        """Note that acting samples were cancelled. Samples in an engine end by an event of their
-        own."""
+        """Note that samples which await an environment were cancelled. Samples in an engine end by
+        an event of their own."""
         for sample in self.acting.intersection(command.samples):
             self.acting.discard(sample)
             if sample in samples:

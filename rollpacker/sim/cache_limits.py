@@ -21,7 +21,7 @@ class Limits:
     admission: int
     """Most tokens in the cache with which one more request is admitted beside others."""
     simple: int
-    """Tokens up to which the cache neither overflows nor makes a step longer than its floor."""
+    """Tokens in the cache up to which it neither overflows nor makes a step any longer."""
     max_running: int
     """Most sequences in one step."""
     prompt_tokens: int

@@ -27,15 +27,15 @@ class CarriedTurns:
     def __init__(self, workload: Workload, mismatch: float, responses: Responses) -> None:
         assert workload.trajectories is not None
         self.verified = Verified()
-        """Counts of kept tokens that the policy was asked for again, without tokens of
+        """Counts of tokens of earlier launches that newer weights verified, without tokens of
         environments' answers."""
         self.same: dict[int, int] = {}
         """Number of tokens, by key of a launched sample, that come out as in its earlier launch."""
         self._workload, self._mismatch, self._responses = workload, mismatch, responses
         self._trajectories = workload.trajectories
         self._left: dict[tuple[PromptId, int], tuple[int, int]] = {}
-        """By prompt and index of a deferred sample: the number of tokens that it had, and the
-        version of the weights that generated these tokens."""
+        """By prompt and index of a sample put off to a later round: the number of tokens that it
+        had, and the version of the weights that generated these tokens."""
         self._version = 0
         """Version of the weights that the current launches generate with."""
 
@@ -62,7 +62,7 @@ class CarriedTurns:
                 self.keep(responses.noises[key], tokens, self._version)
 
     def keep(self, noise: SampleId, tokens: int, version: int) -> None:
-        """Remember that a sample of a deferred prompt had `tokens` tokens of weights `version`."""
+        """Remember that a sample whose prompt is put off had `tokens` tokens of these weights."""
         self._left[noise.prompt, noise.index] = tokens, version
 
     def take_up(self, sample: SampleId, noise: SampleId, version: int) -> int:

@@ -43,7 +43,7 @@ class DecodeTimes:
         self.flat_tokens = _flat_tokens(cost)
         """Tokens in the cache up to which a step takes its shortest time (its floor)."""
         self.flat_s, self._beyond = _tables(cost)
-        """`flat_s` lists the seconds of a step at its floor, indexed by the number of running
+        """`flat_s` lists the shortest seconds of a step, indexed by the number of running
         sequences; `extend` makes the list longer."""
 
     def extend(self, num: int) -> None:

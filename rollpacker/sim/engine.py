@@ -92,8 +92,8 @@ class TokenClockEngine:
         """Sum over the running sequences of the step number at which the sequence had no token yet.
         The tokens in the cache follow from this sum and the clock."""
         self._simple = True
-        """Whether the cache can neither overflow nor lengthen a step beyond its floor time, even
-        when every sequence in the engine has its full length."""
+        """Whether the cache can neither overflow nor make a step longer, even when every sequence
+        in the engine has its full length."""
         self._peak = 0
         """Tokens in the cache if every sequence in the engine had its full length at once."""
         self._direct = True

@@ -23,7 +23,7 @@ class StepCost:
     the KV cache before the step."""
 
     launch_s: float
-    """Floor of a step, in seconds: the host's time to start the kernels of all layers."""
+    """Least seconds of a step: the host's time to start the kernels of all layers."""
     bytes_s: float
     """Seconds of a step to read the weights, and of other work that no batch makes longer."""
     per_cached_token_s: float
@@ -127,7 +127,7 @@ class Calibration:
     lists them with unit and source."""
 
     launch_layer_s: float = _fitted(0.273e-3, "s per layer", _STEPS)
-    """Host seconds to launch the kernels of a layer of a decode step; the floor of small steps."""
+    """Host seconds to launch the kernels of a layer; a decode step takes no less for each layer."""
     per_sequence_s: float = _fitted(0.214e-3, "s per sequence", _STEPS)
     """Seconds of sampling and bookkeeping per running sequence of a decode step."""
     bandwidth_share: float = _fitted(0.8, "share of the datasheet's", "assumed, not fitted")

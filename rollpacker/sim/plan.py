@@ -57,9 +57,9 @@ simulations, and about which share of all stages together is done."""
 MAX_LOSS = 0.01
 """An idea that alone lengthens the step by less than this share may still help beside others."""
 SCREEN_SLACK = 0.02
-"""Amount by which a length shift may miss the bound in the early stages, of few steps."""
+"""Amount by which a length shift may exceed its bound in the early stages, of few steps."""
 FINAL_MARGIN = 0.002
-"""Amount by which a finalist's length shift keeps the bound; fresh seeds then seldom break it."""
+"""Amount by which a finalist's length shift must be inside its bound before the fresh seeds."""
 MOST_DONE = 0.99
 """Largest share of a plan's work that is reported as done before the plan has ended."""
 FINAL_SEED = 1000
@@ -76,7 +76,7 @@ class Budget:
     """How much a search simulates."""
 
     fine: bool
-    """Whether the larger grid of factors is tried."""
+    """Whether more values of the factors of tail batching are tried."""
     screen_steps: int
     """Steps of each simulation of an idea alone, and of a candidate of the grid."""
     kept: int
@@ -227,8 +227,8 @@ class _Search:
         return sorted(saved, key=lambda item: -item[1])
 
     def _search(self, together: Candidate) -> list[Candidate]:
-        """The fastest candidates that keep the bound: each has the ideas of the fastest candidate
-        and factors of its own."""
+        """The fastest candidates that keep the bound on the length shift, each with the ideas of
+        the fastest candidate and factors of its own."""
         budget = self._budget
         grid = factor_grid(self._base, fine=budget.fine)
         tried = [together, *(together.with_idea(idea) for idea in grid)]
@@ -254,9 +254,9 @@ class _Search:
     def _fastest(
         self, tried: list[Candidate], steps: int, stage: str, slack: float
     ) -> list[Candidate]:
-        """The fastest candidates that keep the bound within `slack`, the fastest first, at most as
-        many as the budget keeps. For each idea a candidate's time is raised by `MIN_GAIN`, so that
-        an idea must gain at least that."""
+        """The fastest candidates whose length shift keeps its bound within `slack`, fastest first,
+        at most as many as the budget keeps. A candidate's time is raised by the share `MIN_GAIN`
+        for each idea, so that an idea must gain at least that."""
         # Of several candidates with the same changes, the one with the fewest ideas is kept.
         by_ideas = sorted(tried, key=lambda candidate: -candidate.num_switches)
         distinct = {candidate.key: candidate for candidate in by_ideas}.values()
@@ -287,8 +287,8 @@ class _Search:
         return now, untailed, sorted(found, key=lambda f: f.cost_s)
 
     def _keeps_at_ends(self, found: Finding, bound: Bound, seeds: Sequence[int]) -> bool:
-        """Whether the candidate keeps the bound, also with the lowest and the highest rate of
-        `Base.mismatch_band`."""
+        """Whether the candidate keeps the bound on the length shift, also with the lowest and the
+        highest rate of `Base.mismatch_band`."""
         ends = [
             Idea(f"mismatch {rate:g}", "mismatch", {"carry.mismatch": rate})
             for rate in self._base.mismatch_band

@@ -34,7 +34,8 @@ FULLER_SHARE = 0.95
 EVERY_KIND = ["plain", "short", "cascade", "long", "flush"]
 """Every kind of round of generation, as a config lists them."""
 FACTORS = "factors"
-"""The slot of all ideas that set how many prompts and samples a round launches beyond its need."""
+"""The slot of all ideas on how many prompts and samples a round launches beyond its need. Ideas of
+the same slot exclude one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Idea:
     name: str
     """A few words that name the idea in tables."""
     slot: str
-    """Ideas with the same slot exclude one another."""
+    """Name of what the idea sets. Ideas with the same slot exclude one another."""
     changes: Mapping[str, Any]
     """Dotted keys of the config and their new values, as plain values."""
 

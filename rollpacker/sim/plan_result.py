@@ -170,9 +170,9 @@ def _standard_error(values: Sequence[float]) -> float:
 def choose(
     now: Finding, kept: Sequence[Finding], *, current_keeps: bool, trust: float | None
 ) -> tuple[Finding, Finding | None]:
-    """The best of `kept`, the finalists that keep the bound with the fastest first, or else `now`;
-    and the fastest finalist if it was refused because its trained tokens per second gain no more
-    than `trust`, or else None."""
+    """The best of `kept` (finalists that keep the bound on the length shift, fastest first) or else
+    `now`; and the fastest finalist if it was refused because its trained tokens per second gain no
+    more than `trust`, or else None."""
     if not kept or not current_keeps:
         return (kept[0] if kept else now), None
     if trust is None:
@@ -194,7 +194,7 @@ class Bound:
 
     def keeps(self, shift: float, error: float = 0.0, slack: float = 0.0) -> bool:
         """Whether a length shift keeps the bound, which may be missed by `slack`. `error`, the
-        standard error of the shift, is subtracted from the shift before."""
+        standard error of the shift, is first subtracted from the shift."""
         if self.most is None:
             return True
         if self.both_ways and shift - error > self.most + slack:
@@ -223,7 +223,7 @@ class Plan:
     """The system that was searched."""
     current: Finding
     best: Finding
-    """The setting to take: `current` if no other setting is clearly faster within the bound."""
+    """The setting to take: `current` if none that keeps the bound on lengths is clearly faster."""
     ranked: tuple[Finding, ...]
     """The finalists that keep the bound on the length shift, fastest first."""
     too_short: tuple[Finding, ...]
@@ -267,7 +267,7 @@ class Plan:
 
     @property
     def current_keeps(self) -> bool:
-        """Whether the current settings keep the bound themselves, by their measured length shift or
+        """Whether the current settings keep the bound on the length shift, by the measured shift or
         else by the simulated one."""
         bound = Bound(most=self.max_shift, both_ways=self.base.order_only)
         measured = self.base.measured_shift
@@ -275,8 +275,8 @@ class Plan:
 
     @property
     def given_up(self) -> str | None:
-        """A sentence on a promise of the defaults that the best setting gives up. None: it gives up
-        nothing."""
+        """A sentence on what is lost if the best setting turns `tail_batching.complement` off.
+        None: it does not."""
         if self.best.candidate.changes.get("tail_batching.complement") is not False:
             return None
         return (

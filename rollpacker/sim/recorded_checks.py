@@ -34,8 +34,8 @@ class RecordedChecks:
         return sorted((c for checks in self._by_row.values() for c in checks), key=_length)
 
     def check(self, row: int, num_tokens: int, luck: float) -> Check | None:
-        """A recorded check of a response of nearly `num_tokens` tokens: of this row of the data, or
-        if the row has none of any. None if the run has no check. `luck` chooses among equals."""
+        """A recorded check of a response of nearly `num_tokens` tokens, to this row of the data or
+        else to any row. None if the run has no check. `luck` chooses among equal lengths."""
         checks = self._by_row.get(row) or self._all
         if not checks:
             return None

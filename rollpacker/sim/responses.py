@@ -30,7 +30,7 @@ from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.sim.workload import Workload
 
 MAX_REDRAWS = 16
-"""Most times that an end at or before the floor is drawn once more, as in a real engine."""
+"""Most times that a response's end is refused and drawn again, as in a real engine."""
 
 
 class Draw(msgspec.Struct, frozen=True, gc=False):
@@ -52,7 +52,7 @@ class Draw(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Verified:
-    """Counts over the whole run of kept tokens that newer weights were asked for again."""
+    """Counts over the whole run of tokens of earlier launches that newer weights verified."""
 
     num_tokens: int = 0
     num_mismatches: int = 0
@@ -99,7 +99,7 @@ class Responses:
         self._tail = tail or TailBatchingConfig(enabled=False, selection="published")
         self._mismatch = mismatch
         self._left: dict[PromptId, dict[int, Draw]] = {}
-        """Unfinished responses of every deferred prompt, by index of the sample."""
+        """For every prompt put off to a later round its unfinished responses, by sample index."""
         self._version = 0
         """Version of the weights of the current step."""
 

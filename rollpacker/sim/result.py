@@ -40,7 +40,7 @@ class StepResult:
     max_response_tokens: int
     """Tokens of the longest response that the step trained on."""
     tokens_generated: int
-    """Tokens that were generated, those of aborted and deferred samples included."""
+    """Tokens that were generated, including those of samples that were stopped."""
     tokens_trained: int
     num_trained: int
     """Number of samples that the step trained on."""

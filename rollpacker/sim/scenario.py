@@ -149,7 +149,8 @@ class CarrySpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleSpec:
-    """Knowledge that only a simulator can have (`oracle.*`)."""
+    """What a system does that knows all lengths beforehand, as only a simulator can
+    (`oracle.*`)."""
 
     reorder_window: int = 0
     """Number of steps whose prompts are sorted together by longest response; 0: no sorting."""

@@ -128,8 +128,8 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
 
 
 def _tail(scenario: Scenario) -> TailBatchingConfig:
-    """The core's settings of tail batching. With turns the core must start deferred trajectories
-    anew, since the machine itself keeps their tokens (`Machine.carries_turns`)."""
+    """The core's settings of tail batching. With turns the core must start trajectories put off to
+    a later round anew, since the machine keeps their tokens (`Machine.carries_turns`)."""
     tail = scenario.tail_batching
     return replace(tail, carry="none") if scenario.turns is not None and tail.carries else tail
 

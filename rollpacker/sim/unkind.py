@@ -138,7 +138,8 @@ class Unkind:
         return bool(rate) and self._share(f"hang {turn}", sample) < rate
 
     def life_s(self, engine: int, incarnation: int) -> float:
-        """How long this incarnation of this engine lives, in seconds."""
+        """Seconds from the start of an engine to its loss; inf: never lost. `incarnation` counts
+        how often the engine was started again."""
         mean = self.config.engine_life_s
         share = self._share("life", f"{engine}.{incarnation}")
         return -mean * log(1.0 - share) if mean else math.inf

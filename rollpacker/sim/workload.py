@@ -1,9 +1,9 @@
-"""Prompts, the lengths of their responses, and what checking them takes.
+"""Prompts, the lengths of their responses, and the seconds and results of checks.
 
-Every value is keyed by (seed, prompt, attempt, index): it is the same whatever else was launched,
-in whatever order and by whichever system, so that two systems differ by their decisions alone.
-Where noise belongs to the sample and not to the attempt (`tail_batching.selection=none`), attempt 0
-is asked for, whatever the attempt, and only what newer weights change is drawn with the attempt.
+Every value is drawn from (seed, prompt, attempt, index): it is the same whatever else was launched,
+in whatever order and by whichever system, so that two systems differ by their decisions alone. With
+`tail_batching.selection=none` a sample that is launched again keeps its random numbers: callers
+then ask for attempt 0, and only changes by newer weights are drawn with the attempt.
 
 Lengths follow a Gaussian copula. A prompt has a normal score u, each response of an attempt its own
 e, and the response's score is
@@ -11,7 +11,7 @@ e, and the response's score is
     z = sqrt(rho) * u + sqrt(1 - rho) * e
 
 whose rank, Phi(z), picks the length from the law's quantiles. A relaunch keeps u and draws new e.
-Values are drawn for blocks of prompts at once and kept for as long as rounds come back to them.
+Values are drawn for blocks of prompts at once, and the latest blocks are kept.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ class Rollout:
         self._incarnations = [0] * machine.gpus
         """By an engine's number, how often the engine was started again after the first start."""
         self.life_s: Callable[[int, int], float] = lambda engine, incarnation: math.inf
-        """Function from an engine's number and incarnation to the seconds until it is lost."""
+        """Function from an engine's number, and from how often it was started again, to the seconds
+        until it is lost."""
         self.start_s = 0.0
         """Seconds from the order to replace a lost engine until the replacement is ready."""
         self._fleets: dict[tuple[int, bool], list[Lane]] = {}

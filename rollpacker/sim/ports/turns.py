@@ -30,7 +30,7 @@ class Turns:
         carried: CarriedTurns | None = None,
     ) -> None:
         """`keep_rows`: whether an engine keeps a sample in its cache while the environment answers.
-        `carried`: tokens of deferred trajectories; None: these trajectories begin anew."""
+        `carried`: tokens of trajectories put off to a later round; None: those begin anew."""
         self._trajectories = trajectories
         self._responses = responses
         self._keep_rows = keep_rows
