@@ -215,7 +215,7 @@ def add_up(steps: Iterable[CarryCounts]) -> CarryCounts:
 
 
 def carry_metrics(counts: CarryCounts) -> dict[str, float | None]:
-    """Metrics of one step by name. Empty if its launches began with no tokens of earlier ones."""
+    """Metrics of one step by name. Empty if no launch of it began with tokens of an earlier one."""
     if not counts.tokens:
         return {}
     return {

@@ -136,8 +136,8 @@ def _file(name: str, digest: str | None, run: Compared) -> str:
 
 
 def _place_of_reward(name: str, settings: Mapping[str, str]) -> str:
-    """The setting that locates a reward's function, found by the reward's name, which is set or the
-    function's own. Empty if there is none."""
+    """Where the function of the reward with this name is defined, from the settings. Empty if no
+    reward has this name."""
     for key, place in settings.items():
         if key.startswith("rewards.") and key.endswith(".function"):
             given = settings.get(f"{key.removesuffix('function')}name")

@@ -26,8 +26,8 @@ class EngineCounts:
     samples: int = 0
     """Number of samples that ended in this engine."""
     tokens: int = 0
-    """Response tokens of these samples, including tokens that they had before they came to this
-    engine."""
+    """Response tokens of the samples that ended in this engine, including tokens of other engines
+    and of earlier launches."""
     busy_s: float = 0.0
     """Seconds in which the engine had samples."""
     losses: int = 0

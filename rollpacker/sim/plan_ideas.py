@@ -87,8 +87,8 @@ class Candidate:
 
 
 class Evaluate(Protocol):
-    """A function that simulates the base's settings with a candidate's changes, for so many steps.
-    Must be picklable, since it is sent to other processes."""
+    """A function that simulates a system with a candidate's changes, for `steps` steps. Must be
+    picklable, since it is sent to other processes."""
 
     def __call__(self, candidate: Candidate, seed: int, steps: int) -> SystemResult: ...
 
@@ -377,7 +377,7 @@ def _published_grid(base: Base, fine: bool) -> list[Idea]:
 
 
 def neighbours(base: Base, candidate: Candidate) -> list[Idea]:
-    """Ideas of the slot `FACTORS` that differ from the candidate's in one number, by a little."""
+    """Ideas whose factors differ from the candidate's in one number, by a little."""
     tail = base.tail_of(candidate)
     if not tail.enabled or tail.chooses:
         return []

@@ -39,7 +39,7 @@ def interrupt_noted() -> Iterator[threading.Event]:
 @contextmanager
 def interrupt_held() -> Iterator[None]:
     """Inside this context, in which this process starts others, Ctrl-C has no effect until the end,
-    so that no process is left half started. These start with Ctrl-C blocked."""
+    so that no process is left half started. The started processes have Ctrl-C blocked."""
     with interrupt_noted():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:

@@ -68,7 +68,7 @@ class Workload:
             self.policy_length_mean, self.policy_length_p95 = lengths
 
     _latest: ClassVar[tuple[object, Workload] | None] = None
-    """The facts that its draws depend on, and the workload that `of` made last in this process."""
+    """The workload that `of` made last in this process, after all that its draws depend on."""
 
     @classmethod
     def of(cls, scenario: Scenario) -> Workload:

@@ -370,7 +370,7 @@ class Rollout:
         self._is_ready(number, command.version, start_s)
 
     def _resize(self, command: Resize) -> None:
-        """Start all engines anew. They are empty; the next launch has their new degree."""
+        """Start all engines, which are empty, anew. The next launch has their new size in GPUs."""
         machine = self._machine
         self._tally.bubble["sync"] += machine.resize_s * machine.gpus
         for number, incarnation in enumerate(command.incarnations):
