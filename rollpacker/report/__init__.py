@@ -1,2 +1,1 @@
-"""Reports of runs, made from their event logs alone: seconds by cause, metrics, pictures,
-tables."""
+"""Reports on runs, made from their event logs: seconds by cause, metrics, pictures, tables."""

@@ -1,5 +1,5 @@
-"""The accounting of a run: a summary of each step, and where its seconds went. It is fed live by
-the controller, entry by entry, or from a finished log."""
+"""The accounting of a run: a summary of each step, and its seconds by cause. The entries come live
+from the controller, one by one, or from a finished log."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from rollpacker.report.time_book import TimeBook
 
 
 class Accounting:
-    """Feed it a log's entries; it answers with a `StepSummary` whenever a step is committed.
+    """Reads a log's entries: `feed` returns a `StepSummary` whenever a step is committed.
 
-    `history` has what is known while a step is under way, `time` where the seconds went. `feed` is
-    O(1) but at a step's end, where it is linear in the step's samples. Now and then a step's end
-    also fits the length model anew; see `Debias` for how often."""
+    `history` has what is known of the step under way, `time` the seconds by cause. `feed` is O(1)
+    but at a step's end, where it is linear in the step's samples. Now and then a step's end also
+    fits the model of response lengths anew; see `Debias` for how often."""
 
     def __init__(self, *, slots: int | None = None, max_response_tokens: int | None = None) -> None:
-        """Both are as the config has them; a log that tells them overrules them."""
+        """`slots` and `max_response_tokens`: the config's, for a log without them; None:
+        unknown."""
         self.history = History()
         self.time = TimeBook(slots)
         self._max_response_tokens = max_response_tokens
         self._length_bias = LengthBias(max_response_tokens)
         self._bias_so_far: dict[str, float] | None = None
-        """Length metrics of a step that was looked at before it was committed. They are computed
-        once, since computing them counts the step. None if no step was looked at."""
+        """Length metrics that `so_far` has computed of the step under way. They are computed only
+        once, since that counts the step. None: not computed yet."""
 
     def seconds(self) -> dict[str, float]:
         """Seconds by cause up to the last entry; they add up to the wall time."""
@@ -33,13 +34,13 @@ class Accounting:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Marks that all metrics of the current session must be read with, such as
-        "unsandboxed"."""
+        """Warnings on how to read all metrics of the current session, such as "unsandboxed"."""
         session = self.history.session
         return () if session is None else session.marks
 
     def so_far(self, step: int) -> StepSummary:
-        """The step that is being committed, of what was fed. What still comes of it are seconds."""
+        """The summary of the step that is being committed, as far as the entries go. Only its
+        seconds can still grow."""
         done = self.history.so_far(step, self.time.now_s)
         if self._bias_so_far is None:
             self._bias_so_far = self._length_bias.add(done)

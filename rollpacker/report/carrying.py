@@ -1,8 +1,9 @@
-"""Counts of carried tokens, and of how many the current weights drew once more.
+"""Counts of carried tokens (tokens that an earlier launch of a sample generated and a later launch
+keeps), and of how many the current weights generate again.
 
-A carried token *agrees* if the weights at hand draw it again with the same noise. Looking at a
-sample's tokens ends at the first that does not, so the mismatch per token is the number of samples
-with such a one over the number of tokens looked at, that one included.
+A carried token *agrees* if the current weights generate it again with the same random numbers. A
+sample's tokens are verified up to the first that does not agree, so the mismatch per token is the
+number of samples with such a token over the number of verified tokens, that token included.
 """
 
 from __future__ import annotations
@@ -20,36 +21,38 @@ from rollpacker.report.step_history import CarriedInto, SampleHistory, StepHisto
 
 
 def carrying(job: Mapping[str, Any]) -> str:
-    """How a session's job carries the tokens of deferred prompts: none, exact or weighted."""
+    """How a session's job keeps the tokens of prompts put off to a later round: none, exact or
+    weighted."""
     tail = job.get("tail_batching") or {}
     return str(tail.get("carry", "none")) if tail.get("enabled", True) else "none"
 
 
 def keeps_noise(job: Mapping[str, Any]) -> bool:
-    """A prompt that is launched again goes on with the same responses."""
+    """Whether a prompt that is launched again goes on with the same responses in this job."""
     tail = job.get("tail_batching") or {}
     return bool(tail.get("selection", "published") == "none")
 
 
 def complements(job: Mapping[str, Any]) -> bool:
-    """No response ends before the place where it had been cut off."""
+    """Whether this job lets no response end before the place where it had been cut off."""
     tail = job.get("tail_batching") or {}
     return carrying(job) == "exact" and bool(tail.get("complement", True))
 
 
 class CarryBook:
-    """Tokens that deferred prompts carry into their next launch, as far as the log says."""
+    """Follows the tokens that prompts put off to a later round keep, while a log is read."""
 
     def __init__(self) -> None:
         self._carries = False
         self._had: dict[SampleId, CarriedInto] = {}
-        """Tokens that each sample has left, by the sample whose noise it is drawn with."""
+        """Tokens that the last launch of a sample generated, by the sample's id with attempt 0."""
         self._replaced: dict[SampleId, SampleId] = {}
-        """In this step: samples launched for failed ones, by the first that failed."""
+        """Mapping, in the current step, from a sample that replaces a failed sample to the first
+        sample that failed."""
         self._takes_turns = False
         self._retracing: dict[SampleId, Retracing] = {}
-        """In this step: trajectories of which earlier launches have left something, in drawn
-        tokens."""
+        """Trajectories of the current step that begin with tokens of an earlier launch, and how far
+        they have come in these tokens."""
 
     def begin_session(self, job: Mapping[str, Any]) -> None:
         self._carries = carrying(job) != "none"
@@ -57,7 +60,8 @@ class CarryBook:
         self._retracing.clear()
 
     def launch(self, command: Launch, known: Mapping[SampleId, SampleHistory]) -> None:
-        """`known` has the launched samples."""
+        """Note a launch, and the tokens of earlier launches that its samples begin with. `known`
+        has the samples' records."""
         samples = command.samples
         for sample, failed in zip(samples, command.replaces, strict=False):
             self._replaced[sample] = self._replaced.get(failed, failed)
@@ -69,8 +73,8 @@ class CarryBook:
                     self._retracing[sample] = Retracing(had.num_tokens)
 
     def drawn(self, sample: SampleHistory, event: SampleGenerated | SampleAborted) -> None:
-        """Add tokens that an engine has drawn of the sample (of a trajectory: in one turn), and how
-        many of those that were left came out the same."""
+        """Add to the sample the tokens that an engine has generated (of a trajectory in one turn),
+        and how many tokens of its earlier launch came out the same."""
         retracing = self._retracing.get(sample.sample)
         if retracing is None:
             sample.num_tokens += event.num_tokens
@@ -86,7 +90,8 @@ class CarryBook:
         sample.num_kept = retracing.kept
 
     def end(self, sample: SampleHistory, version: int) -> None:
-        """The engine released a sample that it had under this version of the weights."""
+        """Keep the tokens of a sample that an engine finished or stopped under this version of the
+        weights, for the sample's next launch."""
         if not self._carries:
             return
         before, retracing = sample.carried, self._retracing.get(sample.sample)
@@ -100,7 +105,7 @@ class CarryBook:
         self._had[place] = CarriedInto(sample.num_tokens, sample.is_finished, version)
 
     def commit(self, waiting: Container[PromptId]) -> None:
-        """The step is over. Of all other prompts nothing is carried any more."""
+        """End the step: forget the tokens of all prompts that are not in `waiting`."""
         self._had = {place: had for place, had in self._had.items() if place.prompt in waiting}
         self._replaced.clear()
         self._retracing.clear()
@@ -112,24 +117,26 @@ class CarryBook:
 
 @dataclass(slots=True)
 class CarryCounts:
-    """Carried tokens of the launches of one step, or of many."""
+    """Counts of carried tokens (kept from an earlier launch of the sample) in the launches of one
+    step, or of many steps."""
 
     prompts: int = 0
-    """Prompts that were launched with tokens of an earlier launch."""
+    """Number of prompts that were launched with tokens of an earlier launch."""
     tokens: int = 0
-    """Tokens that were carried into launches."""
+    """Number of tokens of earlier launches that launches began with."""
     looked_at: int = 0
-    """Carried tokens of samples that were verified."""
+    """Number of tokens of earlier launches, of samples of which such tokens were verified."""
     kept: int = 0
-    """Verified tokens that came out the same."""
+    """Number of verified tokens that came out the same."""
     redraws: int = 0
-    """Ends that came before the place where the response had been cut off, drawn once more."""
+    """Number of responses' ends that were refused and drawn again, since they came before the place
+    where the response had been cut off."""
     largest_age: int = 0
-    """Largest number of updates from the weights that drew the tokens to those of the launch."""
+    """Largest age of a kept token: number of updates since the weights that generated it."""
     verified: Counter[int] = field(default_factory=Counter)
-    """Tokens that were drawn anew, by their age in updates."""
+    """Number of tokens that were generated again, by their age in weight updates."""
     mismatches: Counter[int] = field(default_factory=Counter)
-    """Samples of which a token came out differently, by its age in updates."""
+    """Number of samples with a token that came out differently, by the token's age in updates."""
 
     @property
     def kept_ratio(self) -> float | None:
@@ -142,13 +149,15 @@ class CarryCounts:
 
     @property
     def mismatch_per_update(self) -> float:
-        """Chance per token and update; 0 if no token of older weights was looked at."""
+        """Chance per token and update that a token comes out differently; 0 if no token of older
+        weights was verified."""
         looked_at = sum(age * num for age, num in self.verified.items())
         num = sum(num for age, num in self.mismatches.items() if age)
         return num / looked_at if looked_at else 0.0
 
     def by_age(self) -> dict[int, float]:
-        """Mismatch per token for each age."""
+        """Mapping from age in weight updates to the share of verified tokens that came out
+        differently."""
         return {age: self.mismatches[age] / self.verified[age] for age in sorted(self.verified)}
 
     def plain(self) -> dict[str, Any]:
@@ -167,7 +176,7 @@ class CarryCounts:
 
 
 def step_carrying(step: StepHistory) -> CarryCounts:
-    """Counts of the tokens that the step's launches carried."""
+    """Counts of the tokens of earlier launches that the step's launches began with."""
     counts = CarryCounts()
     prompts = set()
     for round_ in step.rounds:
@@ -194,7 +203,7 @@ def step_carrying(step: StepHistory) -> CarryCounts:
 
 
 def add_up(steps: Iterable[CarryCounts]) -> CarryCounts:
-    """The sum over the steps of a run."""
+    """The counts of all these steps together."""
     total = CarryCounts()
     for step in steps:
         for name in ("prompts", "tokens", "looked_at", "kept", "redraws"):
@@ -206,7 +215,7 @@ def add_up(steps: Iterable[CarryCounts]) -> CarryCounts:
 
 
 def carry_metrics(counts: CarryCounts) -> dict[str, float | None]:
-    """Metrics of one step. Empty if nothing was carried into it."""
+    """Metrics of one step by name. Empty if no launch of it began with tokens of an earlier one."""
     if not counts.tokens:
         return {}
     return {

@@ -1,5 +1,5 @@
-"""How the checks of a step went, kind by kind: time, queue, deadline, timeouts, failures, and the
-slowest ones by name. A kind is the source of its prompts."""
+"""How the checks of a step went, by kind: seconds, waits, deadline, timeouts, failures, and the ten
+slowest with their samples. The kind of a check is the source of its prompt."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Value = float | int | str
 
 
 class CheckBook:
-    """The checks that are under way. It belongs to the history, which feeds it."""
+    """The checks that are under way, while `History` reads a log."""
 
     def __init__(self) -> None:
         self._asked: dict[SampleId, tuple[float, float]] = {}
-        """Times at which the checks were asked for, and the seconds from the end of the response
-        to that."""
+        """Time at which the check of each sample began, and seconds from the end of the response to
+        that time."""
 
     def begin_session(self) -> None:
         """Forget all checks: the process that asked for them is gone."""
@@ -54,30 +54,30 @@ class CheckBook:
 
 @dataclass(slots=True)
 class KindChecks:
-    """Checks of one kind that ended in a step, or in several."""
+    """Counts and seconds of the checks of one kind that ended in a step, or in several steps."""
 
     num_checks: int = 0
-    """Verdicts and failures; cancelled checks are not among them."""
+    """Number of checks that ended with a verdict or failed; cancelled checks do not count."""
     total_s: float = 0.0
-    """Execution time, summed."""
+    """Sum of the checks' seconds of execution."""
     longest_s: float = 0.0
     queue_s: float = 0.0
-    """From the end of the response to the start of the check, summed."""
+    """Sum of the seconds from the end of each response to the start of its check."""
     longest_queue_s: float = 0.0
     deadline_s: float | None = None
-    """In force for the last check that began. None: the reward's own limit."""
+    """Deadline in seconds of the last check that began. None: the reward's own limit."""
     num_timed_out: int = 0
-    """Answers that ran into it and count as wrong."""
+    """Number of checks that reached the deadline; their answers count as wrong."""
     num_retries: int = 0
-    """Checks asked for again since the machinery failed."""
+    """Number of checks that were tried again because the reward's machinery had failed."""
     num_cancelled: int = 0
     failed: Counter[str] = field(default_factory=Counter)
-    """Checks that gave no verdict, by cause; retried ones included."""
+    """Number of checks without a verdict, by cause; checks that were tried again included."""
     slowest: list[tuple[float, str]] = field(default_factory=list)
-    """(seconds, sample), slowest first."""
+    """The slowest checks as (seconds, sample), slowest first."""
 
     def add(self, other: KindChecks) -> None:
-        """Put what another step brought to this."""
+        """Add the checks of another step."""
         self.num_checks += other.num_checks
         self.total_s += other.total_s
         self.longest_s = max(self.longest_s, other.longest_s)
@@ -99,7 +99,7 @@ class KindChecks:
         return self.queue_s / self.num_checks if self.num_checks else None
 
     def plain(self) -> dict[str, object]:
-        """For `summary.json`."""
+        """The counts and means as `summary.json` has them."""
         return {
             "checks": self.num_checks,
             "mean_s": self.mean_s,
@@ -120,7 +120,7 @@ def _slowest_first(entry: tuple[float, str]) -> tuple[float, str]:
 
 
 def step_checks(checks: StepChecks) -> dict[str, KindChecks]:
-    """The checks of a step, by kind."""
+    """Counts and seconds of a step's checks, by kind."""
     kinds: defaultdict[str, KindChecks] = defaultdict(KindChecks)
     seconds: defaultdict[str, list[tuple[float, SampleId]]] = defaultdict(list)
     for command in checks.asked:
@@ -161,7 +161,7 @@ def _slowest_of(checks: Sequence[tuple[float, SampleId]]) -> list[tuple[float, s
 
 
 def check_metrics(kinds: Mapping[str, KindChecks]) -> dict[str, Value | None]:
-    """A step's row: `perf/checks/KIND/...`, and the slowest by name."""
+    """Metrics of a step by name, `perf/checks/KIND/...`, and a text of the slowest checks."""
     metrics: dict[str, Value | None] = {}
     for name, kind in kinds.items():
         prefix = f"perf/checks/{name}"
@@ -184,7 +184,7 @@ def check_metrics(kinds: Mapping[str, KindChecks]) -> dict[str, Value | None]:
 
 
 def add_up(steps: Iterable[Mapping[str, KindChecks]]) -> dict[str, KindChecks]:
-    """Several steps as one."""
+    """The checks of several steps together, by kind."""
     total: dict[str, KindChecks] = {}
     for step in steps:
         for name, kind in step.items():

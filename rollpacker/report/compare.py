@@ -1,5 +1,5 @@
-"""Several runs beside each other, as tables for a terminal: results, seconds by cause, and what
-differs in their settings and in the user's own code."""
+"""Compares several runs in tables for a terminal: results, seconds by cause, and differences of
+settings and of the user's own code."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ logger = logging.getLogger(__name__)
 IDENTITY_FILE = "identity.json"
 MAX_RUNS = 8
 _MAX_CHARS = 200
-"""Characters of a setting's value that are shown. The others are counted."""
+"""Most characters of a setting's value that are shown, followed by the number of all characters."""
 _MAX_COLUMN = 30
-"""Characters of a line that a run's column asks for; longer values go on below."""
+"""Most characters of a run's column; longer values go on in the next line."""
 _LEAST_COLUMN = 12
-"""Characters of a line that are left for a run beside the names of rows."""
+"""Fewest characters that a run's column has beside the names of rows."""
 _MAX_NAME = 28
-"""Characters of a line that the names of rows get where the console is narrow."""
+"""Most characters of a line for the names of rows where the console is narrow."""
 _MAX_KEY = 48
-"""Characters of a line that keys of settings get where the console is narrow. They are searched
-for, and so are better whole."""
+"""Most characters of a line for keys of settings where the console is narrow: more than for other
+names, since users search for whole keys."""
 _GAP = 3
-"""Characters between two columns: two spaces and the line's own."""
+"""Characters between two columns of a table."""
 _SHOWN_DIGITS = 8
-"""Digits of a SHA-256 that are shown."""
+"""Number of first digits of a SHA-256 that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class Compared:
     settings: Mapping[str, Setting]
     """Settings that are not at their defaults, by key. Empty if they are not known."""
     passed: Mapping[tuple[str, str], float]
-    """The share of passed responses in the last evaluation whose answers were saved, for each
-    prompt that has verdicts. A prompt is its id and its text: rows of another data set may have the
-    same ids. Empty if no answers were saved."""
+    """Share of passed responses to each prompt, a pair (id, text), in the last evaluation with
+    saved answers. Prompts without verdicts are missing; empty if no answers were saved. Ids alone
+    do not do, since another data set may have the same ids."""
     digests: Mapping[str, str | None] = field(default_factory=dict)
-    """SHA-256 of the files of the user's functions, by whose function it is. Empty for a run of a
-    version that did not record them, or of which there is only the log."""
+    """SHA-256 of the file of each of the user's functions, by what the function is for; None: not
+    known. Empty if the run did not record them."""
 
     @property
     def name(self) -> str:
@@ -65,7 +65,8 @@ class Compared:
 
 
 def read_compared(folder: Path, summary: Mapping[str, Any]) -> Compared:
-    """A run whose log `summary` tells, with what its folder has besides."""
+    """The run of this folder, with `summary` as its summary, and what the comparison needs of the
+    folder's other files."""
     return Compared(
         folder,
         with_paths(summary, folder),
@@ -76,8 +77,8 @@ def read_compared(folder: Path, summary: Mapping[str, Any]) -> Compared:
 
 
 def render_comparison(runs: Sequence[Compared], *, width: int | None = None) -> RenderableType:
-    """The tables in lines of `width` characters (None: as many as they need). Nothing is cropped:
-    what does not fit goes on in the next line, and runs that do not fit beside each other stand
+    """The tables of the comparison in lines of `width` characters (None: as many as needed). Text
+    that does not fit goes on in the next line, and runs that do not fit beside each other stand
     below each other."""
     from rich.console import Group
 
@@ -90,11 +91,12 @@ def render_comparison(runs: Sequence[Compared], *, width: int | None = None) -> 
 
 
 Rows = Sequence[tuple[str, Sequence[str]]]
-"""The name of each row, and a cell for each run."""
+"""Rows of a table: the name of each row, and a cell for each run."""
 
 
 def settings_that_differ(runs: Sequence[Compared]) -> Rows:
-    """Keys of settings with their value in each run. The runs' names are left out."""
+    """A row for each setting that is not the same in all runs, with its value in each run. The
+    setting `name` is left out."""
     defaults = {key: one.default for run in runs for key, one in run.settings.items()}
     found = []
     for key, default in defaults.items():
@@ -106,8 +108,8 @@ def settings_that_differ(runs: Sequence[Compared]) -> Rows:
 
 
 def code_that_differs(runs: Sequence[Compared]) -> Rows:
-    """Functions of the user's whose files differ, though the settings that name them may be the
-    same: file and beginning of its SHA-256. Only what at least two runs have recorded."""
+    """A row for each of the user's functions whose file differs between runs that recorded it, with
+    the file and the beginning of its SHA-256 in each run. The settings may still be the same."""
     found = []
     for name in dict.fromkeys(name for run in runs for name in run.digests):
         digests = [run.digests.get(name) for run in runs]
@@ -134,8 +136,8 @@ def _file(name: str, digest: str | None, run: Compared) -> str:
 
 
 def _place_of_reward(name: str, settings: Mapping[str, str]) -> str:
-    """Where the function of a reward is, by the reward's name: its own, or its function's. Empty if
-    it is not known."""
+    """Where the function of the reward with this name is defined, from the settings. Empty if no
+    reward has this name."""
     for key, place in settings.items():
         if key.startswith("rewards.") and key.endswith(".function"):
             given = settings.get(f"{key.removesuffix('function')}name")
@@ -200,15 +202,14 @@ def _seconds(runs: Sequence[Compared]) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """How far two runs' held-out pass@1 lie apart, prompt by prompt.
+    """The difference of two runs' held-out pass@1, taken for each prompt and then averaged.
 
-    Prompts differ in how hard they are far more than runs do. Where both runs answered the same
-    prompts, the difference on each prompt tells the runs apart with a much smaller error than two
-    averages."""
+    Prompts differ far more than runs do. If both runs answered the same prompts, the difference on
+    each prompt has a much smaller error than the difference of two averages."""
 
     mean: float
     error: float | None
-    """The standard error of the mean over prompts. None for a single prompt, which has none."""
+    """Standard error of the mean over prompts. None for a single prompt."""
     prompts: int
 
     def __str__(self) -> str:
@@ -217,8 +218,8 @@ class PairedDifference:
 
 
 def paired_difference(first: Compared, other: Compared) -> PairedDifference | None:
-    """The last evaluation of a run minus that of the first run, over the prompts that both have.
-    None if there are no such prompts."""
+    """The difference of pass@1 between `other` and `first` in their last evaluations, over prompts
+    that both answered. None if there are no such prompts."""
     base = first.passed
     differences = [share - base[prompt] for prompt, share in other.passed.items() if prompt in base]
     if not differences:
@@ -229,8 +230,8 @@ def paired_difference(first: Compared, other: Compared) -> PairedDifference | No
 
 
 def _last_passed(folder: Path) -> dict[tuple[str, str], float]:
-    """Read the value of `Compared.passed`. A file that cannot be read counts as none, with a line
-    in the log."""
+    """The value of `Compared.passed`, read from the folder of a run. A file that cannot be read
+    counts as missing, with a warning."""
     import pyarrow.parquet
 
     paths = sorted((folder / "evaluations").glob("step_*.parquet"))
@@ -257,8 +258,8 @@ def _tables(
     *,
     max_name: int = _MAX_NAME,
 ) -> Iterator[RenderableType]:
-    """Tables below each other, each with as many of the runs as fit beside each other; none if
-    there are no rows."""
+    """Yields tables with these rows, and as many runs in each table as fit beside each other.
+    Yields nothing without rows."""
     if not rows:
         return
     heads = [printable(run.name) for run in runs]

@@ -1,4 +1,5 @@
-"""Seconds of a decode step, fitted to stretches of a token clock. Robust, and never negative."""
+"""Fits the seconds of a decode step to stretches of decode steps of known number. The fit is robust
+against outliers, and no constant is negative."""
 
 from __future__ import annotations
 
@@ -17,43 +18,44 @@ from rollpacker.report.least_squares import (
 from rollpacker.report.token_clock import Stretch
 
 NUM_BENDS = 16
-"""Cache sizes that are tried as the place where bytes begin to cost more than the launch."""
+"""Number of cache sizes that are tried as the bend: the size above which reading the cache takes
+longer than launching the kernels."""
 BEND_ROUNDS = 2
-"""Times that the place is looked for: outliers are others once it is known."""
+"""Number of searches for the bend: once it is known, other rows are outliers."""
 CLOSER_LOOKS = 4
-"""Times that the interval around the best place is divided again, into eighths."""
+"""Number of searches for the best bend, each in the interval around the best bend so far."""
 BEND_GAIN = 0.02
-"""A bend must lower the loss by this share, else the straight line stays."""
+"""Share by which a bend must lower the loss to be preferred to a straight line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeFit:
-    """Seconds of generation. Every constant is in seconds. A step over n running samples with K
-    cached response tokens takes
+    """Constants of generation, in seconds. A decode step of n running samples with K cached
+    response tokens takes
 
         max(launch_s, bytes_s + per_cached_token_s * K) + per_sequence_s * n
 
-    and each sample that is admitted takes per_admitted_s before. Constants are of the machine as
-    it was: what it lost now and then to others is spread over them (`stalls`)."""
+    and every sample that is admitted takes per_admitted_s before. The constants include the time
+    that the machine lost now and then to disturbances, spread evenly (`stalls`)."""
 
     launch_s: float = 0.0
     bytes_s: float = 0.0
     per_cached_token_s: float
     per_sequence_s: float = 0.0
     knots: tuple[tuple[float, float], ...] = ()
-    """Where the engine drafted, instead of all constants above but `per_cached_token_s`: pairs (n,
-    seconds of a step over n samples with nothing cached), straight lines between them and beyond
-    the last. Else empty."""
+    """Points (n, seconds of a step of n samples with nothing cached), with straight lines between
+    and beyond, for an engine that gives several tokens in a step. They replace all constants above
+    but `per_cached_token_s`. Empty for other engines."""
     per_admitted_s: float
-    """Seconds of each sample that is admitted to the engine: its prefill."""
+    """Seconds to prefill a sample that is admitted to the engine."""
     stalls: float
-    """Seconds that were measured over those of an undisturbed machine: the factor is in the
-    constants already."""
+    """Measured seconds over those of a machine without disturbances. The constants already contain
+    this factor."""
     num_left_out: int
-    """Stretches that a stall longer than half a typical round fell into: not looked at."""
+    """Number of stretches left out, since they took too long by more than half a typical round."""
 
     def step_s(self, running: Vector, cached: Vector) -> Vector:
-        """Seconds of one step, elementwise."""
+        """Seconds of a step for each pair of running samples and cached tokens."""
         if self.knots:
             return _table(self.knots, running) + self.per_cached_token_s * cached
         read = np.maximum(self.launch_s, self.bytes_s + self.per_cached_token_s * cached)
@@ -75,10 +77,8 @@ class DecodeFit:
 
 
 def fit_line(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
-    """Fit the form with `max`, or the straight line if the data do not distinguish the two.
-
-    What an admission or the end of a sample costs by itself is not in the form; the other
-    constants make up for it as well as they can.
+    """Fit the formula of `DecodeFit` with its `max`, or a straight line without `max` if that is
+    nearly as good. `rounds` has the stretches of each round.
     """
     table = _Stretches([s for of_round in rounds for s in of_round])
     round_s = [sum(s.seconds for s in of_round) for of_round in rounds]
@@ -116,8 +116,8 @@ def fit_line(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
 
 
 def fit_rounds(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
-    """Fit a table over the number of running samples to whole rounds: for an engine that drafts,
-    whose stretches are too noisy one by one, as which sample is how far ahead is chance."""
+    """Fit the points of `DecodeFit.knots` to whole rounds, for an engine that gives several tokens
+    in a step. Single stretches are too noisy there, since it is chance which sample is ahead."""
     tables = [_Stretches(of_round) for of_round in rounds]
     counts = _knots(max(int(table.running.max()) for table in tables))
     columns = np.array([_table_columns(table, counts).sum(axis=0) for table in tables])
@@ -133,8 +133,9 @@ def fit_rounds(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
 
 
 def _table_columns(table: _Stretches, counts: Sequence[int]) -> Matrix:
-    """One column for the first of the `counts`, one for each gap between two of them, then cached
-    tokens and admitted samples. The table never falls, as no constant is negative."""
+    """Columns of the fit of `fit_rounds`: a column for the first of `counts`, a column for each gap
+    between two counts, cached tokens and admitted samples. No constant is negative, so a step never
+    gets shorter with more samples."""
     ramps = [
         table.steps * np.clip((table.running - low) / (high - low), 0, 1)
         for low, high in pairwise(counts)
@@ -143,7 +144,7 @@ def _table_columns(table: _Stretches, counts: Sequence[int]) -> Matrix:
 
 
 class _Stretches:
-    """Columns over stretches."""
+    """The fields of stretches as arrays, with an element for each stretch."""
 
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         columns = np.array(stretches, dtype=np.float64).reshape(-1, len(Stretch._fields)).T
@@ -151,7 +152,7 @@ class _Stretches:
         self.sample_steps = self.steps * self.running
 
     def beyond(self, bend: float) -> Vector:
-        """Cached tokens beyond `bend`, added up over each stretch's steps."""
+        """For each stretch the sum over its steps of the cached tokens beyond `bend`."""
         first = np.clip(np.ceil((bend - self.cached) / np.maximum(self.running, 1)), 0, self.steps)
         num = self.steps - first
         growth = self.steps * (self.steps - 1) - first * (first - 1)
@@ -159,7 +160,7 @@ class _Stretches:
 
 
 def _best_bend(columns: Callable[[float], Matrix], table: _Stretches, weights: Vector) -> float:
-    """The bend of least squares under fixed weights: a coarse look, then closer ones."""
+    """The bend with the smallest squared error under fixed weights, by ever closer searches."""
     seconds = table.seconds * weights
 
     def loss(bend: float) -> float:
@@ -175,7 +176,8 @@ def _best_bend(columns: Callable[[float], Matrix], table: _Stretches, weights: V
 
 
 def _knots(most: int) -> list[int]:
-    """Powers of two up to the most samples that ran at once; the last gap is never a narrow one."""
+    """Numbers of running samples at which `DecodeFit.knots` has points: powers of two up to `most`,
+    the most samples at once, and `most` itself, without a narrow last gap."""
     counts = [1]
     while counts[-1] * 2 <= most:
         counts.append(counts[-1] * 2)

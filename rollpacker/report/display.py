@@ -1,8 +1,7 @@
-"""The display of a run that goes on: a small live panel, or one line a step where there is no
-terminal.
+"""The display of a run that goes on: a small live panel, or without a terminal one line per step.
 
-The panel reads the accounting that `LiveReport` keeps; it is drawn twice a second by a thread of
-its own, so feeding costs the controller nothing here but at a step's end."""
+The panel reads the accounting that `LiveReport` keeps. A thread of its own draws it twice a second,
+so that it costs the controller no time but at a step's end."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
 _REFRESH_PER_S = 2
 _FEW_STEPS = 3
 _ECHO = 4
-"""Cells on the right for what the terminal echoes of Ctrl-C, twice: in a full line it would begin
-another one, of which the panel knows nothing and would leave it standing."""
+"""Cells kept free on the right for the terminal's echo of Ctrl-C, "^C", twice. In a full line the
+echo would begin another line, which the panel would not erase."""
 _RECENT_STEPS = 10
-"""Steps that the time left is estimated from: early ones are often slower."""
+"""Most steps that the time left is estimated from, the last ones: early steps are often slower."""
 _MIN_BAR = 16
-"""Cells of the bar of a step's seconds; its legend gives way before it does."""
+"""Fewest cells of the bar of a step's seconds; parts of its legend are left out to keep them."""
 _COLOURS = {
     "decode": "green",
     "tail_idle": "red",
@@ -61,8 +60,9 @@ _PHASE_WORDS = {
 
 
 class Display(Protocol):
-    """Shows a run. Both methods are called at a step's or an evaluation's end only; what is not
-    `is_new` ended in an earlier session, which has shown it: it is known, but no line tells it."""
+    """Shows a run. `on_step` is called at each step's end, `on_evaluation` at each evaluation's.
+    `is_new` False: an earlier session has shown this step or evaluation, so that no line is printed
+    for it."""
 
     def on_step(self, step: StepSummary, *, is_new: bool = True) -> None: ...
 
@@ -74,7 +74,7 @@ class Display(Protocol):
 
 
 def make_display(accounting: Accounting, *, total_steps: int | None, console: Console) -> Display:
-    """The live panel on a terminal, lines otherwise (a pipe, a log file, `TERM=dumb`)."""
+    """The live panel on a terminal, or plain lines elsewhere (a pipe, a log file, `TERM=dumb`)."""
     state = State(accounting, total_steps)
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveDisplay(state, console)
@@ -93,7 +93,7 @@ class State:
     is_over: bool = False
     began_s: float = field(default_factory=time.monotonic)
     last_step_s: float = field(default_factory=time.monotonic)
-    """When the last step of this session ended, or this session began, by the monotonic clock."""
+    """Time of the monotonic clock at which this session's last step ended, or the session began."""
     steps_s: list[float] = field(default_factory=list)
     evaluations_s: list[float] = field(default_factory=list)
     """Seconds of the evaluations of this session."""
@@ -108,10 +108,10 @@ class State:
         self.last_step_s = time.monotonic()
 
     def left_s(self) -> float | None:
-        """Time left, from the mean time of this session's last steps and evaluations; None before
-        the first. Each counts as often as it is still to come: an evaluation may take as long as
-        many steps. The first step, in which everything is done for the first time, counts only as
-        long as there are few others."""
+        """Estimated seconds until the end of the run: the steps and evaluations still to come, by
+        the mean seconds of this session's last ones. None before the session's first step, or if
+        the number of steps is not known. The first step, which is often slow, counts only while
+        there are few others."""
         if self.total_steps is None or not self.steps_s:
             return None
         history = self.accounting.history
@@ -131,7 +131,7 @@ class State:
 
 
 def elapsed(state: State) -> str:
-    """The time since this session began, for people."""
+    """The time since this session began, as a text such as "4:05"."""
     return clock(time.monotonic() - state.began_s)
 
 
@@ -152,7 +152,7 @@ def learned(state: State) -> dict[str, str]:
 
 
 def doing(history: History) -> str:
-    """The current phase in words, with the kind of the round and the number of live samples."""
+    """The current phase in words, with the round's kind and the number of samples in engines."""
     kind, words = history.step.kind, phase_words(history)
     text = words if kind is None else f"{kind} round, {words}"
     if history.phase == "rollout":
@@ -161,8 +161,8 @@ def doing(history: History) -> str:
 
 
 def left_out(metrics: Mapping[str, float]) -> str:
-    """` (28 without a verdict)` of an evaluation whose pass@1 is over fewer samples than it drew;
-    else nothing."""
+    """A text such as " (28 without a verdict)" for an evaluation in which some samples have no
+    verdict and do not count in pass@1; empty if all have one."""
     num = metrics.get("eval/no_verdict", 0)
     return f" ({num:.0f} without a verdict)" if num else ""
 
@@ -175,15 +175,15 @@ def phase_words(history: History) -> str:
 
 
 def numbered(step: int, total: int | None) -> str:
-    """A step among those that the run was to have: "3/40", and "40/40 + 1" where deferred prompts
-    take one more at the end."""
+    """A text with a step's number and the planned number of steps, such as "3/40", or "40/40 + 1"
+    for a further step at the end with prompts put off before."""
     if total is None:
         return f"{step}"
     return f"{step}/{total}" if step <= total else f"{total}/{total} + {step - total}"
 
 
 class LineDisplay:
-    """One plain line a step, with the local time."""
+    """A display that prints one plain line per step, with the local time."""
 
     def __init__(self, state: State, console: Console) -> None:
         self._state, self._console = state, console
@@ -231,7 +231,7 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """A few lines that stay in place; they are left standing when the run ends."""
+    """A display of a few lines that change in place, and stay on the terminal when the run ends."""
 
     def __init__(self, state: State, console: Console) -> None:
         from rich.live import Live
@@ -313,7 +313,7 @@ class LiveDisplay:
 
 
 def _seconds_line(step: StepSummary, width: int) -> Text:
-    """The last step's seconds as one bar with its legend."""
+    """The last step's seconds by cause, as one bar with a legend."""
     from rich.text import Text
 
     shares = _shares(step)
@@ -332,7 +332,7 @@ def _seconds_line(step: StepSummary, width: int) -> Text:
 
 
 def _cells(shares: Mapping[str, float], room: int) -> dict[str, int]:
-    """Cells of a bar by largest remainder: they add up to `room`."""
+    """Number of a bar's cells for each cause, rounded so that they add up to `room`."""
     cells = {cause: math.floor(share * room) for cause, share in shares.items()}
     by_remainder = sorted(shares, key=lambda cause: cells[cause] - shares[cause] * room)
     for cause in by_remainder[: room - sum(cells.values())]:

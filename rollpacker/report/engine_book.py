@@ -1,5 +1,5 @@
 """Accounting of engines: which engine has which sample, what each engine did, and when all engines
-were replaced by engines of another size. It tells nothing of a run with one engine."""
+were replaced by engines of another size. Of a run with one engine nothing is counted."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from rollpacker.core.ids import SampleId
 
 @dataclass(slots=True)
 class EngineCounts:
-    """Counts of one engine, summed over all its incarnations."""
+    """Counts of one engine over the whole run, its replacements included."""
 
     samples: int = 0
-    """Samples that ended in this engine."""
+    """Number of samples that ended in this engine."""
     tokens: int = 0
-    """Response tokens of these samples, including tokens that they had before they came to this
-    engine."""
+    """Response tokens of the samples that ended in this engine, including tokens of other engines
+    and of earlier launches."""
     busy_s: float = 0.0
     """Seconds in which the engine had samples."""
     losses: int = 0
     away_s: float = 0.0
-    """Seconds from each loss of the engine until another one was in its place."""
+    """Sum of the seconds from each loss of the engine until its replacement was ready."""
 
 
 def engines_of(job: Mapping[str, Any]) -> int:
@@ -47,14 +47,14 @@ class Switch:
 
     tensor_parallel: int
     step: int
-    """The step that came next."""
+    """Number of the first step after the change."""
     start_s: float
     seconds: float | None = None
-    """Seconds until the last of the new engines was ready. None if it never was."""
+    """Seconds until the last of the new engines was ready. None if some never were ready."""
 
 
 class EngineBook:
-    """Belongs to the history, which feeds it."""
+    """Counts what each engine did, while `History` reads a log."""
 
     def __init__(self) -> None:
         self.counts: dict[int, EngineCounts] = {}
@@ -110,12 +110,12 @@ class EngineBook:
         return 1.0 - num_busy / self.num_engines
 
     def is_zombie(self, event: SampleGenerated | SampleAborted | SampleFailed) -> bool:
-        """Whether the event comes from an incarnation of an engine that was lost."""
+        """Whether the event comes from an engine that was lost and replaced before."""
         return event.incarnation != self._incarnation[event.engine]
 
     def place(self, samples: Sequence[SampleId], engines: Sequence[int], now: float) -> None:
-        """Give samples to engines, one engine for each sample (an empty list: all to the first
-        engine). A sample that another engine has leaves that one."""
+        """Note that samples are in engines, with one engine for each sample (an empty list: the
+        first engine for all). A sample leaves the engine that it was in before."""
         if self.counts:
             for sample, number in zip(samples, engines or (0,) * len(samples), strict=True):
                 self._leave(sample, now)
@@ -123,12 +123,12 @@ class EngineBook:
                     self._come(sample, number, now)
 
     def release(self, engines: Iterable[int] = ()) -> None:
-        """Lend the devices of these engines, and of no others, to the trainer until the next
+        """Note that the devices of these engines alone are lent to the trainer until the next
         round."""
         self._released = frozenset(engines)
 
     def nowhere(self, samples: Iterable[SampleId]) -> list[SampleId]:
-        """The samples among these that no engine has."""
+        """Those of `samples` that no engine has."""
         return [s for s in samples if s not in self._at] if self.counts else []
 
     def end(self, event: SampleGenerated | SampleAborted | SampleFailed, now: float) -> None:
@@ -139,7 +139,7 @@ class EngineBook:
             counts.tokens += 0 if isinstance(event, SampleFailed) else event.num_tokens
 
     def lose(self, event: EngineLost, now: float) -> list[SampleId]:
-        """Return the samples that it had."""
+        """Note that an engine was lost. Returns the samples that the engine had."""
         number = event.engine
         if not self.counts or event.incarnation != self._incarnation[number]:
             return []

@@ -1,6 +1,5 @@
-"""Episodes of a step: turns, seconds of policy and environments, why trajectories ended, the
-slowest answers, calls of tools, and lost answers by cause. A source is the source of the
-prompts."""
+"""Counts of a step's episodes (trajectories of samples with environments): turns, seconds of policy
+and environments, why trajectories ended, the slowest answers, calls of tools, and lost answers."""
 
 from __future__ import annotations
 
@@ -15,21 +14,21 @@ from rollpacker.report.tool_seconds import ToolSeconds
 
 NUM_SLOWEST = 10
 MAX_REASON = 300
-"""Characters of a reason: environments write it."""
+"""Most characters that are kept of the reason of a lost answer, which environments write."""
 
 
 @dataclass(slots=True)
 class Answers:
-    """Answers of the environments of one source."""
+    """Counts of the answers of environments, for prompts of one source."""
 
     num: int = 0
     total_s: float = 0.0
-    """Seconds in the environment."""
+    """Sum of the seconds that environments worked on answers."""
     longest_s: float = 0.0
     waited_s: float = 0.0
-    """Seconds from asking to the answer that were not spent in the environment."""
+    """Sum of the seconds that answers took beyond the environment's own seconds."""
     lost: Counter[str] = field(default_factory=Counter)
-    """Answers that were lost, by cause. An answer that was asked for again is counted as well."""
+    """Number of answers that were lost, by cause, also of those that were tried again."""
 
     def add(self, other: Answers) -> None:
         self.num += other.num
@@ -49,15 +48,14 @@ class Answers:
 
 
 class Slow(NamedTuple):
-    """An answer among the slowest."""
+    """One of the slowest answers of environments."""
 
     seconds: float
     sample: str
     turn: int
-    """The turn that was answered. 0 is the beginning of the episode."""
+    """Number of the turn that was answered; 0: the beginning of the episode."""
     tool: str
-    """The tool whose call took the longest. Empty if no tool was called, or if it is not known
-    which."""
+    """Name of the tool whose call took longest. Empty if no tool was called, or it is not known."""
     came: bool = True
     """Whether the answer came. False if it was too slow, and its episode was lost."""
 
@@ -68,25 +66,25 @@ class Slow(NamedTuple):
 
 @dataclass(slots=True)
 class StepEpisodes:
-    """Episodes of one step, or of several steps together."""
+    """Counts of the episodes of one step, or of several steps together."""
 
     ended: Counter[str] = field(default_factory=Counter)
-    """Trajectories by finish reason."""
+    """Number of whole trajectories, by why they ended."""
     num_turns: int = 0
-    """Turns of the model in these trajectories."""
+    """Number of the model's turns in whole trajectories."""
     most_turns: int = 0
     policy_s: float = 0.0
-    """Seconds from asking an engine for a turn to the end of that turn, summed over these
+    """Sum of the seconds in which engines generated turns, waits included, in whole
     trajectories."""
     environment_s: float = 0.0
     answers: dict[str, Answers] = field(default_factory=dict)
-    """Answers by source, including those of episodes that were lost."""
+    """Counts of answers by source of the prompts, including those of lost episodes."""
     first_reason: dict[str, str] = field(default_factory=dict)
-    """The reason of the first lost answer, by cause."""
+    """Reason of the first lost answer, by cause."""
     slowest: list[Slow] = field(default_factory=list)
-    """Slowest first."""
+    """The slowest answers, slowest first."""
     tools: dict[str, ToolSeconds] = field(default_factory=dict)
-    """Seconds of calls by the tool's name, including those of episodes that were lost."""
+    """Counts and seconds of calls by the tool's name, including those of lost episodes."""
 
     def __bool__(self) -> bool:
         return bool(self.ended or self.answers)
@@ -127,7 +125,7 @@ class StepEpisodes:
         self._keep_slowest([*self.slowest, slow])
 
     def conclude(self, reason: str, turns: int, policy_s: float, environment_s: float) -> None:
-        """Note that a trajectory has ended as a whole one."""
+        """Count a whole trajectory, with its number of turns and its seconds."""
         self.ended[reason] += 1
         self.num_turns += turns
         self.most_turns = max(self.most_turns, turns)
@@ -135,7 +133,7 @@ class StepEpisodes:
         self.environment_s += environment_s
 
     def add(self, other: StepEpisodes) -> None:
-        """Put what another step brought to this."""
+        """Add the episodes of another step."""
         self.ended.update(other.ended)
         self.num_turns += other.num_turns
         self.most_turns = max(self.most_turns, other.most_turns)
@@ -149,7 +147,7 @@ class StepEpisodes:
         self._keep_slowest([*self.slowest, *other.slowest])
 
     def plain(self) -> dict[str, Any]:
-        """For `summary.json`."""
+        """The counts and means as `summary.json` has them."""
         count = self.ended.total()
         lost = Counter[str]()
         for answers in self.answers.values():

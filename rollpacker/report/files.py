@@ -1,5 +1,5 @@
-"""The files that tell of a finished (or killed) run: summary.json, report.html, timeline.png,
-trace.json."""
+"""Writes the report files of a finished (or killed) run: summary.json, report.html, timeline.png
+and trace.json."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def write_reports(
     log: EventLog | None = None,
     tell: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
-    """Write all four into `out` (None: the run's folder) and return the summary.
+    """Write the four report files into `out` (None: the run's folder) and return the summary.
 
-    `steps` are those in the picture (None: a few around a long round), `trace_steps` how many of
-    the last ones the trace holds. The log is read once; `tell` hears what is made next. Nothing is
-    written for a run without a finished step, and no picture, but a warning, where matplotlib is
-    missing. Raises `ValueError` and `LogError` as reading a log does, and `OSError` as writing."""
+    `steps`: steps in the picture (None: a few around a long round). `trace_steps`: number of last
+    steps in the trace. `tell` is called with each stage of the work. Nothing is written for a run
+    without a finished step; without matplotlib the picture is left out, with a warning. Raises
+    `ValueError` or `LogError` if the log cannot be read, and `OSError` if writing fails."""
     if trace_steps < 1:
         raise ValueError(f"a trace needs at least one step, not {trace_steps}")
     events = events_path(run)
@@ -78,7 +78,7 @@ def write_reports(
 
 
 class _Keep:
-    """The steps that the pictures need."""
+    """Keeps the steps that the trace (`last`) and the picture (`excerpt`) show."""
 
     def __init__(self, num_last: int) -> None:
         self.last: deque[StepHistory] = deque(maxlen=num_last)

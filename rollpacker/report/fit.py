@@ -1,4 +1,4 @@
-"""Seconds that a machine takes, and what a run asked of it, fitted to the run's history.
+"""Fits the times of a machine to the log of a run on it, and reads the run's workload.
 
 The constants are those of *that* machine, model and software, in seconds; none comes from a
 datasheet. Prompt lengths are not in a log: what they cost is inside the constants per sample.
@@ -34,20 +34,22 @@ from rollpacker.report.token_clock import (
 
 MIN_ROUNDS = 3
 DRAFTED_SHARE = 0.02
-"""With more rounds than this whose ends contradict one token a step, the engine drafted."""
+"""Share of rounds that contradict one token per step, above which the engine is taken to draft,
+that is to give several tokens of a sample in a step."""
 
 
 def fit_run(
     entries: Iterable[Entry], *, slots: int | None = None, may_draft: bool = False
 ) -> FittedRun:
-    """Fit a run's log. `slots`: of each engine; None: as the log says, or as many as samples were
-    launched. Of several engines the constants are those of one as it was beside the others.
+    """Fit the constants of a run's machine to its log. `slots`: most samples that an engine
+    generates at once; None: as the log has it, or else unlimited. The constants are those of one
+    engine, beside the run's other engines.
 
-    `may_draft`: the engine may have given several tokens of a sample in a step; whether it did is
-    seen in the order of ends.
+    `may_draft`: whether the engine may have given several tokens of a sample in a step. Whether it
+    did is decided from the order in which samples ended.
 
-    Raises `ValueError` if the log holds too little, and says what it does hold. A log whose last
-    line was cut off is none the worse for it (see `EventLog`).
+    Raises `ValueError` if the log holds too little, and says what it does hold. A last line that
+    was cut off does no harm (see `EventLog`).
     """
     measured = _Measured(_Clocked(slots, may_draft))
     for step in iterate_steps(entries, unfinished=True):
@@ -60,8 +62,9 @@ def fit_run(
 def predict_rounds(
     fit: DecodeFit, entries: Iterable[Entry], *, slots: int | None = None, may_draft: bool = False
 ) -> dict[str, RoundErrors]:
-    """Another log's rounds, by kind and "all", predicted from their own lengths with these
-    constants. Raises `ValueError` if the log holds no round whose token clock can be told."""
+    """Predict the seconds of another log's rounds from their lengths with these constants. Returns
+    the errors by kind of round, and for "all" rounds. Raises `ValueError` if the decode steps of no
+    round can be counted."""
     clocked = _Clocked(slots, may_draft)
     for round_ in iterate_rounds(entries):
         clocked.add(round_)
@@ -72,26 +75,26 @@ def predict_rounds(
 
 
 ClockedRounds = list[tuple[RoundKind, list[list[Stretch]]]]
-"""Kind of each round, with the stretches of each of its engines."""
+"""A list of rounds: the kind of each round, and the stretches of decode steps of each engine."""
 
 
 @dataclass(slots=True)
 class _Clocked:
-    """Rounds, with what their token clock says."""
+    """Gathers a log's rounds and counts the decode steps between their samples' ends."""
 
     slots: int | None
-    """Decode slots of each engine. None: as the log says."""
+    """Most samples that each engine generates at once. None: as the log has it."""
     may_draft: bool = False
     rounds: ClockedRounds = field(default_factory=list)
     num_skipped: int = 0
-    """Rounds that contradict a token clock."""
+    """Number of rounds whose decode steps cannot be counted."""
     reason: str = ""
-    """Why the last of those rounds was skipped."""
+    """Why the last such round was skipped. Empty: no round was."""
     drafted: bool = False
-    """The rounds contradict an engine that gives one token a step, so that `rounds` are by a clock
-    that lets samples come forward at different speeds."""
+    """Whether rounds contradict an engine that gives one token per step, so that `rounds` are
+    counted for samples that grow at different speeds."""
     _as_drafted: ClockedRounds = field(default_factory=list)
-    """All rounds by that clock, if the engine may draft."""
+    """All rounds counted for samples that grow at different speeds, if the engine may draft."""
 
     def add(self, round_: RoundHistory) -> None:
         if self.may_draft:
@@ -110,7 +113,7 @@ class _Clocked:
         ]
 
     def settle(self) -> None:
-        """Take the engine for one that drafts, if it may and rounds contradict the other one."""
+        """Decide, after the last round, whether the engine gave several tokens in a step."""
         num_gained = len(self._as_drafted) - len(self.rounds)
         if num_gained > DRAFTED_SHARE * len(self._as_drafted):
             self.drafted, self.rounds = True, self._as_drafted
@@ -119,11 +122,11 @@ class _Clocked:
 
 @dataclass(slots=True)
 class _Asked:
-    """Prompts that were asked and lengths of their responses, in order of appearance."""
+    """Gathers a log's prompts and the lengths of their responses, in order of appearance."""
 
     sources: set[str] = field(default_factory=set)
     fetched: dict[PromptId, None] = field(default_factory=dict)
-    """Fetched prompts, each once: a resumed run fetches again what it had not committed."""
+    """Fetched prompts, every prompt once, though a resumed run fetches some again."""
     pools: dict[int, list[int]] = field(default_factory=dict)
     stopped: dict[int, list[int]] = field(default_factory=dict)
     capped: set[int] = field(default_factory=set)
@@ -140,8 +143,7 @@ class _Asked:
                 self.capped.add(end.num_tokens)
 
     def _forget(self, row: int, before: CarriedInto) -> None:
-        """Remove the length that an earlier launch recorded of a response that this one goes on
-        with."""
+        """Remove the length that an earlier launch of the same response had added."""
         told = (self.pools if before.whole else self.stopped).get(row, [])
         if before.num_tokens in told:
             told.remove(before.num_tokens)
@@ -162,7 +164,7 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Measured:
-    """Seconds that the parts of a run's steps took, and their workload."""
+    """Gathers the seconds that the parts of a run's steps took, and the run's workload."""
 
     clocked: _Clocked
     asked: _Asked = field(default_factory=_Asked)
@@ -171,9 +173,9 @@ class _Measured:
     num_steps: int = 0
     checks: Checks = field(default_factory=Checks)
     exposed: list[float] = field(default_factory=list)
-    """Waits for verdicts after a rollout."""
+    """Seconds of each wait for verdicts after a rollout."""
     trained: list[tuple[int, float]] = field(default_factory=list)
-    """(tokens, seconds) of each training step."""
+    """(trained tokens, seconds) of each training step."""
     stopped: list[float] = field(default_factory=list)
     """Seconds from the order to stop samples until they have stopped."""
     synced: list[float] = field(default_factory=list)
@@ -183,7 +185,7 @@ class _Measured:
 
     @property
     def slots(self) -> int | None:
-        """Decode slots of each engine. None: as many as samples."""
+        """Most samples that each engine generates at once. None: no limit."""
         session, given = self.session, self.clocked.slots
         if given is not None or session is None or session.slots is None:
             return given
@@ -221,12 +223,12 @@ class _Measured:
 
 
 def _own_s(step: StepHistory, start_s: float, end_s: float) -> float:
-    """Seconds between two times without waits for pools, which are other jobs' time."""
+    """Seconds between two times, without waits for pools that other jobs used."""
     return end_s - start_s - step.waited_s(start_s, end_s)
 
 
 def _training_s(step: StepHistory, train_on_s: float, trained_s: float) -> float:
-    """Seconds from `TrainOn` to its answer, and those of gradients that were begun before."""
+    """Seconds from `TrainOn` to its answer, plus those of gradients that were begun before."""
     begun_s = sum(
         max(0.0, min(note.time_s, train_on_s) - (note.time_s - note.seconds))
         for note in step.notes

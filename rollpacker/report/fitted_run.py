@@ -1,5 +1,5 @@
-"""Constants of a run's machine and its workload, as fitted to its log. For a simulator, and as a
-table."""
+"""Constants of a run's machine and its workload, as fitted to its log: values for a simulator, and
+a table for people."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from rollpacker.report.reward_fit import Calls, Check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundErrors:
-    """Rounds predicted again with the fitted constants, against what the log says."""
+    """Errors of the fitted constants: seconds of rounds predicted with them, against the log's."""
 
     num: int
-    """Rounds."""
+    """Number of rounds."""
     mean_s: float
-    """Measured seconds from launch to the last end."""
+    """Mean of the measured seconds from the launch of a round to its last end."""
     ratio: float
-    """Predicted over measured, of the sums."""
+    """Sum of the predicted seconds over the sum of the measured seconds."""
     mean_error: float
-    """Mean of |predicted - measured| / measured."""
+    """Mean of |predicted - measured| / measured over the rounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainFit:
-    """A training step takes fixed_s + per_token_s * (trained response tokens)."""
+    """Constants of a training step, which takes fixed_s + per_token_s * (trained response tokens)
+    seconds."""
 
     fixed_s: float
     per_token_s: float
@@ -41,55 +42,55 @@ class Workload:
 
     source: str
     rows: tuple[int, ...]
-    """Dataset rows in the order they were fetched; once per epoch."""
+    """Rows of the dataset in the order in which they were fetched, once per epoch."""
     pools: Mapping[int, tuple[int, ...]]
-    """Lengths of each row's finished responses, in order of appearance."""
+    """Mapping from a row to the tokens of its finished responses, in order of appearance."""
     stopped: Mapping[int, tuple[int, ...]]
-    """How far each row's stopped responses had come: lower bounds of their lengths."""
+    """Mapping from a row to the tokens that its stopped responses had when they were stopped."""
     max_response_tokens: int | None
-    """Length of the responses that ran into the limit; None: none did."""
+    """Tokens of the responses that ran into the length limit; None: no response did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedRun:
-    """Everything that a simulator needs to know of a machine and a workload. Seconds without
-    another word are means."""
+    """Everything that a simulator needs to know of a recorded run's machine and workload. Every
+    field whose name ends in `_s` is a mean over the run, in seconds."""
 
     job: Mapping[str, Any]
-    """`JobConfig` as a plain mapping, of the last session."""
+    """`JobConfig` of the last session, as a plain mapping."""
     slots: int | None
-    """Samples that an engine decodes at the same time; None: all that it is given."""
+    """Most samples that an engine generates at once; None: no limit."""
     num_steps: int
     num_rounds: int
-    """Rounds that the constants were fitted to."""
+    """Number of rounds that the constants were fitted to."""
     num_skipped: int
-    """Rounds whose token clock is not known: samples failed, or ended out of order."""
+    """Number of rounds left out of the fit, since samples failed or ended out of order."""
     step: DecodeFit
-    """Decode steps. Where the engine drafted, a table that is fitted to whole rounds, in which a
-    step stands for a token."""
+    """Constants of decode steps. If the engine gave several tokens in a step, they are fitted to
+    whole rounds, and a step stands for a token."""
     errors: Mapping[str, RoundErrors]
-    """Errors for each kind of round, and for "all" rounds."""
+    """Errors of the fit for each kind of round, and for "all" rounds."""
     checks: Mapping[int, tuple[Check, ...]]
-    """Verdicts on the responses to each dataset row, with their seconds."""
+    """Mapping from a row of the dataset to the verdicts on its responses, with their seconds."""
     calls: Calls | None
-    """Calls of the rewards where checks go to them in batches; None: there were none."""
+    """Calls of rewards that check several responses together; None: there were no such calls."""
     exposed_s: float
-    """From the last end of a round to the start of training."""
+    """Seconds from the last end of a round to the start of training."""
     stop_s: float
-    """From telling samples to stop until the engine has released them: a decode step takes its
-    time."""
+    """Seconds from the order to stop samples until the engine has released them."""
     train: TrainFit
     sync_s: float
-    """From the end of training until the engine has the new weights."""
+    """Seconds from the end of training until the engine has the new weights."""
     commit_s: float
-    """A commit, with as many checkpoints as there were; evaluations are taken out."""
+    """Seconds of a commit, the run's checkpoints included, its evaluations left out."""
     between_s: float
-    """From a commit to the launch of the next round."""
+    """Seconds from a commit to the launch of the next round."""
     workload: Workload
 
     @property
     def drafted(self) -> bool:
-        """The engine gave several tokens of a sample in a step (`rollout.engine.draft_tokens`)."""
+        """Whether the engine gave several tokens of a sample in a step
+        (`rollout.engine.draft_tokens`)."""
         return bool(self.step.knots)
 
     def describe(self) -> str:
@@ -100,7 +101,7 @@ class FittedRun:
 
 
 def _rows(run: FittedRun) -> list[tuple[str, str, str]]:
-    """(constant, value, remark) for `describe`."""
+    """Rows of the table of `describe`: (constant, value, remark)."""
     step, train = run.step, run.train
     rows = [("fitted to", f"{run.num_rounds} rounds", f"{run.num_skipped} left out")]
     if run.drafted:

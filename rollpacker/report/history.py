@@ -1,10 +1,10 @@
-"""The history of a run, step by step. This module is the one place that interprets the event log.
+"""The history of a run, step by step, read from its event log.
 
     events, commands, notes, sessions  ->  History.feed  ->  a StepHistory at every commit
 
-Whatever tells of a run (seconds, metrics, summary, trace, timeline, fit, what-if, a simulation's
-result) is a function of these records. An event or command that changes them has its `case` here
-and nowhere else in `report`; what has none tells nothing of a step.
+Every report on a run (seconds, metrics, summary, trace, timeline, fit, what-if) is a function of
+these records. Only this module of `report` interprets events and commands; an event or command that
+has no `case` here changes no record.
 """
 
 from __future__ import annotations
@@ -73,16 +73,15 @@ from rollpacker.report.turn_book import ENVIRONMENT, TurnBook
 
 @dataclass(slots=True)
 class TrainerBook:
-    """State and losses of the trainer, as far as the log was read. The book belongs to the history,
-    which feeds it."""
+    """State and losses of the trainer, up to the last entry that `History` has read."""
 
     num_streaming: int = 0
-    """Groups whose gradients are being accumulated while the round goes on."""
+    """Number of groups whose gradients are being accumulated while the round goes on."""
     losses: int = 0
     away_s: float = 0.0
-    """Seconds from the losses until the trainer was back."""
+    """Sum of the seconds from each loss of the trainer until it was back."""
     interrupted: str = ""
-    """The phase that goes on when the trainer is back. Empty if nothing waits for that."""
+    """The phase that goes on when the trainer is back. Empty if no phase was interrupted."""
     _lost_since: float | None = None
 
     def begin_session(self) -> None:
@@ -104,37 +103,35 @@ class TrainerBook:
 
 
 class History:
-    """Feed it a log's entries, live or from a file; it answers with a `StepHistory` whenever a step
-    is committed. `feed` is O(1) but at a launch and at a step's end, where it is linear in the
-    step's samples.
+    """Reads a log's entries one by one, live or from a file: `feed` returns a `StepHistory`
+    whenever a step is committed. `feed` is O(1) but at a launch and at a step's end, where it is
+    linear in the step's samples.
 
-    What is known before a commit can be read at any time: `step` is the one under way, `phase` what
-    the run is doing (rollout, environment, reward_wait, training, sync, checkpoint, recovery, on
-    shared pools pool_wait and evaluation, or, without a better name, controller), `live` what the
-    engine has,
-    `queue` the prompts that wait for a long round or another race. Where a session begins anew
-    without the step before, `step` is replaced by another one and what it held is gone, as it is
-    for the run."""
+    Attributes can be read at any time: `step` is the step under way, `phase` what the run is doing
+    (rollout, environment, reward_wait, training, sync, checkpoint, recovery, on shared pools
+    pool_wait and evaluation, or else controller), `live` the samples that engines generate, and
+    `queue` the prompts that were put off to a later round. If a session starts the step anew,
+    `step` is replaced and its contents are gone, as they are for the run."""
 
     def __init__(self) -> None:
         self.step = StepHistory()
         self.last_step = 0
-        """The last step that was committed; 0 before the first."""
+        """Number of the last step that was committed; 0 before the first."""
         self.live: set[SampleId] = set()
         self.queue: set[PromptId] = set()
         self.num_sessions = 0
         self.marks: set[str] = set()
-        """The marks of all sessions so far."""
+        """Marks of all sessions so far: warnings for their metrics, such as "unsandboxed"."""
         self.engines = EngineBook()
         self.evaluations: dict[int, Mapping[str, float]] = {}
-        """Metrics of evaluations, by the step that they came after."""
+        """Metrics of evaluations, by the number of the step before the evaluation."""
         self.finish: Finish | None = None
         """The command that ended the run. None if the run goes on, or was killed."""
         self._phases = PhaseBook()
         self._turns = TurnBook()
         self._emptied_s: float | None = None
-        """The time at which the current event ended the last live sample of a round. None if it did
-        not."""
+        """Time at which the current event left the engines without any sample of the round. None if
+        the event did not."""
         self.trainer = TrainerBook()
         self._is_committing = False
         self._carrying = CarryBook()
@@ -159,13 +156,14 @@ class History:
         return None
 
     def so_far(self, step: int, now: float) -> StepHistory:
-        """The step that is being committed, as it stands: a view of what goes on."""
+        """The record of a step that is not committed yet, with its number `step`, as of time
+        `now`."""
         self.step.prompts.long_queue = len(self.queue)
         self.step.settle()
         return dataclasses.replace(self.step, step=step, end_s=now)
 
     def take(self, now: float, event: Event, commands: Sequence[Command]) -> StepHistory | None:
-        """Take an event and the core's answer, as `feed` takes a `Record`."""
+        """Read an event and the commands that the core answered with, as `feed` does a `Record`."""
         done = self._event(event, now)
         for command in commands:
             self._command(command, now)
@@ -267,7 +265,7 @@ class History:
         return None
 
     def _let_go(self, sample: SampleHistory, event: SampleGenerated | SampleAborted) -> None:
-        """Note how many tokens a sample had when the engine let go of it."""
+        """Note how many tokens a sample had when the engine finished or stopped the sample."""
         self._carrying.drawn(sample, event)
         sample.preemptions += event.preemptions
         sample.num_redraws = event.num_redraws
@@ -299,13 +297,13 @@ class History:
         return found
 
     def _end_round(self) -> None:
-        """End the round: its engines are empty, and the answer to the event launched nothing
-        more."""
+        """End the round if its engines are empty after the event and the commands that followed."""
         if self._emptied_s is not None:
             self.step.rounds[-1].end_s, self._emptied_s = self._emptied_s, None
 
     def _lose(self, event: EngineLost, now: float) -> None:
-        """Note that an engine was lost. No engine has its samples until they are placed again."""
+        """Note that an engine was lost. Its samples are in no engine until they are placed
+        again."""
         gone = self.engines.lose(event, now)
         self.live.difference_update(gone)
         if gone:
@@ -314,8 +312,8 @@ class History:
                 self._emptied_s = now
 
     def _lose_trainer(self, now: float) -> None:
-        """Note that the trainer was lost. A phase that needs it becomes recovery, and a round goes
-        on."""
+        """Note that the trainer was lost. A phase that needs the trainer becomes recovery; a round
+        that is under way goes on."""
         self.trainer.lose(now)
         if self.phase == "training" and self.step.train_on is None:
             self._turn("reward_wait", now)
@@ -460,13 +458,13 @@ class History:
         self._turn("rollout", now)
 
     def _turn(self, phase: str, now: float) -> None:
-        """End the phase at hand and begin another."""
+        """End the current phase and begin `phase`."""
         self._phases.turn(self.step, phase, now)
 
 
 def iterate_steps(entries: Iterable[Entry], *, unfinished: bool = False) -> Iterator[StepHistory]:
-    """The committed steps of a log, one at a time. `unfinished`: those as well that a session left
-    without a commit, with step number 0, and at last the one that the log ends in."""
+    """Yields the committed steps of a log, one at a time. `unfinished`: also the steps that a
+    session left without a commit, with step number 0, and at last the step that the log ends in."""
     history = History()
     for entry in entries:
         step = history.step

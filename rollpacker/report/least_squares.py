@@ -11,36 +11,38 @@ Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
 Matrix = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
 HUBER_SCALES = 2.0
-"""A residual counts in full up to this many times the scale of all residuals."""
+"""Multiple of the residuals' scale (1.48 times their median) beyond which a residual counts
+less."""
 ITERATIONS = 25
 
 
 @dataclass(frozen=True, slots=True)
 class RobustFit:
-    """Constants, one for each column, and how well they explain the measured seconds."""
+    """Fitted constants, one for each column, and how well they predict the measured seconds."""
 
     x: Vector
-    """The constants of an undisturbed machine."""
+    """The constants of a machine without disturbances."""
     weights: Vector
     """Weight that the last iteration gave to each row."""
     loss: float
     """Mean relative error over the rows that were not left out."""
     factor: float
-    """Measured seconds over the explained ones: what disturbances added on average."""
+    """Sum of the measured seconds over that of the predicted seconds: what disturbances added."""
     num_left_out: int
-    """Rows that took longer than explained by more than the limit."""
+    """Number of rows that took longer than predicted by more than the limit."""
 
     @property
     def constants(self) -> list[float]:
-        """The constants of the machine as it was, with what it lost to disturbances."""
+        """`factor * x`: constants that include the time lost to disturbances, spread evenly."""
         return [float(value) for value in self.factor * self.x]
 
 
 def robust_fit(columns: Matrix, seconds: Vector, limit: float = math.inf) -> RobustFit:
-    """Non-negative constants by iterated re-weighting: relative errors, outliers held down.
+    """Fits non-negative constants x with columns @ x near `seconds`, by iterated re-weighting in
+    which relative errors count and outliers count less.
 
-    A machine's disturbances only ever make it slower, so what holds them down falls short of the
-    mean. `factor` makes up for it, over everything but stalls longer than `limit` seconds.
+    Disturbances only make a machine slower, so constants that neglect them fall short of the mean.
+    `factor` makes up for that, except for rows that are slower by more than `limit` seconds.
     """
     floor = float(np.median(seconds)) + 1e-12
     weights = np.ones_like(seconds)

@@ -1,4 +1,5 @@
-"""Trained lengths against the policy's own: what the race shifts and what the weights undo."""
+"""Compares the lengths of trained responses with the policy's own: how far tail batching shifts
+them, and how far weights of the samples (`tail_batching.debias`) undo the shift."""
 
 from __future__ import annotations
 
@@ -16,21 +17,21 @@ from rollpacker.report.carrying import complements, keeps_noise
 from rollpacker.report.step_history import End, RoundHistory, StepHistory
 
 LENGTH_WINDOW = 50
-"""Steps over which the lengths that were trained on are compared with the policy's own."""
+"""Number of last steps over which trained lengths are compared with the policy's own."""
 
 
 class LengthBias:
-    """Trained lengths against the policy's own, over the last steps, and what the loss weights that
-    were in force make of them."""
+    """Compares trained lengths with the policy's own over the last `LENGTH_WINDOW` steps, with and
+    without the weights of the samples in the loss."""
 
     def __init__(self, cap: int | None) -> None:
-        """`cap`: the longest response there can be, in tokens; None if that is not known."""
+        """`cap`: most tokens that a response can have; None if that is not known."""
         self._job: Mapping[str, Any] = {}
         self._begin_with(cap)
 
     def begin(self, cap: int | None, job: Mapping[str, Any]) -> None:
-        """A session of this job begins. With another limit of responses the comparison begins as
-        well: the policy's own lengths are others."""
+        """Begin a session of this job. If it has another `cap`, the comparison begins anew, since
+        the policy's own lengths are others."""
         self._job = job
         if cap != self._cap:
             before, saved = self._cap, self._window.state()
@@ -42,12 +43,13 @@ class LengthBias:
         self._cap = cap
         self._window = LengthWindow(cap=cap, window_steps=LENGTH_WINDOW)
         self._trained: deque[tuple[FloatArray, FloatArray]] = deque(maxlen=LENGTH_WINDOW)
-        """Lengths and weights of each step's trained samples."""
+        """For each step the lengths of its trained samples, and their weights in the loss."""
         self._whole: deque[bool] = deque(maxlen=LENGTH_WINDOW)
-        """Whether a step trained on every response that it launched, whatever its length."""
+        """For each step, whether it trained on every response that it launched."""
 
     def add(self, step: StepHistory) -> dict[str, float]:
-        """The metrics after this step: `length/...` and `debias/...`, what is known of them."""
+        """Count a step and return those of the metrics `length/...` and `debias/...` that are
+        known."""
         if keeps_noise(self._job):
             complement = complements(self._job)
             for round_ in step.rounds:  # of a prompt that is there twice the last one counts
@@ -65,15 +67,15 @@ class LengthBias:
         return self._unshifted(self._window.metrics()) | self._weighted()
 
     def _unshifted(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Where every response was trained on nothing was selected: the shift is 0, and not what
-        the policy's own mean lags behind while lengths drift."""
+        """The metrics with a shift of 0 if every response of the last steps was trained on. The
+        estimate of the policy's own mean would lag behind while lengths drift."""
         if "length/shift" in metrics and all(self._whole):
             own = metrics["length/trained_mean"]
             return metrics | {"length/policy_mean": own, "length/shift": 0.0}
         return metrics
 
     def _weighted(self) -> dict[str, float]:
-        """Metrics of the loss weights. Empty as long as all weights are 1."""
+        """Metrics of the samples' weights in the loss. Empty as long as all weights are 1."""
         lengths, weights = (np.concatenate(parts) for parts in zip(*self._trained, strict=True))
         if not weights.any() or (weights == 1).all():
             return {}
@@ -91,10 +93,11 @@ class LengthBias:
 def _ends(
     rounds: Sequence[RoundHistory], complement: bool
 ) -> dict[PromptId, tuple[list[int], list[int]]]:
-    """Lengths of complete responses, and where the others were stopped, by prompt.
+    """For each prompt the tokens of its complete responses, and those of its stopped responses.
 
-    What was carried and came out differently was drawn a second time because it was long: only its
-    first draw says how long responses are, unless `complement` made the second one longer.
+    A response with tokens of an earlier launch that came out differently was generated twice
+    because it was long. Only the first time shows how long responses are, unless `complement` made
+    the second time longer.
     """
     launched = dict.fromkeys(s.prompt for round_ in rounds for s in round_.samples)
     ends: dict[PromptId, tuple[list[int], list[int]]] = {p: ([], []) for p in launched}
@@ -112,7 +115,7 @@ def _ends(
 
 
 def _weighted_lengths(step: StepHistory) -> list[tuple[int, float]]:
-    """The length of each trained sample, with the weight of its loss."""
+    """The tokens of each trained sample, and its weight in the loss."""
     if step.train_on is None or step.train_on.weights is None:
         return [(sample.num_tokens, 1.0) for sample in step.trained_samples()]
     samples = [step.samples.get(sample) for group in step.groups for sample in group]

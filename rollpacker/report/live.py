@@ -1,7 +1,7 @@
-"""The observer of a running run: accounting, metrics files and display behind one `feed`.
+"""The observer of a running run, which keeps its accounting, metrics files and display.
 
-On a resume it first reads the log that is already there, so that queues, windows and metrics go on
-as if nothing had happened."""
+On a resume the log that exists already is read first, so that metrics and display go on as if the
+run had not been interrupted."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ if TYPE_CHECKING:
 
 
 RowWritten = Callable[[int, Metrics, bool], None]
-"""Called with a step, its row, and whether the row is that of the evaluation after the step."""
+"""Called with a step's number, a row of metrics, and whether the row is of the evaluation after the
+step."""
 
 
 class LiveReport:
-    """An `Observer` (core/records.py). `feed` is O(1) but at a step's end.
+    """An `Observer` (core/records.py) that is fed the entries of a run's log as they are written.
+    `feed` is O(1) but at a step's end.
 
-    `resume`: the folder's event log, cut back to its checkpoint and closed or flushed, is read
-    first, and rows of `metrics.jsonl` beyond it are taken out. Without it `metrics.jsonl` is
-    appended to as it is. `total_steps` is what the progress bar counts to. `slots` and
-    `max_response_tokens` sharpen tail idle time and the length estimate (see `Accounting`).
-    `notebook`: the run's name, if a notebook's cell shows it instead of a terminal."""
+    `resume`: the folder's event log, already cut back to the checkpoint, is read first, and later
+    rows of `metrics.jsonl` are removed; else `metrics.jsonl` is appended to as it is.
+    `total_steps`: number of steps that the progress bar counts to. `slots` and
+    `max_response_tokens`: see `Accounting`. `notebook`: the run's name, for a display in a
+    notebook's cell; None: in the terminal."""
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class LiveReport:
             folder, resume_step=resume_step, log_rows=rows, tensorboard=tensorboard
         )
         self.on_row: RowWritten | None = None
-        """Called for every row that was written. None if nobody listens."""
+        """Function that is called for every row that was written. None: no function."""
         self._display: Display | None = None
         if show and notebook is not None:
             from rollpacker.report.notebook import NotebookDisplay
@@ -67,11 +69,11 @@ class LiveReport:
         if self._display is not None and history.evaluations:
             self._display.on_evaluation(*list(history.evaluations.items())[-1], is_new=False)
         self._shown_before = None if resume_step is None else resume_step + 1
-        """The step that the checkpoint was written in: the log read so far ends just before it is
-        settled, and the session before has shown it."""
+        """Number of the step after the last one in the log that was read. Its commit is repeated,
+        but the session before has shown the step already. None: no resume."""
 
     def row_so_far(self, step: int) -> dict[str, Any]:
-        """The row of the step that is being committed, as far as it is known."""
+        """Metrics by name of the step that is being committed, as far as they are known."""
         return step_metrics(self.accounting.so_far(step))
 
     def _read_log(self, path: Path) -> list[dict[str, Any]]:

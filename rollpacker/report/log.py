@@ -1,4 +1,4 @@
-"""Reads `events.jsonl`. A log whose last line was cut off by a crash is still a log."""
+"""Reads event logs (`events.jsonl`), also if a crash has cut off the last line."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MAX_SECONDS = 1e9
 class EventLog:
     """The entries of one log, in order; can be iterated more than once.
 
-    Raises `LogError` with file and line for anything that is no entry. Only a last line without its
-    newline may be broken: it is left out, and `truncated` tells."""
+    Raises `LogError` with file and line for a line that is no entry. Only a last line without its
+    newline may be broken: that line is left out, and `truncated` becomes True."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.truncated = False
         self.num_bytes = 0
-        """Read so far."""
+        """Number of bytes read so far in the current iteration."""
 
     @property
     def share_read(self) -> float:
@@ -49,27 +49,28 @@ class EventLog:
 
 
 class LogTail:
-    """Reads a log that grows: each `read` goes on where the last one stopped.
+    """Reads a log that grows: every `read` goes on where the `read` before stopped.
 
-    A resume cuts a log back and writes on: `is_same` tells whether the file still begins with what
-    was read. If it does not, begin anew with another tail."""
+    A resume cuts a log back and writes on. `is_same` returns False if the file has changed before
+    the place that was read; then another `LogTail` must read the log from its begin."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.num_bytes = 0
-        """Read so far."""
+        """Number of bytes read so far."""
         self._last = b""
-        """The line before them."""
+        """The last line that was read."""
 
     def is_same(self) -> bool:
-        """Raises `OSError` where the file is gone."""
+        """Whether the last line that was read is still at its place. Raises `OSError` if the file
+        is gone."""
         with self.path.open("rb") as file:
             file.seek(self.num_bytes - len(self._last))
             return file.read(len(self._last)) == self._last
 
     def read(self, most_s: float) -> Iterator[Entry]:
-        """Entries that were not read yet, for about `most_s` seconds. A last line without its
-        newline is still being written, and waits. Raises `LogError` and `OSError`."""
+        """Yields entries that were not read yet, for about `most_s` seconds. A last line without
+        its newline is still being written and is not read. Raises `LogError` and `OSError`."""
         until = time.monotonic() + most_s
         with self.path.open("rb") as file:
             file.seek(self.num_bytes)
@@ -87,8 +88,8 @@ class LogTail:
 
 
 def _entry(line: bytes) -> Entry:
-    """The entry that a line holds. Raises `ValueError` for a line that is none, and for values that
-    no run writes, since `decode` looks at names and shapes alone."""
+    """The entry of a line. Raises `ValueError` for a line that is no entry, and for values that no
+    run writes: `decode` checks only names and types."""
     entry = decode(line.decode("utf-8"))
     _check_seconds("t", entry.time_s)
     if isinstance(entry, Session):
@@ -114,7 +115,8 @@ def _is_count(value: object, least: int) -> bool:
 
 
 def events_path(run: str | Path) -> Path:
-    """The event log of a run folder (or the log itself). Raises `ValueError` if there is none."""
+    """Path of the event log of `run`, a run's folder or the log itself. Raises `ValueError` if
+    there is no log."""
     path = Path(run)
     if path.is_file():
         return path

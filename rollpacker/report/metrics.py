@@ -1,4 +1,4 @@
-"""Metrics of a step under the names that the field uses, as JSON lines and for TensorBoard.
+"""Metrics of a step under names that are usual elsewhere, as JSON lines and for TensorBoard.
 
 `docs/metrics.md` lists them. Everything that depends on a clock stands under `timing_s/` or
 `perf/`; all the rest is the same whenever a seed is run again."""
@@ -44,7 +44,7 @@ TIMING_NAMES = {
     "pool_wait": "pool_wait",
     "switch": "switch",
 }
-"""Cause of time -> its name under `timing_s/`."""
+"""Mapping from a cause of time to its name under `timing_s/`."""
 
 OTHER_NAMES = {
     "TRL": {
@@ -75,17 +75,17 @@ OTHER_NAMES = {
         "critic/vf_clipfrac": "critic/value_clip_ratio",
     },
 }
-"""Names of these metrics in other frameworks: framework -> its name -> the name here, where the two
-differ. docs/migration.md shows them, and a name that a run's table lacks gets its hint from
-here."""
+"""For each other framework a mapping from its name of a metric to the name here, where the names
+differ. Shown in docs/migration.md, and as a hint for a name that a run's table lacks."""
 
 Value = float | int | str
 Row = dict[str, Any]
-"""`step` and its metrics."""
+"""A line of `metrics.jsonl`: the number `step`, and the step's metrics by name."""
 
 
 def step_metrics(step: StepSummary) -> dict[str, Value]:
-    """Flat metrics of one step. What has no value (no group was trained on, say) is left out."""
+    """Metrics of one step by name. A metric without a value is left out, such as the mean reward of
+    a step that trained on nothing."""
     metrics: dict[str, Value | None] = {
         **step.trainer,
         "critic/rewards/mean": step.rewards.mean,
@@ -162,8 +162,8 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def here_it_is(name: str, known: Collection[str]) -> str:
-    """` Here it is ...` for a metric of another framework, otherwise nothing. `known` are the names
-    of the metrics that there are."""
+    """The hint " Here it is ..." for the name of a metric in another framework, or an empty text.
+    `known`: names of the metrics that the run has."""
     ours = next((names[name] for names in OTHER_NAMES.values() if name in names), None)
     if ours is None:
         return ""
@@ -171,14 +171,14 @@ def here_it_is(name: str, known: Collection[str]) -> str:
 
 
 class MetricsWriter:
-    """Appends to `folder/metrics.jsonl` (one row a step) and to `folder/tensorboard/`.
+    """Appends to `folder/metrics.jsonl` (one row per step) and to `folder/tensorboard/`.
 
-    With `resume_step` rows of later steps, and a last row that a crash cut off, are taken out
-    first, in one atomic replacement; TensorBoard is told to forget the same steps. `log_rows` are
-    the rows as the event log tells them, evaluations included: those that the file lacks are put
-    in, and a warning says so. It can tell the evaluation of one step more, whose commit the
-    resumed run is about to repeat. Raises `ValueError` if a row in the middle of the file is no
-    JSON object with a `step`, `OSError` as files do."""
+    With `resume_step` rows of later steps, and a last row that a crash cut off, are removed first,
+    in one atomic replacement, and TensorBoard forgets the same steps. `log_rows` are rows made from
+    the event log, evaluations included: rows that the file lacks are added, with a warning. They
+    may have the evaluation of one step more, whose commit the resumed run will repeat. Raises
+    `ValueError` if a row in the middle of the file is no JSON object with a `step`, and
+    `OSError`."""
 
     def __init__(
         self,
@@ -207,12 +207,12 @@ class MetricsWriter:
                 self.write_evaluation(row["step"], {k: v for k, v in row.items() if k != "step"})
 
     def write(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """One row. Non-finite numbers become null, since JSON has none."""
+        """Write the row of a step. Non-finite numbers become null, since JSON has none."""
         self._append(step, metrics)
 
     def write_evaluation(self, step: int, metrics: Mapping[str, Value]) -> bool:
-        """A row of its own, with the names that the evaluation gave (`eval/...`) and what goes with
-        them. False: the step has one, and keeps it."""
+        """Write a row with the metrics of the evaluation after a step (`eval/...`). Returns False
+        and writes nothing if the step has such a row already."""
         if step in self._evaluated:
             return False
         self._evaluated.add(step)
@@ -231,7 +231,8 @@ class MetricsWriter:
             self._board.write(step, metrics)
 
     def _cut(self, resume_step: int, log_rows: Sequence[Row]) -> None:
-        """The file as it was when that step was committed."""
+        """Bring the file to its state when step `resume_step` was committed, with the rows of the
+        event log that it lacks."""
         numbered = read_metrics(self.path) if self.path.exists() else []
         for number, row in numbered:
             if not isinstance(row.get("step"), int):
@@ -262,8 +263,8 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[tuple[int, Row]]:
-    """(line number, row) for each row. A last row without its newline is left out if it is
-    broken. Raises `ValueError` for any other line that is no row."""
+    """The rows of a metrics file, as pairs (line number, row). A broken last row without its
+    newline is left out. Raises `ValueError` for any other line that is no row."""
     rows = []
     # Bytes, since only they are split at newlines alone: text has U+2028 and its like as well.
     with Path(path).open("rb") as file:
@@ -292,7 +293,7 @@ def is_evaluation(row: Row) -> bool:
 
 
 def _place(row: Row) -> tuple[int, bool]:
-    """Rows in order: a step's evaluation comes before its commit."""
+    """Key by which rows are sorted: by step, and a step's evaluation before the step's own row."""
     return row["step"], not is_evaluation(row)
 
 
@@ -306,7 +307,7 @@ def _finite(value: Value) -> Value | None:
 
 
 class _Board:
-    """TensorBoard event files, written with its own library (TensorFlow and torch stay out)."""
+    """Writes TensorBoard event files, without TensorFlow or torch."""
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

@@ -1,7 +1,7 @@
 """The display of a run in a notebook: one output that changes in place.
 
-Needs no widgets, only what every kernel has (`display_id`). Drawn by a thread of its own, at most
-once a second and only if something has changed; feeding costs the run nothing here.
+It needs no widgets, only `display_id`, which every kernel has. A thread of its own draws it, at
+most once a second and only if something has changed, so that it costs the run no time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REFRESH_S = 1.0
 
 
 class NotebookDisplay:
-    """Meets `Display`."""
+    """A `Display` in the output of a notebook's cell."""
 
     def __init__(self, accounting: Accounting, *, total_steps: int | None, name: str = "") -> None:
         ipython: Any = importlib.import_module("IPython.display")  # not typed
@@ -50,7 +50,7 @@ class NotebookDisplay:
         self._state.evaluation = (step, metrics)
 
     def close(self) -> None:
-        """Show how it ended, and leave that standing."""
+        """Draw the final state of the run, which stays in the cell, and end the thread."""
         self._closing.set()
         self._thread.join()
         self._state.is_over = True
@@ -67,7 +67,7 @@ class NotebookDisplay:
             self._update(page)
 
     def page(self) -> str:
-        """A few lines of HTML; texts in it are escaped."""
+        """The display as a few lines of HTML, with escaped texts."""
         state = self._state
         history = state.accounting.history
         done, total = history.last_step, state.total_steps

@@ -1,5 +1,4 @@
-"""The phases of a run's steps: what the run does, and since when. No second belongs to two
-phases."""
+"""The phases of a run's steps: what the run does, and from when to when. Phases do not overlap."""
 
 from __future__ import annotations
 
@@ -9,7 +8,8 @@ from rollpacker.report.time_book import WHILE_AWAY
 
 
 class PhaseBook:
-    """Belongs to the history, which feeds it; phases go to the step that is under way."""
+    """Keeps the current phase while `History` reads a log, and adds each phase that ends to the
+    step under way."""
 
     def __init__(self) -> None:
         self._doing = "controller"
@@ -17,16 +17,16 @@ class PhaseBook:
         self._waits_since_s: float | None = None
         """When the run began to wait for a pool. None if it does not wait."""
         self._evaluates_in: str | None = None
-        """The phase that an evaluation under way came into, if it is known to be."""
+        """The phase that an evaluation under way has interrupted. None: no evaluation is known."""
 
     @property
     def now(self) -> str:
-        """The current phase. A wait for a pool interrupts the phase that it comes into, which goes
-        on afterwards."""
+        """The current phase. A wait for a pool interrupts another phase, which goes on when the
+        wait is over."""
         return self._doing if self._waits_since_s is None else POOL_WAIT
 
     def begin_session(self) -> None:
-        """Begin a session. Of the session before, only a commit that had begun goes on."""
+        """Begin a session, without the wait or evaluation that the session before was in."""
         self._waits_since_s = None
         self._doing, self._evaluates_in = self._evaluates_in or self._doing, None
 
@@ -40,15 +40,15 @@ class PhaseBook:
         self._doing, self._since_s = phase, now
 
     def evaluate(self, step: StepHistory, now: float) -> None:
-        """Begin an evaluation, which lasts until its note. It asks for its pool before it
-        begins."""
+        """Begin an evaluation, which lasts until its note comes. Called when the evaluation needs
+        its pool."""
         if self._evaluates_in is None:
             self._evaluates_in = self._doing
             self.turn(step, "evaluation", now)
 
     def span(self, step: StepHistory, note: Note) -> None:
-        """A note's phases. The phase that they fall into ends before them and goes on behind
-        them."""
+        """Add the phases that a note stands for. They interrupt the current phase, which goes on
+        afterwards."""
         told_s = min(note.metrics.get(CALLBACK_SECONDS, 0.0), note.seconds)  # they came last
         if note.name == "evaluation" and self._evaluates_in is not None:  # it was begun
             self.turn(step, self._evaluates_in, note.time_s - told_s)
@@ -61,7 +61,7 @@ class PhaseBook:
             step.phases.append(Phase("callbacks", note.time_s - told_s, note.time_s))
 
     def _book(self, step: StepHistory, note: Note, end_s: float) -> None:
-        """Book a note's span as a phase that ends at `end_s`."""
+        """Add the span of a note to the step, as a phase that ends at `end_s`."""
         start_s = note.time_s - note.seconds
         if note.name == POOL_SWITCH:
             since_s = self._since_s if self._waits_since_s is None else self._waits_since_s

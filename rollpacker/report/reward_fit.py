@@ -1,11 +1,11 @@
-"""Verdicts of a run's rewards and the seconds that they took, read off its log, for a simulation of
-the same rewards.
+"""Verdicts of a run's rewards and the seconds that they took, read from its log, for a simulation
+of the same rewards.
 
-    checks   what was said of a response and in how many seconds, by row of its prompt
-    calls    where checks go to the rewards in batches: one call each, and how many run at once
+    checks   the verdict on a response and its seconds, by row of the prompt
+    calls    calls of a reward, each of which checks several responses, and how many run at once
 
-A call's seconds are those of its worker: a batch that waits for a worker waits here, and not in a
-quantile of all waits. The first calls of a run (imports, caches) are told apart.
+A call's seconds are those of its worker, without the wait for a worker. The first calls of a run,
+which include imports and filling caches, are kept apart.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from rollpacker.report.least_squares import robust_fit
 from rollpacker.report.step_history import StepHistory, Verdict
 
 MAX_KEPT_OF_ROW = 64
-"""Checks of a row's responses that are kept."""
+"""Most checks of a row's responses that are kept."""
 MAX_CALLS = 20_000
-"""Calls that are kept, the first ones."""
+"""Most calls that are kept: the first calls of a run."""
 MOST_AT_ONCE = 8
-"""Batches that a run has under way at once (`run/ports/scoring.py`)."""
+"""Most calls of a reward that a run has under way at once (`run/ports/scoring.py`)."""
 WORSE = 1.05
-"""Fewer workers are taken if their error is at most this many times the least one."""
+"""The fewest workers are assumed whose error is at most this many times the smallest error."""
 SHORTEST_S = 1e-6
 NUM_FIRST = 8
 """Number of a run's first calls among which a worker's first call is looked for."""
 WARM_UP = 2.0
-"""A call that warms a worker up takes so many times as long as any later one."""
+"""Factor by which a worker's first call must take longer than every later call to be kept apart."""
 
 
 class Check(NamedTuple):
-    """One response's verdict."""
+    """The verdict on one response, with the seconds that it took."""
 
     num_tokens: int
     """Tokens of the response."""
     seconds: float
-    """Seconds of execution as the reward reports them. If it reports none, `held_s`."""
+    """Seconds of execution that the reward reports. If it reports none, `held_s`."""
     held_s: float
-    """Seconds from the hand-over to the verdict, for which a worker of the core is kept."""
+    """Seconds from the begin of the check to the verdict."""
     value: float | None
     correct: bool | None
     timed_out: bool
@@ -52,39 +52,40 @@ class Check(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Several responses judged at once."""
+    """A call of a reward, which checks one or more responses."""
 
     num_samples: int
     seconds: float
     """Seconds that the call kept its worker."""
     alone: bool
-    """Nothing was generated any more when it was asked for. Beside an engine at work the same call
-    takes longer."""
+    """Whether no response was being generated when the call was made. Beside an engine at work the
+    same call takes longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
-    """Calls of batches of responses."""
+    """A run's calls of a reward, and constants fitted to them."""
 
     recorded: tuple[Call, ...]
     """The calls, sorted by number of samples."""
     num_workers: int
-    """Calls that ran at once."""
+    """Number of calls that ran at once."""
     fixed_s: float
     per_sample_s: float
-    """A call of n samples takes fixed_s + n * per_sample_s, on average."""
+    """Seconds that each sample adds to a call: n samples take fixed_s + n * per_sample_s on
+    average."""
     warm_ups: tuple[float, ...] = ()
-    """Seconds of the run's first calls, where each took longer than any that was not among them:
-    imports, caches. They are not among the recorded ones."""
+    """Seconds of those first calls that took much longer than all later calls, for imports and
+    caches. They are not in `recorded`."""
 
     def line_s(self, num_samples: int) -> float:
-        """Mean seconds of a call of so many samples, never 0."""
+        """Mean seconds of a call that checks `num_samples` samples, never 0."""
         return self.fixed_s + self.per_sample_s * num_samples + 1e-9
 
 
 class _Batch(NamedTuple):
     asked_s: float
-    """Time when the last of its samples was asked for, in seconds."""
+    """Time in seconds at which the check of the batch's last sample began."""
     done_s: float
     num_samples: int
     alone: bool
@@ -92,12 +93,12 @@ class _Batch(NamedTuple):
 
 @dataclass(slots=True)
 class Checks:
-    """Gathers a log's checks, step by step."""
+    """Gathers the checks of a log, step by step, and finds which were made in one call."""
 
     by_row: dict[int, list[Check]] = field(default_factory=dict)
     _batches: list[_Batch] = field(default_factory=list)
     _open: tuple[float | None, list[Verdict]] = (None, [])
-    """Seconds of the batch whose verdicts are being gathered, and its verdicts."""
+    """The call whose verdicts are being gathered: its seconds, None if not known, and verdicts."""
     _rollouts: list[tuple[float, float]] = field(default_factory=list)
     """Begin and end of each rollout of the current step, in seconds."""
 
@@ -120,8 +121,8 @@ class Checks:
             of_row.append(Check(num_tokens, seconds, held_s, *told))
 
     def _gather(self, verdict: Verdict) -> None:
-        """Samples of one batch are answered together, with the seconds of all; each was asked for
-        before the first answer."""
+        """Add a verdict to the call before, or begin another call. Verdicts of one call have the
+        same seconds, and all their checks began before the call's first verdict."""
         seconds, members = self._open
         is_other = verdict.event.seconds is None or verdict.event.seconds != seconds
         asked_s = verdict.asked_s
@@ -141,8 +142,8 @@ class Checks:
         self._open = (None, [])
 
     def calls(self) -> Calls | None:
-        """How long calls took, for the number of workers that explains their ends best; None:
-        there were none."""
+        """The log's calls, with the number of workers that explains their ends best. None if there
+        were no calls."""
         self._close()
         batches = sorted(self._batches)
         if not batches:
@@ -153,7 +154,8 @@ class Checks:
 
 
 def _with_workers(batches: Sequence[_Batch], num_workers: int) -> tuple[Calls, float]:
-    """The calls, if so many ran at once, and the mean error of their ends when predicted, s."""
+    """The calls under the assumption that `num_workers` ran at once, and the mean error in seconds
+    of their predicted ends."""
     free = [-np.inf] * num_workers
     recorded = []
     for batch in batches:

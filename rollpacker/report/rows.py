@@ -1,4 +1,4 @@
-"""Rows of a run as a small table: dicts by number, columns by name, a look at it in a notebook."""
+"""A small table of a run's rows: a row by its number, a column by its name, shown in a notebook."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rollpacker.imports import require
 from rollpacker.report.writing import printable
 
 NUM_SHOWN = 5
-"""Rows at each end that a notebook is shown."""
+"""Number of first and of last rows of a table that a notebook shows."""
 MAX_SHOWN_COLUMNS = 8
 MAX_CELL = 60
-"""Characters of a cell that a notebook is shown."""
+"""Most characters of a cell that a notebook shows."""
 
 
 class Table(Sequence[Mapping[str, Any]]):
-    """`table[3]` is a row, `table["reward"]` a column with None where a row has no such value.
-    `to_pandas` makes a DataFrame."""
+    """A read-only table: `table[3]` is a row as a mapping, `table["reward"]` a column as a list,
+    with None where a row has no such value. `to_pandas` makes a DataFrame."""
 
     def __init__(
         self,
@@ -28,14 +28,14 @@ class Table(Sequence[Mapping[str, Any]]):
         first: Sequence[str] = (),
         of_metrics: bool = False,
     ) -> None:
-        """`first`: the columns to look at first. `of_metrics`: columns are metrics, which other
-        frameworks have too."""
+        """`first`: columns that a notebook shows first. `of_metrics`: whether columns are metrics,
+        so that a metric's name in another framework gets a hint to the name here."""
         self._rows = rows
         self._name = name
         self._first = first
         self._of_metrics = of_metrics
         self.columns = tuple(dict.fromkeys(column for row in rows for column in row))
-        """In the order in which rows bring them."""
+        """Names of all columns, in the order in which they first come up in a row."""
 
     @overload
     def __getitem__(self, place: int) -> Mapping[str, Any]: ...
@@ -72,7 +72,7 @@ class Table(Sequence[Mapping[str, Any]]):
         return list(self.columns)
 
     def to_pandas(self) -> Any:
-        """A DataFrame. Raises `MissingPackageError`."""
+        """The table as a pandas DataFrame. Raises `MissingPackageError` without pandas."""
         require("pandas", extra="notebook", what="a table as a DataFrame")
         import pandas
 
@@ -103,7 +103,8 @@ class Table(Sequence[Mapping[str, Any]]):
 
 
 def _cell(value: Any) -> str:
-    """Untrusted text: escaped, on one line, control characters made visible."""
+    """A value as the HTML text of a cell: escaped, on one line, cut to `MAX_CELL` characters, with
+    control characters made visible."""
     if value is None:
         return ""
     text = f"{value:.4g}" if isinstance(value, float) else printable(str(value))

@@ -1,5 +1,5 @@
-"""Samples of a run for a terminal: prompt, dialogue or response, rewards. Models, data and
-environments wrote them, so that they are shown as text and nothing else."""
+"""Shows samples of a run in a terminal: prompt, dialogue or response, rewards. Models, data and
+environments wrote these texts, so control characters in them have no effect."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rollpacker.report.writing import printable
 
 Row = Mapping[str, Any]
 Line = tuple[str, str]
-"""With its style."""
+"""A line of text, and the style that it is shown in."""
 _DRAWN, _GIVEN, _ASIDE = "green", "dim", "cyan"
 
 
 def chosen(run: str, which: str) -> list[Row]:
-    """`which`: a number of samples of the newest step, spread from the best to the worst, or an id.
-    Raises `ValueError` where there are none."""
+    """The rows of the samples to show. `which`: the number of samples of the newest step, which are
+    spread from the best to the worst, or a sample's id. Raises `ValueError` if there is none."""
     paths = sorted((Path(run) / "samples").glob("steps_*.parquet"))
     if not paths:
         raise ValueError(
@@ -55,7 +55,7 @@ def _rows(path: Path, sample: str | None = None) -> list[dict[str, Any]]:
 
 
 def lines_of(row: Row) -> Iterator[Line]:
-    """All that is told of a sample; `>` stands before what the model wrote."""
+    """Yields the lines that show a sample; the model's own text is marked by ">"."""
     reward = "no verdict" if row["reward"] is None else f"reward {row['reward']:g}"
     told = f"{row['sample_id']}  step {row['step']}, {reward}, {row['num_tokens']} tokens drawn"
     yield printable(f"{told}, ended by {row['finish_reason']}"), "bold"
@@ -105,7 +105,8 @@ def _seconds(one: Mapping[str, Any], name: str) -> str:
 
 
 def _message(mark: str, message: Any, what: str, style: str) -> Iterator[Line]:
-    """A number stands for so many that were left out."""
+    """Yields the lines that show a message of a dialogue. A number instead of a message stands for
+    as many messages or turns (`what`) that were left out."""
     if not isinstance(message, dict):
         yield printable(f"  ... {message} {what} left out here ..."), _ASIDE
         return

@@ -1,4 +1,4 @@
-"""The choice of steps of a log that pictures show: a range, or a few steps that show the rhythm."""
+"""Chooses the steps of a log that a picture shows: a given range, or a few around a long round."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def read_steps(entries: Iterable[Entry], *, steps: range | None = None) -> list[
 
 
 class Excerpt:
-    """A few steps that show the rhythm: `count` in a row that end with a long round, or else the
-    first ones. Feed it every step."""
+    """Chooses `count` steps in a row that end with the first long round, or else the first steps,
+    while it is fed every step of a log. `steps` has the steps chosen so far."""
 
     def __init__(self, count: int) -> None:
         self.steps: list[StepHistory] = []

@@ -16,11 +16,11 @@ from rollpacker.core.rounds.round import TOO_FEW_RESPONSES, TOO_FEW_VERDICTS
 from rollpacker.report.episodes import MAX_REASON, StepEpisodes
 
 POOL_WAIT = "pool_wait"
-"""With `POOL_SWITCH`, phases, and causes of time, of a run that shares its pools: until one is its,
-and until parked processes have woken up there. The second is also the name of a note: of parking,
-where something waits for that."""
+"""Name of a phase, and a cause of time, in which a run waits for a pool of devices that other jobs
+use too. `POOL_SWITCH` is the phase after that, in which the run's parked processes wake up; it is
+also the name of a note."""
 _FOR_LOSSES = {*TOO_FEW_RESPONSES.values(), *TOO_FEW_VERDICTS.values()}
-"""Why prompts are dropped whose samples came to nothing."""
+"""Reasons of dropped prompts that have lost too many of their samples."""
 
 
 class End(StrEnum):
@@ -33,7 +33,7 @@ class End(StrEnum):
 
 
 class Outcome(StrEnum):
-    """The outcome of a sample."""
+    """What became of a sample in its step."""
 
     TRAINED = "trained on"
     SURPLUS = "surplus, stopped"
@@ -44,58 +44,60 @@ class Outcome(StrEnum):
 
 @dataclass(slots=True)
 class Verdict:
-    """One answer of a reward. A check that was asked for again has several."""
+    """One answer of a reward on a sample. A check that was tried again has several verdicts."""
 
     event: SampleScored
     time_s: float
     asked_s: float | None
-    """When the check was asked for; None if no process that still lives asked for it."""
+    """Time in seconds at which the check began; None if it began in an earlier session."""
     queue_s: float
-    """From the end of the response to the first asking."""
+    """Seconds from the end of the response to the first try of the check."""
 
 
 class CarriedInto(NamedTuple):
-    """Tokens that an earlier launch left for a sample."""
+    """The tokens of an earlier launch that a sample's new launch begins with."""
 
     num_tokens: int
     whole: bool
     """Whether the tokens are a complete response."""
     version: int
-    """Version of the weights that the tokens were last drawn from, or the oldest one if they were
-    drawn from several."""
+    """Version of the weights that generated the tokens or last verified them; the oldest if there
+    are several."""
 
 
 @dataclass(slots=True)
 class SampleHistory:
-    """One launched sample. A sample that ends without a launch in the log starts where it ends."""
+    """One launched sample. If its launch is missing in the log, `start_s` is the time of its
+    end."""
 
     sample: SampleId
     start_s: float
     carried: CarriedInto | None = None
     num_kept: int | None = None
-    """Number of carried tokens that came out the same when they were drawn again. None if that was
-    not checked."""
+    """Number of tokens of an earlier launch that came out the same when they were verified. None if
+    they were not verified."""
     num_redraws: int = 0
     end_s: float | None = None
     end: End | None = None
-    """None while it is being generated."""
+    """How the generation ended. None while the sample is being generated."""
     num_tokens: int = 0
     preemptions: int = 0
     verdict: Verdict | None = None
     """The last verdict on the sample. None if there is none."""
     outcome: Outcome = Outcome.UNUSED
-    """Final once the step is committed."""
+    """What became of the sample; final when the step is committed."""
 
     @property
     def num_taken_up(self) -> int:
-        """Tokens that an earlier launch generated."""
+        """Number of the sample's tokens that an earlier launch generated."""
         if self.num_kept is not None or self.carried is None:
             return self.num_kept or 0
         return min(self.carried.num_tokens, self.num_tokens)
 
     @property
     def num_generated(self) -> int:
-        """Tokens that this launch generated."""
+        """Number of tokens that this launch generated, without tokens kept from an earlier
+        launch."""
         return self.num_tokens - self.num_taken_up
 
     @property
@@ -110,7 +112,7 @@ class SampleHistory:
 
 @dataclass(slots=True)
 class RoundHistory:
-    """One rollout."""
+    """One rollout: samples that are generated together with the same weights."""
 
     number: int
     kind: RoundKind
@@ -120,30 +122,29 @@ class RoundHistory:
     samples: tuple[SampleId, ...]
     start_s: float
     slots: int | None
-    """Slots of all engines together, as the session recorded them. None if it did not."""
+    """Most samples that all engines together generate at once, as the session recorded it. None:
+    not recorded."""
     num_engines: int = 1
     engines: tuple[int, ...] = ()
     """The engine that each sample began in, aligned with `samples`. Empty: all began in the first
     engine."""
     end_s: float | None = None
-    """When the last of the samples ended or failed. None if some have not ended, as far as the log
-    says."""
+    """Time at which the last sample ended or failed. None if a sample has not ended in the log."""
     ends: list[SampleHistory] = field(default_factory=list)
-    """Samples in the order in which they finished or were stopped. Samples that failed are not
-    here."""
+    """Samples in the order in which they finished or were stopped, without failed samples."""
     is_irregular: bool = False
     """Whether a sample failed, was launched once more in the same round, or changed its engine."""
     peak_live: int = 0
-    """Samples that were live at once, at most."""
+    """Largest number of samples that were being generated at once."""
     told_to_stop_s: float | None = None
-    """When samples were last told to stop; None: none was."""
+    """Time of the last order to stop samples; None: there was none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of the step besides rollout: reward_wait, training, sync, checkpoint, recovery,
-    pool_wait, switch, or a note's name (evaluation, callbacks, startup). No two of a step
-    overlap: one that a note falls into is told in two."""
+    """A stretch of a step that is no rollout. Its name is reward_wait, training, sync, checkpoint,
+    recovery, pool_wait, switch, or that of a note (evaluation, callbacks, startup). Phases of a
+    step do not overlap: a phase that a note interrupts becomes two."""
 
     name: str
     start_s: float
@@ -152,29 +153,29 @@ class Phase:
 
 @dataclass(slots=True)
 class Turns:
-    """When a step passed from one stage to the next. None: it did not, as far as the log says."""
+    """Times at which a step passed from one stage to the next. None: not in the log."""
 
     committed_before_s: float | None = None
-    """The commit of the step before, if it was in the same session."""
+    """Time of the commit of the step before, if that was in the same session."""
     train_on_s: float | None = None
     trained_s: float | None = None
     synced_s: float | None = None
     commit_s: float | None = None
-    """The `Commit` command; None as well if another session took the run up before the answer."""
+    """Time of the `Commit` command; None also if another session began before its answer."""
 
 
 @dataclass(slots=True)
 class StepPrompts:
-    """Prompts of a step that were not trained on, by what became of them."""
+    """Prompts that were fetched, put off to a later round or dropped in a step."""
 
     fetched: list[PromptId] = field(default_factory=list)
     deferred: set[PromptId] = field(default_factory=set)
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of dropped prompts, by reason."""
     dropped_after: dict[str, str] = field(default_factory=dict)
-    """For each reason, why the last lost sample of the first prompt dropped for it was lost."""
+    """By reason, an example: why a sample of the first prompt dropped for the reason was lost."""
     long_queue: int = 0
-    """How many waited for a long round, or for another race, when the step was committed."""
+    """Number of prompts that waited for a later round when the step was committed."""
     _lost: dict[PromptId, str] = field(default_factory=dict)
     """For each prompt, why the latest of its lost samples was lost."""
 
@@ -192,7 +193,8 @@ class StepPrompts:
 
 @dataclass(slots=True)
 class StepChecks:
-    """The checks that began in a step and those that ended in it: not always the same ones."""
+    """The checks that began in a step, and the verdicts that came in it. A check may begin in one
+    step and end in the next."""
 
     asked: list[Score] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
@@ -200,16 +202,16 @@ class StepChecks:
 
 @dataclass(slots=True)
 class StepHistory:
-    """One optimizer step and the rounds that fed it. Times are seconds since the run began."""
+    """One optimizer step and its rounds. Times are seconds since the run began."""
 
     start_s: float = 0.0
-    """When the step before was committed, or when the session began."""
+    """Time at which the step before was committed, or the session began."""
     step: int = 0
     """The number of the step; 0 until it is committed."""
     end_s: float = 0.0
     checkpointed: bool = False
     session: Session | None = None
-    """The session that the step is in, or that committed it."""
+    """The session that committed the step, or is working on it."""
     rounds: list[RoundHistory] = field(default_factory=list)
     samples: dict[SampleId, SampleHistory] = field(default_factory=dict)
     """Samples in the order of their launches."""
@@ -217,7 +219,7 @@ class StepHistory:
     checks: StepChecks = field(default_factory=StepChecks)
     episodes: StepEpisodes = field(default_factory=StepEpisodes)
     streamed: list[tuple[SampleId, ...]] = field(default_factory=list)
-    """Groups whose gradients were asked for before the step was due."""
+    """Groups whose gradients were begun while the rollout went on."""
     train_on: TrainOn | None = None
     trainer: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the optimizer step."""
@@ -237,17 +239,17 @@ class StepHistory:
 
     @property
     def groups(self) -> Sequence[tuple[SampleId, ...]]:
-        """Groups that the step was trained on."""
+        """Groups (the samples of one prompt) that the step was trained on."""
         return () if self.train_on is None else self.train_on.groups
 
     @property
     def num_launched(self) -> int:
-        """Samples."""
+        """Number of samples that were launched in the step."""
         return sum(len(round_.samples) for round_ in self.rounds)
 
     @property
     def num_streamed(self) -> int:
-        """Samples."""
+        """Number of samples whose gradients were begun while the rollout went on."""
         return sum(map(len, self.streamed))
 
     @property
@@ -260,17 +262,19 @@ class StepHistory:
 
     @property
     def rollout_end_s(self) -> float | None:
-        """When nothing was left in the engine for the last time."""
+        """Time of the end of the last round that has ended. None: no round has."""
         ends = [round_.end_s for round_ in self.rounds if round_.end_s is not None]
         return ends[-1] if ends else None
 
     def trained_samples(self) -> list[SampleHistory]:
-        """In the order of training, without those whose end is not in the log."""
+        """Samples that were trained on, in that order, without samples whose end is not in the
+        log."""
         known = (self.samples.get(sample) for group in self.groups for sample in group)
         return [sample for sample in known if sample is not None and sample.is_finished]
 
     def ends(self) -> list[SampleHistory]:
-        """Samples that finished or were stopped, in that order; first those without a launch."""
+        """Samples that finished or were stopped, in that order, after samples without a launch in
+        the log."""
         in_rounds = [end for round_ in self.rounds for end in round_.ends]
         known = {end.sample for end in in_rounds}
         ended = (End.FINISHED, End.AT_LIMIT, End.STOPPED)
@@ -278,8 +282,8 @@ class StepHistory:
         return others + in_rounds
 
     def waited_s(self, start_s: float, end_s: float) -> float:
-        """Seconds of this time that were waits for pools, and switches. They are known once they
-        are over."""
+        """Seconds between the two times that were waits for pools or switches to them, as far as
+        these are over."""
         return sum(
             max(0.0, min(phase.end_s, end_s) - max(phase.start_s, start_s))
             for phase in self.phases

@@ -1,4 +1,4 @@
-"""A committed step in numbers, which metrics, display and summary show."""
+"""The numbers of a committed step that metrics, display and summary show."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollpacker.report.time_book import POOL_CAUSES, ROLLOUT_CAUSES, STEP_CAUSES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCounts:
-    """Prompts of a step."""
+    """Numbers of prompts of a step."""
 
     launched: int
     trained: int
@@ -27,14 +27,14 @@ class PromptCounts:
     dropped: Mapping[str, int]
     """Number of dropped prompts, by reason."""
     dropped_after: Mapping[str, str]
-    """For each reason, why the last lost sample of the first prompt dropped for it was lost."""
+    """By reason, an example: why a sample of the first prompt dropped for the reason was lost."""
     long_queue: int
-    """Prompts that wait for a long round, or for another race, when the step is over."""
+    """Number of prompts that wait for a later round when the step is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCounts:
-    """Samples of a step."""
+    """Numbers of samples of a step."""
 
     launched: int
     generated: int
@@ -44,47 +44,49 @@ class SampleCounts:
     no_verdict: Mapping[str, int]
     """Number of samples without a verdict, by reason."""
     streamed: int
-    """Samples whose gradients were asked for before the round was over."""
+    """Number of samples whose gradients were begun before the round was over."""
     not_streamed: str
-    """Why no gradients were asked for early, if streaming is on. Empty otherwise."""
+    """Why no gradients were begun before the round was over, if streaming is on. Empty
+    otherwise."""
     peak_live: int
-    """The most that were live at once."""
+    """Largest number of samples that were being generated at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """Response tokens of a step."""
+    """Numbers of response tokens of a step."""
 
     generated: int
-    """Tokens that were generated, including those of aborted samples, without those that an earlier
-    launch generated."""
+    """Tokens that the step's launches generated, including those of aborted samples, but without
+    tokens kept from an earlier launch."""
     trained: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """Rewards of the trained samples; None where there were none."""
+    """Rewards of the trained samples; None where no trained sample has a reward."""
 
     mean: float | None
     std: float | None
     min: float | None
     max: float | None
     zero_std_ratio: float | None
-    """Share of trained groups whose rewards are all the same: they carry no signal."""
+    """Share of the trained groups (samples of one prompt) whose rewards are all the same, so that
+    nothing is learned from them."""
     parts: Mapping[str, float]
-    """Mean of each reward function over the samples that it judged."""
+    """Mean value of each reward function by its name, over the samples that it judged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthStats:
-    """Response lengths in tokens."""
+    """Statistics of response lengths, in tokens."""
 
     num: int
     mean: float
     median: float
     max: int
     clip_ratio: float
-    """Share that ended at the length limit."""
+    """Share of the responses that ended at the length limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +97,14 @@ class Lengths:
     finished: LengthStats | None
     """All completed responses, trained on or not."""
     censored: tuple[int, ...]
-    """Tokens that aborted samples had reached: lower bounds of their lengths."""
+    """Tokens that each aborted sample had reached, which is less than its length would be."""
     bias: Mapping[str, float]
-    """Trained lengths against the policy's own (see `LengthBias`)."""
+    """Metrics that compare trained lengths with the policy's own (see `LengthBias`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """One committed step. Ratios and means are None where there was nothing to count."""
+    """The numbers of one committed step. A ratio or mean of no values is None."""
 
     step: int
     kind: RoundKind | None
@@ -118,24 +120,25 @@ class StepSummary:
     lengths: Lengths
     carry: CarryCounts
     checks: Mapping[str, KindChecks]
-    """Checks by kind, which is the source of the prompts."""
+    """Counts of checks by kind, which is the source of the prompts."""
     episodes: StepEpisodes
-    """Episodes of samples that take turns with environments."""
+    """Counts of episodes of samples that take turns with environments."""
     marks: tuple[str, ...]
-    """Marks that these numbers must be read with, such as "unsandboxed"."""
+    """Warnings on how to read these numbers, such as "unsandboxed"."""
     trainer: Mapping[str, float]
     """Metrics of the optimizer step."""
     logged: Mapping[str, float]
-    """Numbers that callbacks logged, and counts of what a resume salvaged."""
+    """Numbers that callbacks logged, and counts of samples and tokens that a resume kept."""
 
     @property
     def step_s(self) -> float:
-        """The step's seconds without evaluation, callbacks, startup and what `waited_s` has."""
+        """The step's seconds without evaluation, callbacks, startup and `waited_s`."""
         return sum(self.seconds[cause] for cause in STEP_CAUSES)
 
     @property
     def waited_s(self) -> float:
-        """Seconds of waits for pools that other jobs use too, and of switches."""
+        """Seconds of waits for pools of devices that other jobs use too, and of switches to
+        them."""
         return sum(self.seconds[cause] for cause in POOL_CAUSES)
 
     @property
@@ -146,7 +149,8 @@ class StepSummary:
 def summarize_step(
     step: StepHistory, seconds: Mapping[str, float], length_bias: Mapping[str, float]
 ) -> StepSummary:
-    """`seconds` are those since the step before was committed, by cause."""
+    """The summary of a committed step. `seconds` are the seconds by cause since the step before was
+    committed, `length_bias` the metrics of `LengthBias`."""
     samples = list(step.samples.values())
     finished = [sample for sample in samples if sample.is_finished]
     stopped = [sample for sample in samples if sample.end is End.STOPPED]
@@ -198,7 +202,7 @@ def summarize_step(
 
 
 def _logged(step: StepHistory) -> dict[str, float]:
-    """Callbacks' numbers, and what was salvaged of a round that was interrupted."""
+    """Numbers that callbacks logged, and counts of what a resume kept of an interrupted round."""
     logged: dict[str, float] = {}
     for note in step.notes:
         for name, value in note.metrics.items():
@@ -229,8 +233,8 @@ def _rewards(step: StepHistory) -> Rewards:
 
 
 def _no_verdict(step: StepHistory, finished: Sequence[SampleHistory]) -> dict[str, int]:
-    """Reasons why samples that mattered have no verdict. Whether one of a deferred prompt arrives
-    before the round ends is chance: those are left out."""
+    """Number of finished samples without a verdict, by reason. Samples of prompts put off to a
+    later round are left out, since it is chance whether their verdicts come in this round."""
     reasons: Counter[str] = Counter()
     for sample in finished:
         if sample.verdict is None or sample.sample.prompt in step.prompts.deferred:

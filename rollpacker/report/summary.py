@@ -1,4 +1,4 @@
-"""The summary of a run: one pass over its event log, as JSON. `summary_table.py` shows it."""
+"""The summary of a run as JSON, made in one pass over its event log."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _OFF_POLICY = {
     "importance_outside": "sampling/mismatch_outside",
     "log_prob_difference": "sampling/sampling_logp_difference/mean",
 }
-"""Metrics of weighted carrying that tell how far the trained tokens are from the policy's own, by
-their names in the summary."""
+"""Mapping from names in the summary to metrics that measure how far tokens kept from older weights
+are from the current policy's own, in runs with `tail_batching.carry=weighted`."""
 
 
 def summarize(run: str | Path) -> dict[str, Any]:
     """The summary of a run folder (or of an event log).
 
-    Raises `ValueError` if there is no log, `LogError` if it is none.
+    Raises `ValueError` if there is no log, `LogError` if the file is no event log.
     """
     events = events_path(run)
     summary = summarize_entries(EventLog(events))
@@ -43,7 +43,7 @@ def summarize(run: str | Path) -> dict[str, Any]:
 
 
 def with_paths(summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """A summary with the run's name and what its folder holds."""
+    """The summary with the run's name and the paths of the files that its folder holds."""
     return {"run": folder.resolve().name, **summary, "paths": _paths(folder)}
 
 
@@ -56,15 +56,15 @@ def summarize_entries(entries: Iterable[Entry]) -> dict[str, Any]:
 
 
 class RunSummary:
-    """Feed it a log's entries; `plain` is what came of them so far."""
+    """Reads a log's entries by `feed`; `plain` returns the summary of the entries so far."""
 
     def __init__(self) -> None:
         self.accounting = Accounting()
         self._steps: list[StepSummary] = []
 
     def feed(self, entry: Entry) -> tuple[StepHistory, StepSummary] | None:
-        """Take an entry. Returns the step that was committed with it, for callers that need more of
-        it in the same pass."""
+        """Read an entry. Returns the step that the entry commits, as history and as summary, or
+        None."""
         step = self.accounting.history.step
         summary = self.accounting.feed(entry)
         if summary is None:
@@ -131,7 +131,7 @@ class RunSummary:
         }
 
     def _engines(self) -> dict[str, Any]:
-        """A row for each engine, if there are several."""
+        """Rows of the engines and of their switches. Empty if the run has one engine."""
         book = self.accounting.history.engines
         counts, seconds = book.counts, self.accounting.seconds()
         if not counts:
@@ -154,14 +154,14 @@ class RunSummary:
         }
 
     def _trainer(self) -> dict[str, Any]:
-        """Losses of the trainer. Empty if it was never lost."""
+        """Counts of the losses of the trainer. Empty if the trainer was never lost."""
         book = self.accounting.history.trainer
         if not book.losses:
             return {}
         return {"trainer": {"losses": book.losses, "mean_away_s": book.away_s / book.losses}}
 
     def _switches(self) -> dict[str, Any]:
-        """A row for each time that engines got another number of devices."""
+        """A row for each change of the engines' number of devices. Empty if there was none."""
         switches = self.accounting.history.engines.switches
         if not switches:
             return {}
@@ -178,7 +178,7 @@ class RunSummary:
 
 
 def write_summary(summary: Mapping[str, Any], path: str | Path) -> None:
-    """Write it as JSON, in one atomic replacement."""
+    """Write the summary as JSON to `path`, in one atomic replacement."""
     with replacing(Path(path)) as temporary:
         text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
         # A half surrogate has no bytes; as an escape JSON knows it.
@@ -186,8 +186,8 @@ def write_summary(summary: Mapping[str, Any], path: str | Path) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The summary that a run which has ended wrote into its folder. None if there is none, if the
-    log is newer, or if another version wrote it."""
+    """The summary that a finished run wrote into its folder. None if there is no such file, if the
+    log is newer, or if another version of the package wrote the file."""
     path = folder / SUMMARY_FILE
     try:
         if path.stat().st_mtime_ns < events_path(folder).stat().st_mtime_ns:
@@ -227,7 +227,7 @@ def _steps(steps: list[StepSummary]) -> dict[str, Any]:
 
 
 def _carrying(steps: list[StepSummary]) -> dict[str, Any] | None:
-    """Counts of carried tokens. None if no tokens were carried."""
+    """Counts of tokens kept from earlier launches of samples. None if there were none."""
     counts = add_up_carried(step.carry for step in steps)
     if not counts.tokens:
         return None
@@ -243,7 +243,7 @@ def _carrying(steps: list[StepSummary]) -> dict[str, Any] | None:
 
 
 def _salvaged(steps: list[StepSummary]) -> dict[str, Any]:
-    """Responses and tokens that resumes salvaged. Empty if there were none."""
+    """Counts of responses and tokens that resumes kept of interrupted rounds. Empty if none."""
     names = {"samples": "perf/salvaged_samples", "tokens": "perf/salvaged_tokens"}
     counts = {
         name: int(sum(step.logged.get(metric, 0.0) for step in steps))
@@ -259,15 +259,15 @@ def _episodes(steps: list[StepSummary]) -> dict[str, Any]:
 
 
 def _pipeline(steps: list[StepSummary]) -> dict[str, Any]:
-    """The pipeline of a trainer in stages. Empty for other trainers."""
+    """Summary of a trainer's pipeline stages and links. Empty for a trainer without stages."""
     found = summarize_pipeline(steps)
     return {} if found is None else {"pipeline": found}
 
 
 def _training_reward(steps: list[StepSummary]) -> dict[str, Any]:
-    """Mean training reward of the first and the last steps, over the most frequent kind of round
-    alone, since a long round's prompts are harder. None as long as the first and the last would
-    overlap."""
+    """Mean training reward of the first and of the last `LAST_STEPS` steps, only of the most
+    frequent kind of round, since a long round's prompts are harder. None if there are too few
+    steps."""
     known = [(step.kind, step.rewards.mean) for step in steps if step.rewards.mean is not None]
     kind = Counter(kind for kind, _ in known).most_common(1)[0][0] if known else None
     rewards = [mean for of, mean in known if of == kind]
@@ -278,7 +278,8 @@ def _training_reward(steps: list[StepSummary]) -> dict[str, Any]:
 
 
 def _lengths(steps: list[StepSummary]) -> dict[str, float | None]:
-    """Trained lengths against the policy's own, over the last steps (see `LengthBias`)."""
+    """Metrics that compare trained lengths with the policy's own over the last steps (see
+    `LengthBias`)."""
     last = steps[-1].lengths.bias if steps else {}
     names = {
         "trained_mean": "length/trained_mean",

@@ -1,9 +1,9 @@
 """Every table that the package shows in a terminal or a pipe, made with rich.
 
-A table is a first column of names and columns of numbers. `table` makes one for a console, which
-folds what is too long; `lines` makes plain lines as long as they must be, for commands whose output
-other programs read. rich is imported when a table is made, since commands that show none must start
-at once.
+A table has a first column of names and further columns of numbers. `table` makes a table for a
+console, which folds long cells; `lines` makes plain lines of any length, for commands whose output
+other programs read. rich is imported when a table is made, since commands without a table must
+start at once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 MAX_WIDTH = 100
-"""Columns of a terminal that tables use, where it has more."""
+"""Most characters of a terminal's line that tables use."""
 _RULE = "    \n" * 2 + " -- \n" + "    \n" * 5
-"""A box that is a rule of hyphens below the head and nothing else."""
+"""A box in the notation of rich that has only a line of hyphens below the head."""
 
 
 def table(*heads: str, expand: bool = True, dense: bool = False) -> Table:
-    """An empty table with these heads. `expand`: it is as wide as the console, with the room in the
-    first column. `dense`: no rule below the head, and one blank between columns."""
+    """An empty table with these heads of columns. `expand`: the table is as wide as the console,
+    with the free room in the first column. `dense`: no line below the head, and one blank between
+    columns."""
     from rich import box
     from rich.table import Table
 
@@ -52,7 +53,8 @@ def table(*heads: str, expand: bool = True, dense: bool = False) -> Table:
 def table_of(
     title: str, rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, tuple[str, int | str]]
 ) -> Table:
-    """A row for each name. `columns`: by head the key of the value and how `cell` shows it."""
+    """A table with a row for each name. `columns` maps each head to the key of the value in a row
+    and the format that `cell` gets."""
     made = table(title, *columns)
     for name, one in rows.items():
         made.add_row(text(name), *(cell(one[key], shown) for key, shown in columns.values()))
@@ -66,9 +68,9 @@ def lines(
     rule: bool = True,
     gap: int | None = None,
 ) -> list[str]:
-    """The rows in columns, without colours and whatever the console's width. `numbers`: all
-    columns but the first are aligned to the right. `rule`: the first row is a head, with a rule
-    below. `gap`: blanks between columns; None for three, or one if the lines would be longer than
+    """Lines with the rows in aligned columns, without colours, of any width. `numbers`: all columns
+    but the first are aligned to the right. `rule`: the first row is a head, with a line of hyphens
+    below. `gap`: blanks between columns; None: three, or one if lines would be longer than
     `MAX_WIDTH`."""
     from rich.box import Box
     from rich.console import Console
@@ -96,15 +98,16 @@ def lines(
 
 
 def text(of: str) -> Text:
-    """Neither markup nor an escape sequence of the terminal, whatever a run or a job is called."""
+    """A rich text of this string in which markup and escape sequences have no effect."""
     from rich.text import Text
 
     return Text(printable(of))
 
 
 def cell(value: Any, shown: int | str = 3) -> str:
-    """A value as a cell shows it: a number with so many digits, `%` for a share, `ms` for seconds
-    in milliseconds; of a mapping the sum of its values. None, or what is no number, is `-`."""
+    """A value as the text of a cell; of a mapping the sum of its values. `shown`: the number of
+    decimals, `%` for a share in percent, or `ms` for seconds in milliseconds. None and numbers that
+    are not finite become `-`."""
     if isinstance(value, Mapping):
         value = sum(value.values())
     if value is None or not math.isfinite(value):

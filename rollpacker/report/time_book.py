@@ -1,4 +1,4 @@
-"""Where a run's seconds went. Every second between the first and the last entry of a log belongs to
+"""A run's seconds by cause. Every second between the first and the last entry of a log belongs to
 exactly one cause, so the causes add up to the wall time."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CAUSES: dict[str, str] = {
     POOL_WAIT: "other jobs had the pool",
     POOL_SWITCH: "parked processes waking up on it",
 }
-"""Every cause of time, with what it means."""
+"""Every cause of time, with its meaning."""
 
 POOL_CAUSES = (POOL_WAIT, POOL_SWITCH)
 
@@ -33,10 +33,11 @@ AROUND_STEPS = ("evaluation", "callbacks", "startup", *POOL_CAUSES)
 """Causes that are not part of a step's own seconds."""
 
 RARE_CAUSES = ("imbalance", ENVIRONMENT, "recovery", "callbacks", *POOL_CAUSES)
-"""Causes that are left out where they have no seconds."""
+"""Causes that a report leaves out where they have no seconds."""
 
 WHILE_AWAY = ("reward_wait", "evaluation", ENVIRONMENT)
-"""Phases in which nobody waits for engines to park."""
+"""Phases in which no other work of the run waits until engines are parked (have left their
+devices), so that parking takes no time of its own."""
 
 ROLLOUT_CAUSES = ("decode", "tail_idle", "imbalance")
 
@@ -44,25 +45,25 @@ STEP_CAUSES = tuple(cause for cause in CAUSES if cause not in AROUND_STEPS)
 
 
 class TimeBook:
-    """Books time to causes, from what the history says the run was doing when it passed.
+    """Assigns each interval between a log's entries to causes, by the phase that the run was in.
 
-    With live(t) the samples in the engine and peak the most there were at once in the step, decode
-    is the integral of live / peak over the rollout and tail_idle the integral of 1 - live / peak:
+    With live(t) the samples in the engine and peak the most of them at once in the step, decode is
+    the integral of live / peak over the rollout and tail_idle the integral of 1 - live / peak:
     "slots empty while the rest of the round finished". Of that, imbalance is the share of engines
     that had no sample at all. `slots` caps live and peak where engines have fewer slots than
-    samples. What the controller spent on a record (`cost_s`) is taken out of the
-    interval that follows it and booked under controller, and so is whatever has no other name. A
-    note's span goes to evaluation, callbacks, startup or switch."""
+    samples. Seconds that the controller spent on a record (`cost_s`) are taken out of the interval
+    after the record and counted as controller, as is all time without another cause. The seconds of
+    a note are evaluation, callbacks, startup or switch."""
 
     def __init__(self, slots: int | None) -> None:
         self.slots = slots
-        """Slots of the current session if its log has them, else as they were given. None if they
-        are not known."""
+        """Most samples that the current session's engines generate at once: as its log has it, or
+        else as given. None if that is not known."""
         self._given_slots = slots
         self.start_s: float | None = None
         self.now_s = 0.0
         self.totals = dict.fromkeys(CAUSES, 0.0)
-        """Seconds by cause of the committed steps; `seconds` has the rest as well."""
+        """Seconds by cause of the committed steps alone."""
         self._owed_s = 0.0
         self._open = dict.fromkeys(CAUSES, 0.0)
         self._rollout_s = 0.0
@@ -76,8 +77,8 @@ class TimeBook:
         return 0.0 if self.start_s is None else self.now_s - self.start_s
 
     def advance(self, entry: Entry, phase: str, num_live: int, idle_share: float = 0.0) -> None:
-        """Book the time up to this entry, in which the run was in `phase`. `idle_share`: of the
-        engines, while others worked."""
+        """Assign the time up to this entry, in which the run was in `phase` with `num_live` samples
+        in engines. `idle_share`: share of engines without samples while other engines worked."""
         self._idle_share = idle_share
         if isinstance(entry, Record):
             self._advance(entry.time_s, phase, num_live)
@@ -110,11 +111,11 @@ class TimeBook:
         self.slots = self._given_slots if session.slots is None else session.slots
 
     def step_seconds(self, peak_live: int) -> dict[str, float]:
-        """Seconds by cause since the last committed step, so far."""
+        """Seconds by cause since the last committed step, which goes on counting."""
         return self._seconds_so_far(peak_live)
 
     def close_step(self, peak_live: int) -> dict[str, float]:
-        """Seconds by cause since the last committed step."""
+        """Returns the seconds by cause since the last committed step and begins a new step."""
         seconds = self._seconds_so_far(peak_live)
         for cause, value in seconds.items():
             self.totals[cause] += value
@@ -123,7 +124,7 @@ class TimeBook:
         return seconds
 
     def abandon_step(self, peak_live: int) -> None:
-        """The step will be begun anew; the next one has its seconds as well."""
+        """Note that the step begins anew. Its seconds so far count for the step that follows."""
         self._open = self._seconds_so_far(peak_live)
         self._rollout_s = self._live_s = self._idle_s = 0.0
 
@@ -135,7 +136,8 @@ class TimeBook:
     def _advance(
         self, time_s: float, phase: str, num_live: int, *, cause: str = "", span_s: float = 0.0
     ) -> None:
-        """First a note's span, then what the controller owes, then the phase."""
+        """Assign the time up to `time_s`: first `span_s` seconds to `cause`, then the controller's
+        seconds for earlier records, and the rest to the phase."""
         if self.start_s is None:
             self.start_s = self.now_s = time_s
         rest = time_s - self.now_s

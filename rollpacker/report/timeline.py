@@ -1,5 +1,5 @@
-"""Pictures of rounds: every sample a bar from launch to its end, the other phases as a band
-below."""
+"""Pictures of rounds: a bar for every sample from its launch to its end, and a band below for the
+other phases."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ PHASE_COLOURS = {
     "startup": "#e8e8e8",
 }
 _CHARACTER = 0.0055
-"""Width of a label's character, of the picture's."""
+"""Width of a label's character, as a share of the picture's width."""
 _LINE = 1.8
-"""Height of a label's line, in characters."""
+"""Height of a label's line, in widths of a character."""
 _INK, _FAINT = "#333333", "#777777"
 NUM_STEPS = 6
-"""Steps in a timeline, unless told otherwise."""
+"""Number of steps in a timeline if none are asked for."""
 _NUM_COMPARED = 10
-"""Steps in a comparison, unless told otherwise."""
+"""Number of steps in a comparison if none are asked for."""
 _KIND_WORDS = {
     RoundKind.SHORT: "short",
     RoundKind.CASCADE: "cascade",
@@ -57,10 +57,10 @@ _KIND_WORDS = {
 
 
 def draw_steps(steps: Sequence[StepHistory], out_png: str | Path) -> list[int]:
-    """Draw steps in sequence, and return the numbers of those that launched samples.
+    """Draw those of the steps that launched samples in sequence, and return their numbers.
 
-    Evaluation, startup and checkpoints are cut out of the time axis: they are not part of the
-    rhythm. Raises `ValueError` if no step launched a sample."""
+    Evaluation, callbacks, startup and checkpoints are cut out of the time axis. Raises `ValueError`
+    if no step launched a sample."""
     shown = [step for step in steps if step.samples]
     if not shown:
         raise ValueError("no finished step to draw")
@@ -84,9 +84,9 @@ def draw_comparison(
     *,
     steps: range | None = None,
 ) -> None:
-    """Two runs over the same steps on one time axis: with tail batching above, without below.
+    """Draw two runs over the same steps on one time axis: with tail batching above, without below.
 
-    `steps` None: ten steps, or as many as both have, that hold the first long round. Raises
+    `steps` None: ten steps that end with the first long round, or as many as both logs have. Raises
     `ValueError` if a log has none of the steps."""
     if steps is None:
         steps = _common_steps(events_with, events_without)
@@ -121,7 +121,7 @@ def choose_steps(events_path: str | Path, steps: range) -> list[StepHistory]:
 
 
 def _common_steps(one: str | Path, other: str | Path) -> range:
-    """Steps of both logs that show the rhythm of the first one."""
+    """Numbers of steps that are in both logs, around the first long round of the first log."""
     others = {step.step for step in iterate_steps(EventLog(other))}
     excerpt = Excerpt(_NUM_COMPARED)
     for step in iterate_steps(EventLog(one)):
@@ -133,7 +133,8 @@ def _common_steps(one: str | Path, other: str | Path) -> range:
 
 @dataclass(slots=True)
 class _Clock:
-    """Run time to picture time: the first step starts at 0, what is cut out takes no room."""
+    """Converts a run's time into a place on the time axis, in seconds: the first step starts at 0,
+    and stretches that are cut out take no room."""
 
     start_s: float
     end_s: float
@@ -174,8 +175,8 @@ def _begin(step: StepHistory) -> float:
 def _figure(
     panels: int, *, heights: list[float], blank: int | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """Rows of these heights in inches on one time axis; row `blank` is only room and not
-    returned."""
+    """A figure of rows with these heights in inches on one time axis. The row with the number
+    `blank` stays empty and is not returned."""
     # The object interface: no display, no global state of pyplot.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -195,8 +196,8 @@ def _figure(
 
 
 def _draw_samples(axes: Axes, steps: Sequence[StepHistory], clock: _Clock, lanes: int) -> None:
-    """One bar a sample; a round's samples are stacked by the time they took, the longest at the
-    bottom."""
+    """Draw a bar for each sample. The samples of a step are stacked by their seconds, the longest
+    at the bottom."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -231,11 +232,11 @@ def _draw_band(axes: Axes, steps: Sequence[StepHistory], clock: _Clock) -> None:
 def _label_steps(
     axes: Axes, steps: Sequence[StepHistory], clock: _Clock, lanes: int, *, short: bool = False
 ) -> None:
-    """A faint line where a step begins and above it the step and its round's kind. Where there is
-    no room for that the number alone is left, upright if need be; with `short`, which tells the
-    kind alone, nothing."""
+    """Draw a faint line where a step begins, and above it the step's number and kind of round. If
+    that does not fit, the label is the number alone, upright if need be. `short`: the label is the
+    kind alone, or nothing if that does not fit."""
     taken_s = -clock.end_s
-    """Where the label before ends."""
+    """Place on the time axis, in seconds, where the label before ends."""
     for number, step in enumerate(steps):
         left, right = clock(_begin(step)), clock(step.end_s)
         if number:

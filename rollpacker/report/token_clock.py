@@ -1,14 +1,14 @@
-"""The engine's token clock, read back from a log: how many decode steps lay between two ends.
+"""Reconstructs an engine's decode steps from a log: how many lay between the ends of two samples.
 
 An engine admits requests first come, first served, into its slots. Being admitted (the prefill)
-gives a sample its first token (with those that it takes up of an earlier launch), every decode step
-one more. So a sample of L tokens that was
-admitted at clock a ends at clock a + L - 1, and a log that holds lengths and times also holds the
-seconds of known numbers of decode steps with known numbers of running samples.
+gives a sample its first token (beside tokens kept from an earlier launch), every decode step one
+more. So a sample of L tokens that was admitted at clock a ends at clock a + L - 1, and a log of
+lengths and times also holds the seconds of known numbers of decode steps with known numbers of
+running samples.
 
-Where steps may give several tokens (`rollout.engine.draft_tokens`) samples come forward at
-different speeds, and what is read back is an average: the clock counts tokens of the sample that
-is furthest, and a sample that ends behind it ends then.
+Where steps may give several tokens (`rollout.engine.draft_tokens`), samples grow at different
+speeds and the result is an average: the clock counts the tokens of the sample that is furthest, and
+a sample that ends behind that one counts as ending at the same clock.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from rollpacker.report.step_history import End, RoundHistory, SampleHistory, Ste
 
 
 class ClockError(ValueError):
-    """The ends of a round do not fit one engine of that many slots."""
+    """Raised if the ends of a round's samples contradict an engine of so many slots, the most
+    samples at once."""
 
 
 class Stretch(NamedTuple):
     """A stretch of decode steps between two ends of samples (or the launch and the first end)."""
 
     steps: int
-    """Decode steps."""
+    """Number of decode steps."""
     running: int
-    """Samples decoded in each of them."""
+    """Number of samples decoded in each step."""
     cached: int
-    """Response tokens of the running samples before the first of the steps; prompts are not
-    counted, since a log does not tell their lengths."""
+    """Response tokens of the running samples before the first step. Prompts are not counted, since
+    their lengths are not in a log."""
     admitted: int
-    """Samples that were prefilled before the first of the steps."""
+    """Number of samples that were prefilled before the first step."""
     seconds: float
 
 
 def iterate_rounds(entries: Iterable[Entry]) -> Iterator[RoundHistory]:
-    """The rounds whose samples all ended, in order, those of steps without a commit included."""
+    """Yields the rounds whose samples all ended, in order, also of steps without a commit."""
     for step in iterate_steps(entries, unfinished=True):
         yield from finished_rounds(step)
 
@@ -54,8 +55,7 @@ def finished_rounds(step: StepHistory) -> list[RoundHistory]:
 
 
 def by_engine(round_: RoundHistory) -> list[RoundHistory]:
-    """The round as each of its engines had it, without those that had no sample; the round itself
-    where there is one."""
+    """Splits a round into one round for each engine that had samples."""
     if round_.num_engines == 1:
         return [round_]
     engines = round_.engines or (0,) * len(round_.samples)
@@ -72,9 +72,9 @@ def by_engine(round_: RoundHistory) -> list[RoundHistory]:
 
 
 def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False) -> list[Stretch]:
-    """The stretches of the one engine of a round between its ends, in order; `slots` None:
-    everything is admitted at once. With `drafted` a step is one token of the furthest sample, and
-    ends that were drawn once more are reckoned in.
+    """The stretches of decode steps between the ends of samples, in order, of a round with one
+    engine. `slots` None: all samples are admitted at once. With `drafted` a step is one token of
+    the furthest sample, and tokens of refused ends are estimated.
 
     Raises `ClockError` if the ends contradict such an engine.
     """
@@ -107,21 +107,20 @@ def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False)
 
 
 class _Engine:
-    """An engine that admits samples into its slots, first come, first served."""
+    """The state of an engine that has at most `slots` samples at once, first come, first served."""
 
     def __init__(
         self, samples: Iterable[SampleId], slots: int | None, taken_up: Mapping[SampleId, int]
     ) -> None:
-        """`taken_up`: tokens that samples have when they are admitted, of an earlier launch."""
+        """`taken_up`: tokens of an earlier launch that samples have when they are admitted."""
         self.clock = 0
         self.num_admitted = 0
-        """Samples that were admitted since the last advance."""
+        """Number of samples that were admitted since the last call of `advance`."""
         self._slots = slots
         self._waiting = deque(samples)
         self._taken_up = taken_up
         self._admitted_at: dict[SampleId, int] = {}
-        """Clock at which each running sample was admitted. Tokens that it had already count as
-        steps before that."""
+        """Clock at which each running sample was admitted, minus the tokens that the sample had."""
         self._sum_admitted_at = 0
         self._admit()
 
@@ -134,8 +133,8 @@ class _Engine:
             self.num_admitted += 1
 
     def clock_of(self, end: SampleHistory) -> int:
-        """The clock at which this sample ends. Waiting samples are admitted first, if the clock
-        must go on for it."""
+        """The clock at which this sample ends. Waiting samples are admitted before, if the sample
+        ends later than now. Raises `ClockError` if the sample cannot end there."""
         if self._slots is not None and self._clock_if_running(end) != self.clock:
             self._admit()
         clock = self._clock_if_running(end)
@@ -166,15 +165,15 @@ class _Engine:
         self._sum_admitted_at -= self._admitted_at.pop(sample)
 
     def forget(self, sample: SampleId) -> None:
-        """Drop a sample that was stopped while it waited."""
+        """Drop a sample that was stopped while it waited. Raises `ClockError` if it was running."""
         if sample not in self._waiting:
             raise ClockError(f"sample {sample} was stopped while it waited, but had a slot")
         self._waiting.remove(sample)
 
 
 class _DraftingEngine(_Engine):
-    """An engine whose samples come forward at different speeds. Its clock is that of the furthest
-    sample."""
+    """An engine whose samples grow at different speeds, since a step may give several tokens. Its
+    clock is that of the furthest sample."""
 
     def __init__(self, round_: RoundHistory, slots: int | None, taken_up: Mapping[SampleId, int]):
         super().__init__(round_.samples, slots, taken_up)
@@ -188,9 +187,9 @@ class _DraftingEngine(_Engine):
 
 
 def _redrawn_tokens(round_: RoundHistory) -> Mapping[SampleId, int]:
-    """Tokens of ends that were refused and drawn once more, which no log tells. Each such end came
-    after what was kept and before the place where the response had been cut off: where siblings
-    ended in between, on average, or else half-way."""
+    """Estimated tokens, by sample, of ends that were refused, which no log has. Such an end came
+    after the kept tokens and before the place where the response had been cut off: on average where
+    other responses to the prompt ended in between, or else half-way."""
     found = {}
     for end in round_.ends:
         if not end.num_redraws or end.carried is None:

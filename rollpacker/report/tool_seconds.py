@@ -10,25 +10,25 @@ from typing import Any
 from rollpacker.core.events import ToolCall
 
 _PER_DECADE = 100
-"""Seconds are counted in classes that are 2.3 % wide, and told by their upper ends."""
+"""Number of classes per factor of 10 in which seconds are counted. Each class is 2.3 % wide."""
 _LEAST_S = 1e-6
 
 
 @dataclass(slots=True)
 class ToolSeconds:
-    """Calls of one tool, and the distribution of their seconds."""
+    """Counts of the calls of one tool, and the distribution of their seconds."""
 
     num: int = 0
-    """Calls."""
+    """Number of calls."""
     num_failed: int = 0
-    """Calls that raised, were not run, or hung."""
+    """Number of calls that raised, were not run, or hung."""
     num_hung: int = 0
-    """Failed calls that had not ended when nobody waited for the answer any longer. Their seconds
-    are counted until then."""
+    """Number of failed calls that had not ended at the deadline of the answer. Their seconds are
+    counted up to the deadline."""
     total_s: float = 0.0
     longest_s: float = 0.0
     _classes: Counter[int] = field(default_factory=Counter)
-    """Calls that ran, by the logarithm of their seconds."""
+    """Number of calls that ran, by the class that their seconds fall into."""
 
     def take(self, call: ToolCall, *, hung: bool = False) -> None:
         """Count one more call."""
@@ -50,7 +50,7 @@ class ToolSeconds:
         self._classes.update(other._classes)
 
     def quantile(self, share: float) -> float | None:
-        """The seconds that this share of the calls that ran did not exceed, to 2.3 %. None: none
+        """Seconds that this share of the calls did not exceed, up to 2.3 % too high. None: no call
         ran."""
         left = math.ceil(share * self._classes.total())
         for number, count in sorted(self._classes.items()):
@@ -60,7 +60,7 @@ class ToolSeconds:
         return None
 
     def plain(self) -> dict[str, Any]:
-        """For `summary.json`."""
+        """The counts and seconds as `summary.json` has them."""
         num_run = self._classes.total()
         return {
             "calls": self.num,

@@ -1,8 +1,9 @@
-"""`trace.json` in Chrome's trace format: opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Writes `trace.json` in Chrome's trace format, for Perfetto (ui.perfetto.dev) and
+chrome://tracing.
 
-One process shows what the run did (rounds, phases, live samples), one shows every sample in its
-lane; a sample's span is named after what became of it, which is also what viewers colour by. A
-trace of a long run holds its last steps: the name of the first process says which."""
+One process of the trace shows what the run did (rounds, phases, live samples), another shows every
+sample in a lane. A sample's span is named after what became of the sample, by which viewers colour
+it. The trace of a long run holds only its last steps, which the first process's name states."""
 
 from __future__ import annotations
 
@@ -43,14 +44,15 @@ _COLOURS = {
     Outcome.UNUSED: "black",
     Outcome.FAILED: "terrible",
 }
-"""Names of chrome://tracing's palette; Perfetto chooses its own by the span's name."""
+"""Colour of a sample's span by what became of the sample, in chrome://tracing's names. Perfetto
+ignores them and colours by the span's name."""
 
 
 def write_trace(events_path: str | Path, out: str | Path, *, last_steps: int = 50) -> int:
-    """Write the last `last_steps` steps of a log as a trace; returns the number of steps in it.
+    """Write the last `last_steps` steps of a log as a trace to `out`; returns their number.
 
-    Every sample is a span of about 200 bytes: 50 steps of 100 samples make 1 MB. Raises `LogError`
-    for a foreign file and `ValueError` if `last_steps` is less than one."""
+    Every sample takes about 200 bytes: 50 steps of 100 samples make 1 MB. Raises `LogError` if the
+    file is no event log and `ValueError` if `last_steps` is less than one."""
     if last_steps < 1:
         raise ValueError(f"a trace needs at least one step, not {last_steps}")
     steps: deque[StepHistory] = deque(maxlen=last_steps)
@@ -63,7 +65,7 @@ def write_trace(events_path: str | Path, out: str | Path, *, last_steps: int = 5
 
 
 def write_steps_trace(steps: Sequence[StepHistory], out: str | Path, *, num_steps: int) -> None:
-    """`write_trace` for steps at hand, the last ones of the run's `num_steps`."""
+    """Write these steps as a trace to `out`. They are the last of the run's `num_steps` steps."""
     held = steps_held(steps, num_steps)
     with replacing(Path(out)) as temporary, temporary.open("w", encoding="utf-8") as file:
         told = json.dumps({"steps": held}, separators=(",", ":"))
@@ -74,7 +76,8 @@ def write_steps_trace(steps: Sequence[StepHistory], out: str | Path, *, num_step
 
 
 def steps_held(steps: Sequence[StepHistory], num_steps: int) -> str:
-    """ "steps 151 to 200, the last 50 of 200", or "all 12 steps"."""
+    """A text on which of a run's `num_steps` steps these are, such as "all 12 steps" or "steps 151
+    to 200, the last 50 of 200"."""
     if len(steps) == num_steps:
         return "the 1 step" if num_steps == 1 else f"all {num_steps:,} steps"
     if len(steps) == 1:
@@ -115,7 +118,7 @@ def _phase(phase: Phase, step: int) -> dict[str, Any]:
 
 
 def _live_counter(step: StepHistory) -> Iterator[dict[str, Any]]:
-    """How many samples are live, a point at each change."""
+    """Trace events of the number of samples being generated, an event for each change."""
     changes: dict[float, int] = {}
     for span in step.samples.values():
         end = step.end_s if span.end_s is None else span.end_s
@@ -134,7 +137,8 @@ def _live_counter(step: StepHistory) -> Iterator[dict[str, Any]]:
 
 
 def _sample_spans(step: StepHistory) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each sample's span with its lane: the lowest one that is free when it starts."""
+    """Yields the lane and the trace event of every sample. A sample gets the lowest lane that is
+    free when it starts."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     num_lanes = 0

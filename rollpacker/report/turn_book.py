@@ -1,5 +1,5 @@
-"""Turns of samples and environments. A sample that acts, which is that its environment has the
-turn, is in no engine and may come back."""
+"""Turns of samples and environments. A sample *acts* while its environment works on an answer; it
+is then in no engine and may come back to one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rollpacker.core.ids import SampleId
 from rollpacker.report.step_history import End, Outcome, SampleHistory, StepHistory
 
 ENVIRONMENT = "environment"
-"""The phase, and the cause of time, in which the engine is empty because environments have the
-turn."""
+"""Name of the phase, and of the cause of time, in which engines are empty because samples await
+answers of environments."""
 Samples = dict[SampleId, SampleHistory]
 
 
@@ -21,17 +21,17 @@ class _Episode:
     """The episode of one sample, so far."""
 
     turns: int = 0
-    """Turns of the model that were drawn."""
+    """Number of turns of the model that were generated."""
     begun_s: float | None = None
-    """When the turn that is being drawn was asked for. None for the first turn, which is asked for
-    with the launch."""
+    """Time at which the current turn of the model began. None: the first turn, which begins with
+    the launch."""
     policy_s: float = 0.0
     asked_s: float = 0.0
-    """When the environment was asked."""
+    """Time at which the environment's last turn began."""
     environment_s: float = 0.0
 
     def drawn(self, sample: SampleHistory | None) -> None:
-        """Note that a turn was drawn to its end."""
+        """Note that the model's turn has ended."""
         self.turns += 1
         if sample is not None and sample.end_s is not None:
             begun_s = sample.start_s if self.begun_s is None else self.begun_s
@@ -39,7 +39,7 @@ class _Episode:
 
 
 class TurnBook:
-    """Samples that act, seconds of their turns, and how their trajectories ended."""
+    """Follows samples that act while `History` reads a log: their turns' seconds and their ends."""
 
     def __init__(self) -> None:
         self.acting: set[SampleId] = set()
@@ -47,7 +47,7 @@ class TurnBook:
         self._step: StepHistory | None = None
 
     def take(self, command: Act | CancelAct | Conclude, step: StepHistory, now: float) -> None:
-        """Take a command of the core about acting samples."""
+        """Read a command of the core about samples whose environments work on an answer."""
         match command:
             case Act():
                 self._act(command, step, now)
@@ -63,7 +63,7 @@ class TurnBook:
         return self._episodes.setdefault(sample, _Episode())
 
     def _act(self, command: Act, step: StepHistory, now: float) -> None:
-        """Give the turn to the environment. It gets the turn again if its episode was lost."""
+        """Note that the environment's turn begins, or begins again after its episode was lost."""
         self.acting.add(command.sample)
         found = step.samples.get(command.sample)
         episode = self._of(command.sample, step)
@@ -92,15 +92,15 @@ class TurnBook:
         step.episodes.answered(event.sample, event.turn, seconds, waited_s, event.calls)
 
     def _cancel(self, command: CancelAct, samples: Samples) -> None:
-        """Cancel acting samples. A sample that is in an engine reports itself that it was
-        stopped."""
+        """Note that samples which await an environment were cancelled. Samples in an engine end by
+        an event of their own."""
         for sample in self.acting.intersection(command.samples):
             self.acting.discard(sample)
             if sample in samples:
                 samples[sample].end, samples[sample].outcome = End.STOPPED, Outcome.SURPLUS
 
     def _conclude(self, command: Conclude, step: StepHistory) -> None:
-        """Note how a trajectory ended, which its last turn alone does not tell."""
+        """Note how a whole trajectory ended, which may differ from the end of its last turn."""
         found = step.samples.get(command.sample)
         episode = self._of(command.sample, step)
         if found is not None and found.end is End.AT_LIMIT:
@@ -113,7 +113,7 @@ class TurnBook:
             found.end = End.AT_LIMIT if command.reason in LIMITS else End.FINISHED
 
     def go_on(self, command: Continue, step: StepHistory, now: float) -> None:
-        """Return samples to the engine. What looked like their end was the end of a turn."""
+        """Note that samples are back in an engine: what was noted as their end was a turn's end."""
         samples, round_ = step.samples, step.rounds[-1]
         back = {sample for sample in command.samples if sample in samples}
         for sample in command.samples:

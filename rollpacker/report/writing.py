@@ -1,4 +1,4 @@
-"""Files that are complete or not there at all, and texts that are no more than texts."""
+"""Writes files that are complete or not there at all, and makes texts safe to print."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to: it takes `path`'s place, or is removed if writing fails."""
+    """Yields a temporary path to write to. At the end the new file replaces `path`; if writing
+    raises, the new file is removed and `path` stays as it was."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
@@ -20,8 +21,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def printable(text: str) -> str:
-    """The text with control characters, half surrogates and what turns the direction of writing
-    told as `\\xNN` or `\\uNNNN`: no terminal obeys it, and every file can hold it."""
+    """The text with control characters, half surrogates and characters that turn the direction of
+    writing replaced by `\\xNN` or `\\uNNNN`, so that it is safe in a terminal and in any file."""
     if text.isprintable():
         return text
     clean = text.encode("utf-8", "backslashreplace").decode()

@@ -1,1 +1,1 @@
-"""The virtual driver: the same core as a real run, in simulated time."""
+"""The simulator: it drives the same scheduling core as a real run, in simulated time."""

@@ -17,13 +17,13 @@ class Limits:
     """Limits of one engine's cache and of its decode steps."""
 
     capacity: int
-    """Tokens in the cache, prompts included."""
+    """Most tokens that the cache can hold, prompts included."""
     admission: int
-    """Tokens in the cache up to which a request is admitted beside others."""
+    """Most tokens in the cache with which one more request is admitted beside others."""
     simple: int
-    """Tokens up to which the cache neither overflows nor makes a step longer than its floor."""
+    """Tokens in the cache up to which it neither overflows nor makes a step any longer."""
     max_running: int
-    """Sequences in one step."""
+    """Most sequences in one step."""
     prompt_tokens: int
     recompute_token_s: float
     """Seconds to compute one token of a preempted sequence again."""
@@ -37,8 +37,8 @@ class Limits:
         recompute_token_s: float,
         flat_tokens: int,
     ) -> Limits:
-        """None is no limit. `flat_tokens`: tokens in the cache up to which a step takes its floor
-        time."""
+        """Make the limits from an engine's settings, of which None means no limit. `flat_tokens`
+        are the tokens in the cache up to which a step takes its floor time."""
         assert kv_tokens is None or kv_tokens > prompt_tokens
         assert max_running is None or max_running >= 1
         admission = UNLIMITED if kv_tokens is None else int(kv_tokens * (1 - KV_WATERMARK))
@@ -52,7 +52,7 @@ class Limits:
         )
 
     def check(self, longest: int) -> None:
-        """Raises `ValueError` if the cache cannot hold a response of so many tokens even alone."""
+        """Raises `ValueError` if the cache cannot hold one response of `longest` tokens alone."""
         tokens = longest + self.prompt_tokens
         if tokens > self.capacity:
             raise ValueError(
@@ -62,17 +62,17 @@ class Limits:
             )
 
     def stay_simple(self, lengths: Sequence[int], most_done: int) -> bool:
-        """Whether responses of these lengths, alone in the engine and with at most `most_done`
-        tokens each, stay within `simple`. They start together, so the short ones are gone when the
-        long ones are long."""
+        """Whether responses of these lengths, alone in the engine, never have more than `simple`
+        tokens in the cache. They start together, with at most `most_done` tokens each, so that
+        short responses have left when long ones have grown."""
         fixed, num = self.prompt_tokens + most_done, len(lengths)
         ends = enumerate(sorted(lengths))
         return max([(num - place) * (fixed + tokens) for place, tokens in ends]) <= self.simple
 
 
 Entry = tuple[int, int, int]
-"""A running sequence: (-clock at its finish, key, length). Ascending order ends with the first to
-finish."""
+"""A running sequence: (minus the step number at which it finishes, key, length in tokens). A sorted
+list ends with the sequence that finishes first."""
 
 
 def finish_after_preemptions(
@@ -84,11 +84,11 @@ def finish_after_preemptions(
     time_s: float,
     cached_tokens: int,
 ) -> float:
-    """The time of the next finish. The youngest sequence is preempted whenever a step would
-    overflow the cache; nothing is changed here.
+    """Returns the time of the next finish in seconds, given that the youngest sequence is preempted
+    whenever a step would overflow the cache. No argument is changed.
 
-    `running` is in the order of admission; `entries` are the same sorted, and sequences that have
-    left.
+    `running` is in the order of admission. `entries` holds the same sequences sorted, and perhaps
+    sequences that have left.
     """
     num, cached = len(running), cached_tokens
     youngest = reversed(running.values())

@@ -1,4 +1,5 @@
-"""Tokens that deferred trajectories have left, and how many of them their next launch goes on with.
+"""Tokens that trajectories of deferred prompts (put off to a later round) had generated, and how
+many of these tokens the next launch of the trajectory can keep.
 
 A message that was drawn before is not decoded again: an engine takes its tokens in, in one pass,
 and keeps those before the first that comes out differently (`carry.mismatch`, for each token drawn
@@ -20,33 +21,34 @@ from rollpacker.sim.workload import Workload
 
 
 class CarriedTurns:
-    """Obeys `Defer` where trajectories carry. Tokens are counted from the prompt on, given ones
-    included."""
+    """The port that obeys `Defer` (put a prompt off to a later round) where trajectories keep their
+    tokens. Tokens are counted after the prompt, those of environments' answers included."""
 
     def __init__(self, workload: Workload, mismatch: float, responses: Responses) -> None:
         assert workload.trajectories is not None
         self.verified = Verified()
-        """Counts of verified tokens, without given ones."""
+        """Counts of tokens of earlier launches that newer weights verified, without tokens of
+        environments' answers."""
         self.same: dict[int, int] = {}
-        """For each launched sample, by key: tokens that come out as they were left."""
+        """Number of tokens, by key of a launched sample, that come out as in its earlier launch."""
         self._workload, self._mismatch, self._responses = workload, mismatch, responses
         self._trajectories = workload.trajectories
         self._left: dict[tuple[PromptId, int], tuple[int, int]] = {}
-        """For each sample's place: tokens that it has left, and the version of the weights that
-        drew them."""
+        """By prompt and index of a sample put off to a later round: the number of tokens that it
+        had, and the version of the weights that generated these tokens."""
         self._version = 0
-        """Version of the weights that the current launches draw with."""
+        """Version of the weights that the current launches generate with."""
 
     @classmethod
     def of(cls, machine: Machine, workload: Workload, responses: Responses) -> CarriedTurns | None:
-        """The carried turns of a run. None if nothing is carried, or if nothing takes turns."""
+        """The port for a run; None if no tokens are kept, or if samples take no turns."""
         return cls(workload, machine.mismatch, responses) if machine.carries_turns else None
 
     def routes(self) -> Routes:
         return {Defer: self._defer}
 
     def launch(self, keys: Iterable[int], version: int) -> None:
-        """Trajectories begin. Tokens that they have left need not be decoded."""
+        """Fill `same` for trajectories that begin now under weights of this version."""
         samples, noises, self._version = self._responses.samples, self._responses.noises, version
         for key in keys:
             self.same[key] = self.take_up(samples[key], noises[key], version)
@@ -60,11 +62,11 @@ class CarriedTurns:
                 self.keep(responses.noises[key], tokens, self._version)
 
     def keep(self, noise: SampleId, tokens: int, version: int) -> None:
-        """Keep so many tokens of a sample, whose prompt is deferred."""
+        """Remember that a sample whose prompt is put off had `tokens` tokens of these weights."""
         self._left[noise.prompt, noise.index] = tokens, version
 
     def take_up(self, sample: SampleId, noise: SampleId, version: int) -> int:
-        """Number of tokens of a launched sample that come out as they were."""
+        """Number of tokens of a launched sample that come out as in its earlier launch, if any."""
         tokens, drawn_by = self._left.pop((noise.prompt, noise.index), (0, version))
         drawn = self._drawn(noise, tokens) if tokens else 0
         if not drawn:
@@ -77,7 +79,7 @@ class CarriedTurns:
         return tokens if kept == drawn else self._place(noise, kept)
 
     def _drawn(self, noise: SampleId, tokens: int) -> int:
-        """Number of tokens that the policy drew among the first `tokens` of the trajectory."""
+        """Number of the policy's own tokens among the first `tokens` of the trajectory."""
         drawn = 0
         for turn in self._trajectories.turns(noise):
             drawn += min(turn.tokens, tokens)
@@ -87,7 +89,8 @@ class CarriedTurns:
         return drawn
 
     def _place(self, noise: SampleId, drawn: int) -> int:
-        """Tokens of the trajectory before the drawn one with this number, from 0."""
+        """Tokens of the trajectory, those of environments' answers included, that stand before the
+        policy's own token number `drawn`, counted from 0."""
         place = 0
         for turn in self._trajectories.turns(noise):
             if drawn < turn.tokens:

@@ -1,7 +1,7 @@
-"""The clock of a simulation: what comes next, and when that is.
+"""The clock of a simulation: which event comes next, and when that is.
 
-    at once     events of the present moment, in the order in which they were said
-    the heap    everything later; equal times in the order in which they were said
+    at once     events of the present moment, in the order in which they were scheduled
+    the heap    all later events; equal times in the order in which they were scheduled
 
 Time stands still while an event is handled and jumps to the next one after that.
 """
@@ -22,24 +22,25 @@ class Moving(Protocol):
 
     @property
     def next_finish(self) -> float:
-        """When that event happens, in seconds; inf: there is none."""
+        """Time in seconds at which the next event of this thing happens; inf if there is none."""
         ...
 
 
 class VirtualClock:
-    """A `bus.Clock` that also says which event is next."""
+    """A clock (`bus.Clock`) of simulated seconds that also keeps the events to come, in order."""
 
     def __init__(self) -> None:
         self.time_s = 0.0
         self.last: Event | None = None
-        """`run` returns when this event has been taken."""
+        """`run` returns when this event has been handled. None: no event ends the run."""
         self.passes_over: Callable[[Event], bool] | None = None
-        """Called with every event of the heap; true for an event that does not happen. None: all
-        happen."""
+        """Called with every event of the heap; returns True for an event that must not happen.
+        None: every event happens."""
         self._at_once: deque[Event] = deque()
         self._heap: list[tuple[float, int, Moving | None, Any]] = []
-        """(time, counter, None, event), or (time, counter, the moving thing, what makes its
-        event). Of a moving thing only the entry at its present `next_finish` counts."""
+        """Heap of later events: (time, counter, None, event), or (time, counter, moving thing,
+        function that makes its event). An entry of a moving thing counts only while its time is
+        the thing's `next_finish`."""
         self._counter = 0
         self._stopped = False
 
@@ -48,12 +49,12 @@ class VirtualClock:
         return self.time_s
 
     def stamp(self) -> float:
-        """Seconds since the run began, as an event carries them. The core rounds them as the event
-        log does wherever it learns from a time."""
+        """Seconds since the run began, as the time of an event. They are not rounded here: the core
+        rounds a time as the event log does wherever it measures something by that time."""
         return self.time_s
 
     def after(self, seconds: float, event: Event) -> None:
-        """Let the event happen so many seconds later, or at once if that is not above 0."""
+        """Schedule the event `seconds` from now, or at the present moment if that is 0 or less."""
         if seconds <= 0.0:
             self._at_once.append(event)
             return
@@ -61,8 +62,9 @@ class VirtualClock:
         heapq.heappush(self._heap, (self.time_s + seconds, self._counter, None, event))
 
     def expect(self, moving: Moving, event: Callable[[], Event | None]) -> None:
-        """Await the next event of a moving thing, made by `event` at its time; None is passed over.
-        To be called again whenever that time has changed, but not after the event itself."""
+        """Schedule the next event of a moving thing at its `next_finish`. The function `event` then
+        makes the event; if it returns None, nothing happens. Must be called again whenever
+        `next_finish` has changed for another reason than that event."""
         when = moving.next_finish
         if when != math.inf:
             self._counter += 1
@@ -82,8 +84,8 @@ class VirtualClock:
         return heap[0][0] if heap else math.inf
 
     def run(self, take: Callable[[Event], None], until_s: float | None = None) -> None:
-        """Hand out one event after the other, until `last` or `stop`, or up to this time and with
-        it."""
+        """Call `take` with one event after the other, until the event `last` was handled or `stop`
+        was called. `until_s`: events later than this time stay in the clock; None: no limit."""
         # One call per event and one heap entry per engine: benchmarks/sim_speed.py.
         heap, at_once = self._heap, self._at_once
         while not self._stopped:

@@ -14,25 +14,26 @@ from typing import NamedTuple
 from rollpacker.sim.latency import StepCost
 
 STEP_TOLERANCE = 1e-6
-"""Share of a step by which a time may miss a boundary through rounding."""
+"""Share of a step by which a time may miss the end of a step through rounding."""
 
 UNLIMITED = 1 << 60
-"""Steps, tokens or sequences: more than any engine sees."""
+"""A number of steps, tokens or sequences that stands for no limit: more than any engine reaches."""
 
 
 class _Beyond(NamedTuple):
-    """Steps of a number of sequences that are bound by reading the cache. With K tokens in the
-    cache a step takes (empty_s + per_cached_token_s * K + sequences_s) / speedup seconds."""
+    """Times of decode steps that are bound by reading the cache, for one number of running
+    sequences. With K tokens in the cache a step takes (empty_s + per_cached_token_s * K +
+    sequences_s) / speedup seconds."""
 
     empty_s: float
     sequences_s: float
     speedup: float
     growth_s: float
-    """How much longer each step is than the one before."""
+    """Seconds by which each step is longer than the step before."""
 
 
 class DecodeTimes:
-    """Seconds of the steps of an engine, and how many steps some seconds are."""
+    """Converts a number of an engine's decode steps into seconds, and seconds into steps."""
 
     __slots__ = ("_beyond", "_cost", "_per_token_s", "flat_s", "flat_tokens")
 
@@ -40,13 +41,13 @@ class DecodeTimes:
         self._cost = cost
         self._per_token_s = cost.per_cached_token_s
         self.flat_tokens = _flat_tokens(cost)
-        """Cached tokens up to which a step takes its floor time."""
+        """Tokens in the cache up to which a step takes its shortest time (its floor)."""
         self.flat_s, self._beyond = _tables(cost)
-        """`flat_s`: seconds of a step at its floor, by the number of running sequences; see
-        `extend`."""
+        """`flat_s` lists the shortest seconds of a step, indexed by the number of running
+        sequences; `extend` makes the list longer."""
 
     def extend(self, num: int) -> None:
-        """Fill the tables up to `num` running sequences."""
+        """Add the times of steps with up to `num` running sequences to `flat_s` and `_beyond`."""
         cost, flat_s = self._cost, self.flat_s
         for n in range(len(flat_s), num + 1):
             speedup = cost.speedup(n)
@@ -73,7 +74,8 @@ class DecodeTimes:
         return num_flat * self.flat_s[num] + rest * (first_s + growth_s * (rest - 1) / 2)
 
     def steps_by(self, seconds: float, num: int, cached: int) -> int:
-        """The fewest steps that take at least `seconds`: `seconds` the other way round."""
+        """The fewest steps that take at least `seconds`, for `num` sequences and `cached` tokens in
+        the cache at first: the inverse of the method `seconds`."""
         num_flat = max(0, (self.flat_tokens - cached) // num + 1)
         flat_s = self.flat_s[num]
         if seconds <= num_flat * flat_s:
@@ -89,7 +91,7 @@ class DecodeTimes:
 
 
 def _flat_tokens(cost: StepCost) -> int:
-    """Cached tokens up to which a step takes its floor time."""
+    """Tokens in the cache up to which a step takes its shortest time, which is then constant."""
     if not cost.per_cached_token_s:
         return UNLIMITED
     beyond_bytes_s = max(0.0, cost.launch_s - cost.bytes_s)
@@ -98,5 +100,5 @@ def _flat_tokens(cost: StepCost) -> int:
 
 @lru_cache(maxsize=64)
 def _tables(cost: StepCost) -> tuple[list[float], list[_Beyond]]:
-    """Shared by all engines of this cost; they grow with the largest of them."""
+    """Two empty lists, `flat_s` and `_beyond`, that all engines of this cost share and extend."""
     return [], []

@@ -1,4 +1,4 @@
-"""The GPUs of a scenario."""
+"""The part of a scenario that describes the GPUs."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from rollpacker.sim.hardware import GPUS, GpuSpec
 from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES, at_least_one, check_known
 
 MIN_SPEC, MAX_SPEC = 1e-6, 1e9
-"""Smallest and largest number that a GPU's datasheet may have."""
+"""Smallest and largest value that a number of a GPU's datasheet may have."""
 MAX_GPUS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The GPUs (`cluster.*`). Rollout and training use all of them in turn, or have their own."""
+    """The GPUs (`cluster.*`). Rollout and training use all GPUs in turn, or each has its own."""
 
     gpu: str | GpuSpec
-    """A preset's name, or the numbers of a datasheet."""
+    """Name of a GPU preset, or the numbers of a datasheet."""
     gpus: int
-    """GPUs of the whole cluster: at most one node, or several whole ones."""
+    """Number of GPUs of the cluster: at most one node, or several whole nodes."""
     gpus_per_node: int = 8
-    """An engine, and a replica of the trainer's tensor parallelism, stays in a node."""
+    """Number of GPUs of a node, in which an engine or a trainer's tensor-parallel group stays."""
     train_gpu: str | GpuSpec | None = None
-    """GPU of the trainer, if it has devices of its own; null: `gpu`."""
+    """GPU of the trainer, if it has devices of its own; null: the same as `gpu`."""
     train_gpus: int | None = None
-    """Devices of the trainer alone; then `gpus` are the rollout's. null: as many as `gpus` where
-    `train_gpu` is set, else none."""
+    """Number of devices of the trainer alone; then `gpus` are the rollout's. null: as many as
+    `gpus` where `train_gpu` is set, else the trainer shares the rollout's devices."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "gpus", "gpus_per_node")
@@ -53,7 +53,7 @@ class Cluster:
 
     @property
     def node_gpus(self) -> int:
-        """GPUs that share a node."""
+        """Number of GPUs in each node."""
         return min(self.gpus, self.gpus_per_node)
 
     @property
@@ -62,12 +62,12 @@ class Cluster:
 
     @property
     def is_apart(self) -> bool:
-        """The trainer has devices of its own."""
+        """Whether the trainer has devices of its own."""
         return self.train_gpu is not None or self.train_gpus is not None
 
     @property
     def trainer_gpus(self) -> int:
-        """GPUs that train, including those that also generate."""
+        """Number of GPUs that train, including GPUs that also generate."""
         return self.gpus if self.train_gpus is None else self.train_gpus
 
     @property
@@ -79,7 +79,8 @@ class Cluster:
 
 
 def check_training_memory(params: float, cluster: Cluster) -> None:
-    """Whether the GPUs together hold what is trained, shared out evenly, without activations."""
+    """Raises `ValueError` if the trainer's GPUs together cannot hold the weights, gradients and
+    optimizer state of `params` parameters; activations are not counted."""
     gpus, gpus_per_node = cluster.trainer_gpus, cluster.gpus_per_node
     key = "train_gpus" if cluster.is_apart else "gpus"
     gpu_gb = cluster.trainer_gpu_spec.memory_gb

@@ -1,6 +1,6 @@
-"""Tokens guessed, and verified in one decode step: drafts from siblings and from a response's own
-text, or speculation as a property of the engine. Exact, so that they change nothing but the time of
-a step."""
+"""Tokens that are guessed and then verified in one decode step: drafts, guessed from other
+responses to the prompt or the response's own text, and speculation as a property of the engine.
+Both change only the time of a step, not the tokens."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rollpacker.sim.scenario_checks import at_least_one, check_known
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
-    """Chance and depth of guessed tokens (`rollout.drafts.*`)."""
+    """How many tokens are guessed and how often the guess is right (`rollout.drafts.*`)."""
 
     acceptance: float = 0.41
-    """Chance that a guessed token is the one that comes out. 0.41 makes 1.70 tokens a step of deep
-    drafts, as published for drafts from the own text alone; 0.57 the 2.32 of drafts from five
-    siblings (Seer, arXiv 2511.14617)."""
+    """Chance that a guessed token is right. Published for long guesses (Seer, arXiv 2511.14617):
+    1.70 tokens per step from a response's own text, which is a chance of 0.41, and 2.32 with five
+    other responses to the prompt, which is 0.57."""
     max_depth: int = 4
-    """Tokens guessed for a sequence at most."""
+    """Most tokens guessed for one sequence in a step."""
     max_positions: int = 64
-    """Tokens guessed in one step of an engine at most: with more sequences, drafts are shorter."""
+    """Most tokens guessed in one step of an engine: with many sequences, fewer for each."""
     overhead: float = 0.1
-    """A step that verifies drafts takes longer by this share."""
+    """Share by which a step that verifies guessed tokens takes longer."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance < 1:
@@ -38,7 +38,7 @@ class Drafts:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     def tokens_per_step(self, num_running: int) -> float:
-        """Tokens that each of so many sequences gains in a step, on average."""
+        """Mean tokens that each of `num_running` sequences gains in a step."""
         depth = min(self.max_depth, self.max_positions // num_running)
         tokens = chance = 1.0
         for _ in range(depth):
@@ -47,8 +47,8 @@ class Drafts:
         return tokens
 
     def speedup(self, num_running: int) -> float:
-        """How many times faster decoding is with this number of sequences. Never below 1: where
-        drafts would slow decoding down, none are made."""
+        """How many times faster decoding is with `num_running` sequences. At least 1: where guesses
+        would slow decoding down, no tokens are guessed."""
         if not num_running:
             return 1.0
         return max(1.0, self.tokens_per_step(num_running) / (1 + self.overhead))
@@ -59,11 +59,11 @@ class Speculation:
     """Speculative decoding as a property of the engine (`rollout.speculation.*`)."""
 
     speedup: float
-    """Decode steps are this much faster ..."""
+    """Factor, at least 1, by which decode steps are faster."""
     max_live: int
-    """... while an engine runs at most so many sequences ..."""
+    """Most running sequences of an engine with which its steps are faster."""
     kinds: tuple[str, ...] = ("long", "flush")
-    """... in these kinds of round."""
+    """Kinds of round in which steps are faster."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.speedup) and self.speedup >= 1):

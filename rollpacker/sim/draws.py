@@ -1,7 +1,7 @@
-"""Normal scores out of a `random.Random`, the same on every processor.
+"""Standard normal random numbers from a `random.Random`, the same on every processor.
 
-The bits of `random.Random.random` are; its `gauss` and `lognormvariate` use the C library's
-logarithm and cosine, which are not.
+`random.Random.random` is the same everywhere; its `gauss` and `lognormvariate` are not, since they
+use the C library's logarithm and cosine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from rollpacker.core.portable import log, on_circle
 
 _WIDTH = 1.7155277699214135
-"""4 * exp(-1/2) / sqrt(2): the box from which ratios are drawn."""
+"""4 * exp(-1/2) / sqrt(2): width of the box of random points whose ratios `normal_ratio` takes."""
 
 
 def normal_ratio(rng: random.Random) -> float:
@@ -32,10 +32,10 @@ class NormalPairs:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._second: float | None = None
-        """The other score of the last pair; None if it was used."""
+        """The second score of the last pair; None if it was returned already."""
 
     def draw(self) -> float:
-        """The next score."""
+        """Returns the next score."""
         if self._second is not None:
             score, self._second = self._second, None
             return score

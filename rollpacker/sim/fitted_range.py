@@ -1,7 +1,7 @@
-"""The parts of a simulation that lie outside of what its constants were fitted to, in words.
+"""Sentences on how far a simulation lies outside of what its constants were fitted to.
 
-A sentence or two for below a table. A scenario is compared with the set-ups of the calibration, a
-recorded run's simulation with the run.
+The sentences are printed below a table. A scenario is compared with the set-ups of the calibration,
+a recorded run's simulation with the run.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from rollpacker.sim.whatif import RunModel
 FITTED = "Qwen2.5 of 7B, 14B and 32B, 16 to 128 H800s, caps of 8k to 32k"
 FITTED_PARAMS = (7.6e9, 14.8e9, 32.8e9)
 PARAMS_SLACK = 0.1
-"""A model whose parameters differ from a fitted one's by at most this share is of its size."""
+"""Share by which a model's number of parameters may differ from that of a fitted model."""
 FITTED_NUM_GPUS = (16, 128)
 FITTED_CAPS = (8 * 1024, 32 * 1024)
 OUR_PRESET = "rollpacker"
 OUTSIDE_STEPS = 20
-"""Steps of a plan's best setting that are simulated once more for its sentence."""
+"""Number of steps of a plan's best setting that are simulated for the sentences of this module."""
 LEAST = 0.005
-"""Share of a step below which longer training is not worth a word."""
+"""Share of a step's time above which longer training is mentioned."""
 
 
 def outside_of_scenario(scenario: Scenario, *, step_s: float, whose: str, given: str = "") -> str:
-    """For below the table of a scenario: `step_s` are the seconds of `whose` step there. `given`:
-    what became of constants that the scenario's file gives for another model
-    (`sim.given_constants`)."""
+    """Sentences for below the table of a scenario, on what lies outside of the fit and how much of
+    a step comes from power laws. The step of `whose` takes `step_s` seconds. `given`: a sentence on
+    constants of the scenario's file for another model (`sim.given_constants`), or empty."""
     places = [*_places(scenario)]
     if places:
         where = f"Outside of what the constants were fitted to ({FITTED}): {', '.join(places)}."
@@ -60,7 +60,7 @@ def outside_of_scenario(scenario: Scenario, *, step_s: float, whose: str, given:
 
 
 def _places(scenario: Scenario) -> Iterator[str]:
-    """Each part of the scenario that lies outside, in words."""
+    """A few words on each part of the scenario that lies outside of what was fitted."""
     shape, cluster = scenario.shape, scenario.cluster
     cap = scenario.rollout.max_response_tokens
     if not any(abs(shape.params / params - 1) <= PARAMS_SLACK for params in FITTED_PARAMS):
@@ -90,7 +90,7 @@ def _is_fitted(gpu: GpuSpec) -> bool:
 
 
 def assumed(scenarios: Mapping[str, Scenario], results: Mapping[str, SystemResult]) -> str:
-    """For below the table of these systems: what of it nobody fitted, whatever the machine."""
+    """Sentences for below the table of these systems, on assumptions that were never fitted."""
     told = []
     carrying = [
         name
@@ -126,8 +126,8 @@ def assumed(scenarios: Mapping[str, Scenario], results: Mapping[str, SystemResul
 
 
 def outside_of_run(model: RunModel, config: RunConfig, predicted: SystemResult) -> str:
-    """For below the table of a run's simulation: `config` is what was simulated, with what
-    outcome."""
+    """Sentences for below the table of a recorded run's simulation, on what the run did not
+    measure. `config` was simulated, with the result `predicted`."""
     told = "; ".join(_beyond_the_run(model, config, predicted))
     if told:
         text = f"Outside of what the run measured: {told}."
@@ -142,7 +142,7 @@ def outside_of_run(model: RunModel, config: RunConfig, predicted: SystemResult) 
 
 
 def _beyond_the_run(model: RunModel, config: RunConfig, predicted: SystemResult) -> Iterator[str]:
-    """Each thing that was simulated and that the run did not measure, in words."""
+    """A few words on each part of the simulation that the run did not measure."""
     own = model.config
     engines, before = config.rollout.engines, own.rollout.engines
     if engines != before:
@@ -181,7 +181,7 @@ def _beyond_the_run(model: RunModel, config: RunConfig, predicted: SystemResult)
 
 
 def _launched(config: RunConfig) -> tuple[int, int]:
-    """Prompts of a round, and samples of each prompt."""
+    """The number of prompts that a round launches, and of samples of each prompt."""
     prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
     factors = config.tail_batching.factors
     if not config.tail_batching.enabled:
@@ -190,7 +190,7 @@ def _launched(config: RunConfig) -> tuple[int, int]:
 
 
 def _most_at_once(config: RunConfig) -> int:
-    """Samples that an engine decodes at once, at most, where each has its share."""
+    """Most samples that an engine decodes at once, if all engines have equal shares."""
     prompts, samples = _launched(config)
     launched = -(-prompts * samples // config.rollout.engines)
     return min(launched, config.rollout.engine.max_slots or launched)

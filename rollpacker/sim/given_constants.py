@@ -1,7 +1,7 @@
-"""Constants that a scenario's file gives for its own model and GPU, where an override changes one.
+"""Constants that a scenario's file gives, where an override changes the file's model or GPU.
 
-What a file says of `train.fixed_s` and `sync_s` was measured or fitted for its model. Of another
-model they would be wrong by several times, so they are left out there and the power laws hold.
+A file's `train.fixed_s` and `sync_s` were measured or fitted for the file's model. For another
+model they would be wrong by several times, so they are left out and power laws are used instead.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ CONSTANTS = ("train.fixed_s", "sync_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenConstants:
-    """Constants that a scenario's file gives and no override sets, and whether an override takes
-    another model or GPU."""
+    """Constants that a scenario's file gives and no override sets, and whether an override changes
+    the model or the GPU."""
 
     values: Mapping[str, Any]
     """Value of each constant by its key. Constants that an override sets are left out."""
@@ -31,12 +31,12 @@ class GivenConstants:
 
     @property
     def resets(self) -> list[str]:
-        """Overrides that leave out what holds for another model."""
+        """Overrides that remove the file's constants if the model is another; else none."""
         return [] if self.model is None else [f"{key}=null" for key in self.values]
 
     def describe(self) -> str:
-        """A sentence for below a table on what becomes of these constants. Empty if model and GPU
-        are the file's own."""
+        """A sentence, printed below a table, on whether these constants are used for the other
+        model or GPU. Empty if model and GPU are the file's own, or if there are no constants."""
         if not self.values:
             return ""
         named = " and ".join(f"{key}={value:g}" for key, value in self.values.items())
@@ -59,7 +59,8 @@ class GivenConstants:
 
 
 def given_constants(path: str | Path, overrides: Sequence[str]) -> GivenConstants:
-    """Compare a scenario's file with its overrides. Raises `ConfigError` if it cannot be read."""
+    """Find the constants that a scenario's file gives, and compare its model and GPU with those of
+    the overrides. Raises `ConfigError` if the file cannot be read."""
     tree, _ = parse_document(read_text(path), str(path))
     changed = dict(text.split("=", 1) for text in overrides if "=" in text)
     values = {}
@@ -79,7 +80,7 @@ def given_constants(path: str | Path, overrides: Sequence[str]) -> GivenConstant
 def _difference(
     tree: Mapping[str, Any], key: str, changed: Mapping[str, str]
 ) -> tuple[str, str] | None:
-    """The file's value and the overrides' in words; None if no override changes it."""
+    """The file's value of a key and the overrides' value, in words; None if they are the same."""
     before = _at(tree, key)
     for name, text in reversed(list(changed.items())):
         inside = name.startswith(f"{key}.")

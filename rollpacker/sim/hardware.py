@@ -11,23 +11,23 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
-"""Bytes of one number."""
+"""Mapping from a number format to the bytes of one number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A dense decoder, as far as time and memory depend on it."""
+    """The sizes of a dense decoder model that its time and memory depend on."""
 
     layers: int
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     hidden: int
     """Width of the residual stream."""
     kv_heads: int
-    """Key-value heads of a layer (grouped-query attention has fewer than query heads)."""
+    """Number of key-value heads of a layer (fewer than query heads in grouped-query attention)."""
     head_dim: int
-    """Numbers of one head's key."""
+    """Width of one head: how many numbers its key of a token has."""
     params: float
-    """Parameters, embeddings included."""
+    """Number of parameters, embeddings included."""
     dtype: str = "bfloat16"
     """Number format of the weights and of the KV cache while generating; a key of `DTYPE_BYTES`."""
 
@@ -41,7 +41,7 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of all weights, over all GPUs that share them."""
+        """Bytes of all weights, summed over all GPUs that share them."""
         return self.params * DTYPE_BYTES[self.dtype]
 
     @property
@@ -52,16 +52,17 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """One GPU by its datasheet."""
+    """Numbers of one GPU, from its datasheet."""
 
     memory_gb: float
     """Memory of the GPU, in 1e9 bytes."""
     bandwidth_tb_s: float
     """Bandwidth of the GPU's memory, in 1e12 bytes per second."""
     tflops: float
-    """bfloat16 with float32 accumulation, dense (no structured sparsity), 1e12 per second."""
+    """Speed in bfloat16 with float32 accumulation, without structured sparsity, in 1e12 FLOP/s."""
     nvlink_gb_s: float
-    """To the other GPUs of its node, both directions together, 1e9 bytes per second."""
+    """Bandwidth to the other GPUs of its node, both directions together, in 1e9 bytes per
+    second."""
     source: str = "datasheet"
     """Where all numbers above come from."""
 
@@ -82,7 +83,7 @@ def read_tables(name: str) -> dict[str, Any]:
 _TABLES = read_tables("hardware.yaml")
 
 MODELS: Mapping[str, ModelShape] = {k: ModelShape(**v) for k, v in _TABLES["models"].items()}
-"""Published shapes, by name."""
+"""Published shapes of models, by name."""
 
 GPUS: Mapping[str, GpuSpec] = {k: GpuSpec(**v) for k, v in _TABLES["gpus"].items()}
 """GPUs of the presets, by name."""

@@ -23,22 +23,21 @@ class StepCost:
     the KV cache before the step."""
 
     launch_s: float
-    """Floor of a step, in seconds: the host's time to start the kernels of all layers."""
+    """Least seconds of a step: the host's time to start the kernels of all layers."""
     bytes_s: float
-    """Seconds to read the weights, and for all that does not depend on the batch."""
+    """Seconds of a step to read the weights, and of other work that no batch makes longer."""
     per_cached_token_s: float
     """Seconds to read the keys and values of one token."""
     per_sequence_s: float
     """Seconds of sampling and bookkeeping of one sequence."""
     speculation: Speculation | None = None
-    """Steps are faster while few sequences run, whatever the kind of round. None: they are not."""
+    """Speed-up of steps while few sequences run, whatever the kind of round. None: no speed-up."""
     drafts: Drafts | None = None
-    """Drafts, whose speed-up depends on how many sequences run, instead of `speculation`. None: no
-    drafts."""
+    """Guessed tokens that steps verify, instead of `speculation`. None: no tokens are guessed."""
     knots: tuple[tuple[float, float], ...] = ()
-    """Instead of everything but `per_cached_token_s`, if not empty: (n, seconds of a step of n
-    sequences with nothing cached), straight lines between them and beyond the last. For a measured
-    machine whose steps are no straight line, such as one that drafts."""
+    """Measured points (n, seconds of a step of n sequences with nothing cached), with straight
+    lines between and beyond. If not empty, they replace every field above but `per_cached_token_s`.
+    For a machine whose time is no straight line in n, such as one that guesses tokens."""
 
     def __post_init__(self) -> None:
         for name in ("launch_s", "bytes_s", "per_cached_token_s", "per_sequence_s"):
@@ -69,7 +68,7 @@ class StepCost:
         return self.bytes_s + read_s + self.per_sequence_s * num_running
 
     def speedup(self, num_running: int) -> float:
-        """Speed-up by speculative decoding with this number of running sequences."""
+        """Factor, at least 1, by which speculation speeds up steps of `num_running` sequences."""
         if self.drafts is not None:
             return self.drafts.speedup(num_running)
         if self.speculation is not None and num_running <= self.speculation.max_live:
@@ -78,7 +77,7 @@ class StepCost:
 
 
 class LatencyModel(Protocol):
-    """Questions that the simulator asks of a machine. All times are in seconds."""
+    """Times and limits of a machine, as the simulator needs them. All times are in seconds."""
 
     @property
     def train_fixed_s(self) -> float:
@@ -90,28 +89,28 @@ class LatencyModel(Protocol):
 
     @property
     def commit_s(self) -> float:
-        """Seconds to write a step down (log, metrics, checkpoint) before the next one begins."""
+        """Seconds to save a step (log, metrics, checkpoint) before the next step begins."""
 
     @property
     def stop_s(self) -> float:
         """Seconds from the order to stop samples until an engine has released them."""
 
     def step_cost(self, tensor_parallel: int) -> StepCost:
-        """Cost of the decode steps of one engine on so many GPUs."""
+        """Cost of the decode steps of one engine on `tensor_parallel` GPUs."""
 
     def kv_tokens(self, tensor_parallel: int) -> int | None:
         """Tokens that the KV cache of one engine holds; None if that never limits anything. Raises
         `ValueError` if the engine has no room for its weights."""
 
     def prefill_s(self, num_samples: int, tensor_parallel: int) -> float:
-        """Seconds of one engine's prefill of the prompts of so many samples launched together."""
+        """Seconds of one engine's prefill of the prompts of `num_samples` samples."""
 
     def recompute_token_s(self, tensor_parallel: int) -> float:
         """Seconds of prefill per token of a sequence that comes back after it was preempted or
         moved."""
 
     def train_s(self, tokens: float, gpus: int) -> float:
-        """Seconds of a training step that grow with its response tokens."""
+        """Seconds of a training step on `gpus` GPUs that grow with its tokens."""
 
 
 def _fitted(default: float, unit: str, fitted_to: str) -> Any:
@@ -128,13 +127,13 @@ class Calibration:
     lists them with unit and source."""
 
     launch_layer_s: float = _fitted(0.273e-3, "s per layer", _STEPS)
-    """Host time to launch one layer of a decode step; the floor of small batches."""
+    """Host seconds to launch the kernels of a layer; a decode step takes no less for each layer."""
     per_sequence_s: float = _fitted(0.214e-3, "s per sequence", _STEPS)
-    """Sampling and bookkeeping, per running sequence of a decode step."""
+    """Seconds of sampling and bookkeeping per running sequence of a decode step."""
     bandwidth_share: float = _fitted(0.8, "share of the datasheet's", "assumed, not fitted")
     """Share of the memory bandwidth that decoding reaches."""
     tensor_parallel_layer_s: float = _fitted(0.02e-3, "s per layer", "assumed, not fitted")
-    """All-reduces of one layer of a decode step, on two GPUs or more."""
+    """Seconds of the all-reduces of one layer of a decode step, on two GPUs or more."""
     prefill_utilization: float = _fitted(
         400 / 989, "share of the datasheet's FLOP/s", "assumed, not fitted: 0.4 PFLOP/s on an H800"
     )
@@ -154,8 +153,8 @@ class Calibration:
     sync_scale_s: float = _fitted(
         0.55558, "s at 1e9 parameters", f"5, 15 and 27 s at 7B, 14B and 32B ({_PAPER}, Fig. 10c)"
     )
-    """Scale of the weight sync, a power law as above: 13 % too high at 7B, 20 % too low at 14B,
-    11 % too high at 32B."""
+    """Scale a of the seconds of the weight sync, a * (params / 1e9)**b: 13 % too high at 7B, 20 %
+    too low at 14B, 11 % too high at 32B."""
     sync_exponent: float = _fitted(
         1.14179, "power of the parameters", f"5, 15 and 27 s at 7B, 14B and 32B ({_PAPER})"
     )
@@ -179,7 +178,7 @@ class Calibration:
                 raise ValueError(f"{name} must lie above 0 and not above 1")
 
     def constants(self) -> dict[str, tuple[float, str, str]]:
-        """Name -> (value, unit, what it was fitted to)."""
+        """Mapping from the name of each constant to (value, unit, what it was fitted to)."""
         return {
             constant.name: (
                 getattr(self, constant.name),
@@ -202,7 +201,7 @@ KV_MEMORY_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasheetModel:
-    """Times of a model on a kind of GPU that nobody measured."""
+    """Times of a model on a kind of GPU, computed from datasheets instead of measured."""
 
     model: ModelShape
     gpu: GpuSpec
@@ -212,10 +211,9 @@ class DatasheetModel:
     prompt_tokens: int = 200
     """Mean length of a prompt."""
     train_fixed_given_s: float | None = None
-    """Seconds of a training step that do not depend on its tokens, where they are known. None: the
-    power law."""
+    """Seconds of a training step that do not depend on its tokens. None: by a power law."""
     sync_given_s: float | None = None
-    """Seconds of the weight sync where they are known. None: the power law."""
+    """Seconds of the weight sync. None: by a power law of the parameters."""
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1:
@@ -299,7 +297,7 @@ class MeasuredModel:
     prefill_sample_s: float = 0.0
     """Seconds of the prefill of each sample of a launch."""
     prefill_token_s: float = 0.0
-    """Seconds per token of a sequence whose cache is computed again."""
+    """Seconds per token to compute the cache of a sequence again."""
     train_fixed_s: float = 0.0
     """Seconds of a training step that do not depend on its tokens."""
     train_token_s: float = 0.0
@@ -315,7 +313,7 @@ class MeasuredModel:
                 raise ValueError(f"{constant.name} must be 0 or more, not {value}")
 
     def step_cost(self, tensor_parallel: int) -> StepCost:
-        """The measured cost, whatever the degree."""
+        """The measured cost of decode steps, whatever the degree of tensor parallelism."""
         return self.step
 
     def kv_tokens(self, tensor_parallel: int) -> int | None:

@@ -1,4 +1,4 @@
-"""How long responses are: laws by normal score, and recorded lengths."""
+"""Where the lengths of responses come from: a law over normal scores, or recorded lengths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 CHUNK = 16
-"""Responses of a prompt drawn at once."""
+"""Number of responses to a prompt that are drawn at once."""
 
 _STEPS_PER_UNIT = 2048
 _MAX_SCORE = 8.0
@@ -34,7 +34,7 @@ _SCORES = np.arange(-_MAX_SCORE, _MAX_SCORE + 1e-9, 1 / _STEPS_PER_UNIT)
 
 
 class Lengths(Protocol):
-    """Source of the lengths of a part's responses."""
+    """Draws the lengths of the responses to a part of the prompts (those of one reward stage)."""
 
     cap: int
     hard_prompts: float
@@ -43,17 +43,17 @@ class Lengths(Protocol):
     def draw(
         self, ranks: IntArray, attempt: int, chunk: int, u: FloatArray, e: FloatArray
     ) -> IntArray:
-        """Lengths of the responses chunk * CHUNK, ... of N prompts, shape (N, CHUNK). `ranks` (N,)
-        are the prompts' places among the part's prompts, `u` (N,) their normal scores, `e` (N,
-        CHUNK) those of the responses."""
+        """Lengths of `CHUNK` responses to each of N prompts, from index chunk * CHUNK on, of shape
+        (N, CHUNK). `ranks` (N,) are the prompts' places among the part's prompts, `u` (N,) the
+        prompts' normal scores, `e` (N, CHUNK) the normal scores of the responses."""
 
     def beyond(self, rank: int, u: float, tokens: int) -> tuple[float, Callable[[float], int]]:
-        """The chance that a response to the prompt of this place and normal score is longer than
-        `tokens`, and a function from a uniform number to the length of such a response. Hard
-        prompts are left out."""
+        """The chance that a response to the prompt of place `rank` and normal score `u` is longer
+        than `tokens`, and a function from a uniform number in [0, 1) to the length of such a longer
+        response. Hard prompts are left out."""
 
     def law(self) -> tuple[IntArray, FloatArray]:
-        """Possible lengths, and their probabilities; hard prompts left out."""
+        """All possible lengths in tokens and their probabilities, without hard prompts."""
 
 
 class _TableLengths:
@@ -99,7 +99,8 @@ class _TableLengths:
 
 
 class PoolLengths:
-    """Recorded lengths of each prompt: first as recorded, then drawn from them."""
+    """Lengths from each prompt's recorded ones: the first launch of a prompt gets its recorded
+    lengths in order, everything else is drawn from the same lengths."""
 
     hard_prompts = 0.0
     hard_prompt_cap_probability = 0.0
@@ -175,5 +176,5 @@ def _phi_table() -> FloatArray:
 
 
 def _phi(scores: FloatArray) -> FloatArray:
-    """The normal distribution function, to 3e-8."""
+    """The standard normal distribution function of each score, with an error up to 3e-8."""
     return interpolated(scores, _SCORES, _phi_table(), below=0.0, above=1.0)

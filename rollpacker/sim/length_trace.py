@@ -1,4 +1,4 @@
-"""Trace files of response lengths: JSONL, one response or one prompt a line."""
+"""Reads trace files of response lengths: JSONL with one response or one prompt per line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from rollpacker.config.document import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Contents of a trace file: lengths of responses, or a list of lengths for each prompt."""
+    """Contents of a trace file: either `lengths`, tokens of each response, or `pools`, the tokens
+    of the responses to each prompt."""
 
     lengths: tuple[int, ...] = ()
     pools: tuple[tuple[int, ...], ...] = ()
 
 
 def read_trace(path: str) -> Trace:
-    """Raises `ConfigError` that names the line and says what can still be used."""
+    """Read a trace file. Raises `ConfigError` that names the first wrong line and says what can
+    still be used."""
     try:
         content = Path(path).read_bytes()
     except (OSError, ValueError) as error:
@@ -74,7 +76,7 @@ def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _trace_line(line: bytes) -> int | tuple[str, tuple[int, ...]] | str:
-    """A length, a prompt's name with its lengths, or what is wrong with the line."""
+    """Returns the line's length, or its prompt's name and lengths, or a text on what is wrong."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

@@ -11,7 +11,8 @@ from rollpacker.sim.latency import LatencyModel
 from rollpacker.sim.recorded_checks import RecordedChecks
 
 MIGRATION_S = 3.0
-"""Seconds of a release, which the RollPacker paper (section 4.4) gives as an upper bound."""
+"""Seconds until released devices can train: the upper bound of the RollPacker paper, section
+4.4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +21,12 @@ class Machine:
 
     latency: LatencyModel
     gpus: int
-    """Devices that generate."""
+    """Number of devices that generate."""
     train_gpus: int | None = None
-    """Devices that only train. None: the trainer takes turns on the devices that generate."""
+    """Number of devices that only train. None: the devices that generate train as well."""
     prompt_tokens: int
     max_running: int | None = None
-    """Sequences that one engine decodes at once. None: as many as its cache holds."""
+    """Most sequences that one engine decodes at once. None: as many as its cache holds."""
     speculation: Speculation | None = None
     drafts: Drafts | None = None
     migration_s: float = MIGRATION_S
@@ -33,21 +34,20 @@ class Machine:
     resize_s: float = 0.0
     """Seconds until engines with a new tensor-parallel degree have started."""
     check_slowdown: Mapping[str, float] = field(default_factory=dict)
-    """Factor for each source of prompts by which a check keeps its worker longer than the workload
-    says."""
+    """Mapping from a source of prompts to the factor by which a check takes longer than the
+    workload's seconds; 1 for a missing source."""
     pipeline: Pipeline | None = None
-    """The trainer's stages; None: its work is shared out without a remainder."""
+    """The trainer's stages; None: its work is shared out evenly over the devices."""
     checks: RecordedChecks | None = None
     """Recorded checks of a run, used instead of the workload's. None: checks are the workload's."""
     keep_rows: bool = True
-    """Engines keep what they have of a sample while its environment answers."""
+    """Whether engines keep a sample in their cache while its environment answers."""
     carries_turns: bool = False
-    """Deferred trajectories go on with the tokens that they had."""
+    """Whether trajectories of prompts put off to a later round keep their tokens."""
     mismatch: float = 0.0
-    """Chance per token and update that a token drawn before comes out differently under newer
-    weights."""
+    """Chance per token and weight update that a kept token comes out differently."""
 
     @property
     def trainer_gpus(self) -> int:
-        """Devices that train, including devices that also generate."""
+        """Number of devices that train, including devices that also generate."""
         return self.gpus if self.train_gpus is None else self.train_gpus

@@ -3,10 +3,10 @@
 Searched are ideas that can be switched on one by one (`plan_ideas.py`), and the factors of the
 races. There is one search, over candidates x seeds:
 
-    each idea alone  ->  all that may help together, with each factor of a grid  ->  the better
-        ones and their neighbours, in which a factor is moved  ->  neighbours that lack one idea, as
-        long as nobody misses it  ->  finalists on fresh seeds  ->  the best one's neighbours that
-        lack one idea: what each is worth
+    each idea alone  ->  all ideas that may help together, with each factor of a grid  ->  the
+        better candidates and their neighbours, in which a factor is moved  ->  neighbours that lack
+        one idea, as long as they are no slower  ->  finalists on fresh seeds  ->  the best
+        candidate's neighbours that lack one idea: what each idea is worth
 
 Two settings are always compared on the same seeds, so that they differ by their decisions alone and
 the uncertainty is that of the paired difference. What is compared is the *long-run* step time (on
@@ -50,41 +50,42 @@ from rollpacker.sim.plan_workers import interrupt_held, work, workers
 from rollpacker.sim.result import SystemResult
 
 Progress = Callable[[str, int, int, float], None]
-"""Called with the stage's name, how many of its simulations are done of how many, and about which
-share of all stages is."""
+"""Called with a stage's name, the number of its simulations that are done, the number of all its
+simulations, and about which share of all stages together is done."""
 
 
 MAX_LOSS = 0.01
-"""An idea that lengthens the step by less, tried alone, may still help together with others."""
+"""An idea that alone lengthens the step by less than this share may still help beside others."""
 SCREEN_SLACK = 0.02
-"""While few steps are simulated, a length shift may miss the bound by so much; not at the end."""
+"""Amount by which a length shift may exceed its bound in the early stages, of few steps."""
 FINAL_MARGIN = 0.002
-"""A finalist's length shift keeps the bound by this much, so that fresh seeds seldom refuse it."""
+"""Amount by which a finalist's length shift must be inside its bound before the fresh seeds."""
 MOST_DONE = 0.99
-"""Share of a plan's work that is reported at most before its end."""
+"""Largest share of a plan's work that is reported as done before the plan has ended."""
 FINAL_SEED = 1000
-"""Finalists are compared on seeds that the search has not seen."""
+"""First seed of the finalists' simulations, beyond all seeds that the search has used."""
 MAX_STRETCH = 4
-"""To see one round of the rarest kind, a simulation may be so many times longer than asked for."""
+"""Factor by which a simulation may be longer than asked for, to see every kind of round."""
 WARM_STEPS = 8
-"""A pool begins without stragglers: its first rounds do not count."""
+"""Steps at the begin of a simulation that do not count where unfinished prompts wait in a pool,
+because the pool is empty at first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """How much is simulated."""
+    """How much a search simulates."""
 
     fine: bool
-    """The larger grid of factors is tried."""
+    """Whether more values of the factors of tail batching are tried."""
     screen_steps: int
-    """Steps of each simulation of an idea alone, and of the grid."""
+    """Steps of each simulation of an idea alone, and of a candidate of the grid."""
     kept: int
-    """Candidates that pass each stage."""
+    """Most candidates that pass a stage."""
     second_steps: int
-    """Steps of each simulation of the better ones and their neighbours."""
+    """Steps of each simulation of the better candidates and their neighbours."""
     finalists: int
     seeds: int
-    """Seeds of each finalist."""
+    """Number of seeds that each finalist is simulated with."""
     steps: int
     """Steps of each simulation of a finalist; more if long rounds are rare."""
 
@@ -103,8 +104,7 @@ BUDGETS = {
 
 
 def expected_steps(base: Base, budget: Budget) -> int:
-    """About how many steps a plan simulates: which ideas help, and with them how many neighbours
-    there are, comes out on the way."""
+    """About how many steps a plan will simulate; the exact number depends on which ideas help."""
     warm = WARM_STEPS if base.order_only else 0
     grid = factor_grid(base, fine=budget.fine)
     num_slots = len({idea.slot for idea in base.ideas})
@@ -130,11 +130,12 @@ def plan(
     jobs: int = 1,
     progress: Progress = lambda stage, done, total, share: None,
 ) -> Plan:
-    """Search. `max_shift`: trained responses may be shorter than the policy's own by this share;
-    None: by as much as at the current settings. With debias any shift is allowed: the weights undo
-    it.
+    """Search for the best settings and return the plan. `max_shift`: share by which trained
+    responses may be shorter than the policy's own; None: as much as at the current settings. With
+    `tail_batching.debias` any shift is allowed, since weights of the samples undo it.
 
-    The result does not depend on `jobs`, the processes that simulate.
+    The result does not depend on `jobs`, the number of processes that simulate. Raises `ValueError`
+    for a `max_shift` outside of [0, 1).
     """
     if max_shift is not None and not 0 <= max_shift < 1:
         raise ValueError(f"--max-shift must be at least 0 and less than 1, not {max_shift}")
@@ -156,9 +157,9 @@ def compare(
     steps: int,
     jobs: int = 1,
 ) -> list[Finding]:
-    """Simulate these candidates on the same seeds (counted from the base's own). Savings are
-    against the first candidate. More steps are simulated where they are needed to see every kind of
-    round."""
+    """Simulate these candidates on the same seeds (added to the base's own seed) and return a
+    finding for each candidate, with its saving against the first candidate. More than `steps` are
+    simulated where a kind of round would not come up otherwise."""
     with workers(evaluate, jobs) as pool:
         simulations = _Simulations(base, evaluate, pool, lambda *of: None, 1)
         return simulations.compare(candidates, seeds, steps, "comparison")
@@ -209,7 +210,7 @@ class _Search:
         )
 
     def so_far(self) -> str:
-        """The fastest that was found, for who does not wait for the end."""
+        """A clause on the fastest setting so far, for the message of an interrupted search."""
         best = self._fastest_so_far
         if best is None or best.saved_s <= 0:
             return "nothing faster was found so far"
@@ -218,7 +219,7 @@ class _Search:
         return f"fastest so far, by {share:.1%} in few steps, nothing confirmed: {changes}"
 
     def _try_alone(self) -> list[tuple[Idea, float]]:
-        """The share of a step's time that each idea saves by itself, most first."""
+        """Every idea with the share of a step's time that it saves by itself, largest first."""
         ideas, steps = self._base.ideas, self._budget.screen_steps
         candidates = [Candidate(), *(Candidate(ideas=(idea,)) for idea in ideas)]
         now, *found = self._simulations.compare(candidates, range(1), steps, "ideas alone")
@@ -226,7 +227,8 @@ class _Search:
         return sorted(saved, key=lambda item: -item[1])
 
     def _search(self, together: Candidate) -> list[Candidate]:
-        """The fastest candidates that keep the bound, with the ideas of the fastest one."""
+        """The fastest candidates that keep the bound on the length shift, each with the ideas of
+        the fastest candidate and factors of its own."""
         budget = self._budget
         grid = factor_grid(self._base, fine=budget.fine)
         tried = [together, *(together.with_idea(idea) for idea in grid)]
@@ -252,10 +254,10 @@ class _Search:
     def _fastest(
         self, tried: list[Candidate], steps: int, stage: str, slack: float
     ) -> list[Candidate]:
-        """The fastest candidates that keep the bound within `slack`, the fastest first, as many as
-        the budget keeps. Every idea must shorten the step by `MIN_GAIN`, or it counts against the
-        candidate."""
-        # Of several that change the same, the one with the fewest ideas.
+        """The fastest candidates whose length shift keeps its bound within `slack`, fastest first,
+        at most as many as the budget keeps. A candidate's time is raised by the share `MIN_GAIN`
+        for each idea, so that an idea must gain at least that."""
+        # Of several candidates with the same changes, the one with the fewest ideas is kept.
         by_ideas = sorted(tried, key=lambda candidate: -candidate.num_switches)
         distinct = {candidate.key: candidate for candidate in by_ideas}.values()
         seen = [c for c in distinct if self._simulations.sees_all(c, steps)]
@@ -269,8 +271,9 @@ class _Search:
     def _finals(
         self, finalists: Sequence[Candidate], seeds: Sequence[int]
     ) -> tuple[Finding, Finding, list[Finding]]:
-        """The current settings, the first finalist without tail batching, and so many finalists on
-        fresh seeds, the fastest first; further ones as long as none keeps the bound."""
+        """Findings on fresh seeds: of the current settings, of the first finalist without tail
+        batching, and of the finalists, the fastest first. A batch of `Budget.finalists` is
+        simulated after the other until a finalist keeps the bound."""
         num, steps = self._budget.finalists, self._budget.steps
         first = finalists[0] if finalists else Candidate()
         found = list[Finding]()
@@ -284,7 +287,8 @@ class _Search:
         return now, untailed, sorted(found, key=lambda f: f.cost_s)
 
     def _keeps_at_ends(self, found: Finding, bound: Bound, seeds: Sequence[int]) -> bool:
-        """The candidate keeps the bound, at both ends of the band of mismatches too."""
+        """Whether the candidate keeps the bound on the length shift, also with the lowest and the
+        highest rate of `Base.mismatch_band`."""
         ends = [
             Idea(f"mismatch {rate:g}", "mismatch", {"carry.mismatch": rate})
             for rate in self._base.mismatch_band
@@ -298,7 +302,7 @@ class _Search:
         return all(bound.keeps(end.shift, end.shift_error) for end in at_ends)
 
     def _reasons(self, best: Finding, seeds: Sequence[int]) -> tuple[Reason, ...]:
-        """The worth of each idea of the best setting: the loss in its neighbour that lacks this
+        """The worth of each idea of the best setting: what is lost when the setting lacks only this
         idea."""
         ideas = best.candidate.ideas
         tried = [best.candidate, *(best.candidate.without(idea) for idea in ideas)]
@@ -314,7 +318,8 @@ class _Search:
         )
 
     def _bound(self, now: Finding) -> Bound:
-        """The bound on the seeds at hand: the current settings' own shift is measured on them."""
+        """The bound on the length shift. Without `max_shift` the shift of `now`, the current
+        settings on the same seeds, is allowed."""
         tail, most = self._base.tail_batching, self._max_shift
         if tail.debias != "none":
             return Bound(most=None, both_ways=self._base.order_only)
@@ -338,7 +343,7 @@ class _Simulations:
     ) -> None:
         self.base = base
         self.num_steps = 0
-        """Steps that were simulated, in all."""
+        """Number of steps that were simulated so far, in all simulations."""
         self._evaluate = evaluate
         self._workers = workers
         self._progress = progress
@@ -348,7 +353,8 @@ class _Simulations:
     def compare(
         self, candidates: Sequence[Candidate], seeds: Sequence[int], steps: int, stage: str
     ) -> list[Finding]:
-        """Simulate all candidates on the same seeds. Savings are against the first candidate."""
+        """Simulate all candidates on the same seeds and return a finding for each candidate, with
+        its saving against the first candidate."""
         base, prices = self.base, self.base.prices
         keys = [
             [(c.key, base.seed + seed, self._num_steps(c, steps)) for seed in seeds]
@@ -376,14 +382,15 @@ class _Simulations:
         return [finding(c, row, rows[0]) for c, row in zip(candidates, rows, strict=True)]
 
     def sees_all(self, candidate: Candidate, steps: int) -> bool:
-        """No kind of round of this candidate is so rare that it would take too many steps."""
+        """Whether every kind of round of this candidate comes up within `MAX_STRETCH * steps`."""
         return self._least_steps(candidate) <= MAX_STRETCH * steps
 
     def _say(self, stage: str, done: int, total: int) -> None:
         self._progress(stage, done, total, min(self.num_steps / self._num_expected, MOST_DONE))
 
     def _num_steps(self, candidate: Candidate, steps: int) -> int:
-        """Steps to simulate: this many, or more if a round of some kind would not come up."""
+        """Steps to simulate: `steps`, or more if a round of some kind would not come up, and those
+        at the begin that do not count."""
         return max(steps, self._least_steps(candidate)) + self._num_warm(candidate)
 
     def _num_warm(self, candidate: Candidate) -> int:
@@ -416,8 +423,8 @@ class _Simulations:
 
 
 def _together(alone: Sequence[tuple[Idea, float]], base: Base) -> Candidate:
-    """Every idea that may help, the best of each slot, in the base's order. `alone` has the best
-    ideas first."""
+    """A candidate of all ideas that may help, one for each slot (ideas with the same slot exclude
+    one another). `alone` has each idea with the share that it saves by itself, the best first."""
     best: dict[str, Idea] = {}
     for idea, saved in alone:
         if saved > -MAX_LOSS:

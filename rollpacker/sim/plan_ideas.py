@@ -1,7 +1,7 @@
 """Ideas that a plan can try on a scenario or a recorded run, each a few config keys set together.
 
 The search (`sim/plan.py`) knows a system only by `Base` and `Evaluate`, so that both are planned by
-the same code. Everything here is in the core, on-policy, and can be written into a config.
+the same code. Every idea is a setting of the core, keeps training on-policy, and fits a config.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from rollpacker.sim.workload import Workload
 Config = TypeVar("Config")
 
 FULLER_SHARE = 0.95
-"""A step's share of samples that fuller streaming hides under the rollout: all but what finishes
-last."""
+"""Largest share of a step's samples whose gradients are computed during a rollout, in the idea
+"fuller streaming": all samples but those that finish last."""
 EVERY_KIND = ["plain", "short", "cascade", "long", "flush"]
-"""Kinds of round, as a config lists them."""
+"""Every kind of round of generation, as a config lists them."""
 FACTORS = "factors"
-"""The slot of the races' factors."""
+"""The slot of all ideas on how many prompts and samples a round launches beyond its need. Ideas of
+the same slot exclude one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +43,16 @@ class Idea:
     """A few keys of the config that are changed together."""
 
     name: str
-    """A few words for tables."""
+    """A few words that name the idea in tables."""
     slot: str
-    """Ideas with the same slot exclude one another."""
+    """Name of what the idea sets. Ideas with the same slot exclude one another."""
     changes: Mapping[str, Any]
     """Dotted keys of the config and their new values, as plain values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """The current settings with these ideas; none: as they are."""
+    """The current settings with some ideas applied; without ideas the settings as they are."""
 
     ideas: tuple[Idea, ...] = ()
 
@@ -73,11 +74,11 @@ class Candidate:
 
     @property
     def num_switches(self) -> int:
-        """Ideas that are switched on, the races' factors left out."""
+        """Number of ideas, without the idea in the slot `FACTORS`."""
         return sum(idea.slot != FACTORS for idea in self.ideas)
 
     def with_idea(self, idea: Idea) -> Candidate:
-        """With this one in its slot."""
+        """The candidate with this idea instead of any other idea of the same slot."""
         kept = tuple(other for other in self.ideas if other.slot != idea.slot)
         return Candidate(ideas=(*kept, idea))
 
@@ -86,51 +87,53 @@ class Candidate:
 
 
 class Evaluate(Protocol):
-    """Simulates settings. Picklable: it is sent to other processes once."""
+    """A function that simulates a system with a candidate's changes, for `steps` steps. Must be
+    picklable, since it is sent to other processes."""
 
     def __call__(self, candidate: Candidate, seed: int, steps: int) -> SystemResult: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """A system as the search knows it."""
+    """A system, simulated or recorded, with everything that the search needs to know of it."""
 
     prompts_per_step: int
     samples_per_prompt: int
     tail_batching: TailBatchingConfig
     """The current settings of tail batching."""
     ideas: tuple[Idea, ...]
-    """Switches worth a try, factors and tiers left out."""
+    """Ideas worth a try, without those of the slot `FACTORS`."""
     oracle: Candidate | None = None
-    """A bound that knows all lengths; for comparison only."""
+    """A system that knows all lengths beforehand, only for comparison. None: there is none."""
     oracle_period: int = 1
-    """The oracle is simulated for whole multiples of so many steps."""
+    """The oracle is simulated for a multiple of this number of steps."""
     seed: int = 0
-    """Simulations use this seed and later ones."""
+    """The first seed of the simulations; the others follow."""
     mismatch: float = 0.0
-    """Chance per token and update that a carried token comes out differently."""
+    """Chance per token and weight update that a kept token of an unfinished response comes out
+    differently when its prompt is launched again."""
     mismatch_band: tuple[float, ...] = ()
-    """Lower and upper end of the interval that `mismatch` lies in. Empty: it is known."""
+    """Lower and upper end of the interval that `mismatch` lies in. Empty: `mismatch` is known."""
     has_turns: bool = False
-    """Samples are trajectories, to which the complement rule does not apply."""
+    """Whether samples are trajectories, for which `tail_batching.complement` has no effect."""
     capped_share: float | None = None
     """Share of the policy's own responses that run to the cap. None: not known."""
     trust: float | None = None
-    """Share by which the simulated step differs from the measured one. A setting must gain more
+    """Share by which the simulated step differs from the measured step. A setting must gain more
     than that in trained tokens per second. None: not known."""
     measured_shift: float | None = None
-    """Length shift of the current settings as a run measured it; None: it is simulated."""
+    """Mean trained length over the policy's own, minus 1, as a run with the current settings
+    measured it. None: it is simulated."""
     prices: PoolPrices | None = None
-    """Prices of shared pools, by which settings are compared. None: the step's seconds are
-    compared."""
+    """Prices of shared pools of devices, by which settings are compared. None: by seconds."""
 
     @property
     def order_only(self) -> bool:
-        """Only the order of training may change."""
+        """Whether settings may change only the order of training, and never drop a response."""
         return self.tail_batching.selection == "none"
 
     def tail_of(self, candidate: Candidate) -> TailBatchingConfig:
-        """`tail_batching` with the candidate's changes."""
+        """The settings of tail batching with the candidate's changes."""
         changes: dict[str, Any] = {}
         for key, value in candidate.changes.items():
             section, _, name = key.partition(".")
@@ -142,7 +145,8 @@ class Base:
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """The config with dotted keys set to plain values. Raises `ConfigError` if that is refused."""
+    """A copy of the config with dotted keys set to plain values. Raises `ConfigError` if the checks
+    of the config refuse the result."""
     tree = to_plain(config)
     for key, value in changes.items():
         *sections, name = key.split(".")
@@ -160,7 +164,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioEvaluate:
-    """Simulates a scenario."""
+    """An `Evaluate` that simulates a scenario."""
 
     scenario: Scenario
 
@@ -170,7 +174,7 @@ class ScenarioEvaluate:
 
 
 def plan_base(scenario: Scenario) -> Base:
-    """Everything that can be tried on a scenario."""
+    """The base of a plan for a scenario, with every idea that can be tried on the scenario."""
     rollout, scheduler = scenario.rollout, scenario.reward_scheduler
     ideas = _tail_and_stream_ideas(scenario)
     if scheduler.order != "closest" and scenario.rewards:
@@ -209,7 +213,7 @@ def plan_base(scenario: Scenario) -> Base:
 
 
 def _oracle(scenario: Scenario) -> Candidate:
-    """The scenario under the oracle, which knows all lengths."""
+    """A candidate that turns the scenario's system into the oracle, which knows all lengths."""
     switches = {
         name: {**to_plain(getattr(scenario, name)), **switch}
         for name, switch in SYSTEMS["oracle"].items()
@@ -221,7 +225,8 @@ def _oracle(scenario: Scenario) -> Candidate:
 
 
 def plan_base_of_run(config: RunConfig, model: RunModel) -> Base:
-    """Everything that can be tried on a recorded run. `model` has its lengths and mismatches."""
+    """The base of a plan for a recorded run, with every idea that can be tried on the run. `model`
+    has the lengths of its responses and its rate of mismatches."""
     ideas = _tail_and_stream_ideas(config)
     return Base(
         prompts_per_step=config.rollout.prompts_per_step,
@@ -234,7 +239,7 @@ def plan_base_of_run(config: RunConfig, model: RunModel) -> Base:
 
 
 def _tail_and_stream_ideas(config: Scenario | RunConfig) -> list[Idea]:
-    """Ideas for the race and for the stream trainer, sections that both kinds of config have."""
+    """Ideas for `tail_batching` and `stream_trainer`, sections that both kinds of config have."""
     tail, stream = config.tail_batching, config.stream_trainer
     on = {} if stream.enabled else {"stream_trainer.enabled": True}
     ideas = []
@@ -256,7 +261,7 @@ def _tail_and_stream_ideas(config: Scenario | RunConfig) -> list[Idea]:
 
 
 def _degree_ideas(scenario: Scenario) -> list[Idea]:
-    """Other degrees of tensor parallelism, and leaving them to the planner."""
+    """Ideas for other degrees of tensor parallelism, and for leaving the degree to the planner."""
     own, planner = scenario.rollout.tensor_parallel, scenario.parallelism_planner.enabled
     ideas = []
     if not planner:
@@ -279,7 +284,8 @@ def _is_possible(config: Scenario | RunConfig, idea: Idea) -> bool:
 
 
 def factors_idea(factors: tuple[float, float], *tiers: tuple[float, float]) -> Idea:
-    """Tail batching at (prompt_factor, sample_factor), with further races at theirs."""
+    """The idea of tail batching with `factors`, a pair (prompt_factor, sample_factor), and with
+    further tiers of short rounds at their own pairs."""
     return Idea(
         name="factors " + " then ".join(f"({p:g}, {s:g})" for p, s in (factors, *tiers)),
         slot=FACTORS,
@@ -302,7 +308,8 @@ def order_idea(
     max_deferrals: int = 4,
     complement: bool = True,
 ) -> Idea:
-    """Tail batching that only changes the order, with deferred prompts treated in this way."""
+    """The idea of tail batching that only changes the order of training, with this prompt factor
+    and these settings for prompts that are put off to a later round."""
     treated = ["tokens carried" if carry == "exact" else "drawn from scratch"]
     if stragglers == "pool":
         treated.append(f"awaited after {max_deferrals}")
@@ -331,7 +338,8 @@ OFF = Idea(
 
 
 def factor_grid(base: Base, *, fine: bool) -> list[Idea]:
-    """Factors of one and of two races, or where only the order may change of pools and queues."""
+    """Ideas of the slot `FACTORS` to try: factors of one and of two tiers, or pools and queues
+    where only the order may change; and at last no tail batching. `fine`: a larger grid."""
     return [*(_order_grid if base.order_only else _published_grid)(base, fine), OFF]
 
 
@@ -356,7 +364,7 @@ def _order_grid(base: Base, fine: bool) -> list[Idea]:
 
 
 def _published_grid(base: Base, fine: bool) -> list[Idea]:
-    """Sample factors are whole samples."""
+    """Ideas of one and of two tiers. Every sample factor makes a whole number of samples."""
     num_samples = base.samples_per_prompt
     samples = [(num_samples + more) / num_samples for more in (0, 1, 2, 4)]
     few = samples[:3] if fine else samples[1:3]
@@ -369,7 +377,7 @@ def _published_grid(base: Base, fine: bool) -> list[Idea]:
 
 
 def neighbours(base: Base, candidate: Candidate) -> list[Idea]:
-    """Factors a little off the candidate's, in one number each."""
+    """Ideas whose factors differ from the candidate's in one number, by a little."""
     tail = base.tail_of(candidate)
     if not tail.enabled or tail.chooses:
         return []
@@ -413,8 +421,8 @@ STREAMING = "stream_trainer."
 
 
 def on_shared_pools(base: Base, prices: PoolPrices) -> Base:
-    """Compared by what the pools cost, and without ideas that train while a round goes on: nobody
-    holds both pools."""
+    """The base with settings compared by the cost of the pools, and without ideas that train during
+    a rollout, since no job holds both pools at once."""
     ideas = tuple(
         idea for idea in base.ideas if not any(key.startswith(STREAMING) for key in idea.changes)
     )

@@ -13,18 +13,19 @@ from rollpacker.sim.plan_ideas import Base, Candidate, Idea
 from rollpacker.sim.result import StepResult, SystemResult
 
 MIN_GAIN = 0.005
-"""An idea must shorten the step by more than this share, or the setting does without it."""
+"""Share of a step's time that an idea must save for a plan to include it."""
 PAYS_GAIN = 0.02
-"""Tail batching must shorten the step by more than this share to be worth having."""
+"""Share of a step's time that tail batching must save to be worth having."""
 NOISE_ERRORS = 3.0
-"""A gain counts as one if it is more than so many standard errors."""
+"""Number of standard errors by which a gain must exceed 0 to count as a gain."""
 
 
 def round_shares(tail: TailBatchingConfig, prompts_per_step: int) -> dict[str, float] | None:
-    """How often each kind of round comes in the long run; None if factors change on the way.
+    """Mapping from each kind of round to its share of all rounds in the long run; None if the
+    factors of tail batching change during a run.
 
-    Every prompt that a round launches beyond what it trains on is launched again by the next race,
-    or at last by a long round."""
+    Every prompt that a round launches beyond what it trains on is launched again by a round of the
+    next tier, or at last by a long round."""
     if not tail.enabled:
         return {"plain": 1.0}
     if tail.chooses:
@@ -46,7 +47,7 @@ def round_shares(tail: TailBatchingConfig, prompts_per_step: int) -> dict[str, f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """One simulation, boiled down."""
+    """The numbers of one simulation by which settings are compared."""
 
     cost_s: float
     """The quantity that settings are compared by, as a long-run mean: seconds of a step, or
@@ -74,10 +75,10 @@ def measure(
     paired: bool = False,
     cost_s: Callable[[StepResult], float] = total_s,
 ) -> Measure:
-    """A simulation's long-run means, given how often each kind of round comes. Without that, or if
-    the simulation has not seen just these kinds, its plain means. `num_warm` steps at its begin do
-    not count. `paired`: the shift is that against the same prompts. `cost_s`: of a step, what is
-    compared."""
+    """A simulation's means over steps, with each kind of round weighted by its share in `shares`.
+    If that is None or names other kinds than the simulation had, the means are plain. `paired`: the
+    first `num_warm` steps do not count, and the length shift is against responses to the same
+    prompts. `cost_s` returns of a step what is compared."""
     by_kind: dict[str, list[StepResult]] = {}
     for step in result.steps[num_warm if paired else 0 :]:
         by_kind.setdefault(step.kind, []).append(step)
@@ -105,7 +106,7 @@ def measure(
 def _trained_length(
     by_kind: Mapping[str, Sequence[StepResult]], shares: Mapping[str, float]
 ) -> float:
-    """Mean length of a trained response."""
+    """Mean tokens of a trained response, with each kind of round weighted by its share."""
     return sum(
         share
         * sum(step.tokens_trained for step in by_kind[kind])
@@ -116,32 +117,32 @@ def _trained_length(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding(Measure):
-    """A candidate on several seeds, against the current settings on the same ones. What `Measure`
-    has is here a mean over the seeds."""
+    """A candidate simulated on several seeds and compared with the current settings on the same
+    seeds. The fields of `Measure` are means over the seeds."""
 
     candidate: Candidate
     saved_s: float
-    """Seconds of `cost_s` that the current settings take more."""
+    """Seconds by which `cost_s` of the current settings is larger."""
     saved_error_s: float
-    """Standard error of that over the seeds; nan with one seed."""
+    """Standard error of `saved_s` over the seeds; nan with one seed."""
     shift_error: float
     """Standard error of the difference to the current settings' shift; 0 with one seed."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Response tokens trained on per second of what is compared."""
+        """Response tokens trained on per second of `cost_s`."""
         return self.tokens / self.cost_s if self.cost_s else math.nan
 
     @property
     def is_clear(self) -> bool:
-        """The setting is faster by more than noise."""
+        """Whether the setting is faster than the current settings by more than noise."""
         return self.saved_s > max(NOISE_ERRORS * self.saved_error_s, MIN_GAIN * self.cost_s)
 
 
 def finding(
     candidate: Candidate, measures: Sequence[Measure], against: Sequence[Measure]
 ) -> Finding:
-    """A candidate's simulations against those of the current settings, seed by seed."""
+    """Compares a candidate's simulations with those of the current settings, seed by seed."""
     saved = [other.cost_s - own.cost_s for own, other in zip(measures, against, strict=True)]
     shifted = [other.shift - own.shift for own, other in zip(measures, against, strict=True)]
     is_known = len(saved) > 1
@@ -169,8 +170,9 @@ def _standard_error(values: Sequence[float]) -> float:
 def choose(
     now: Finding, kept: Sequence[Finding], *, current_keeps: bool, trust: float | None
 ) -> tuple[Finding, Finding | None]:
-    """The best of the finalists that keep the bound, fastest first, or `now`; and the fastest one
-    where it was refused as its trained tokens per second gain no more than `trust`."""
+    """The best of `kept` (finalists that keep the bound on the length shift, fastest first) or else
+    `now`; and the fastest finalist if it was refused because its trained tokens per second gain no
+    more than `trust`, or else None."""
     if not kept or not current_keeps:
         return (kept[0] if kept else now), None
     if trust is None:
@@ -186,13 +188,13 @@ class Bound:
     """How far the trained lengths may be from the policy's own."""
 
     most: float | None
-    """Trained responses may be shorter by this share; None: by any."""
+    """Share by which trained responses may be shorter; None: any."""
     both_ways: bool
-    """Trained responses may not be longer by more than `most` either."""
+    """Whether `most` also limits how much longer trained responses may be."""
 
     def keeps(self, shift: float, error: float = 0.0, slack: float = 0.0) -> bool:
-        """The shift keeps the bound within the slack, and not by luck alone: `error`, its noise
-        over the seeds, counts against it."""
+        """Whether a length shift keeps the bound, which may be missed by `slack`. `error`, the
+        standard error of the shift, is first subtracted from the shift."""
         if self.most is None:
             return True
         if self.both_ways and shift - error > self.most + slack:
@@ -206,11 +208,11 @@ class Reason:
 
     idea: Idea
     left_out_s: float
-    """Seconds a step that are lost if the best setting goes without it."""
+    """Seconds per step that are lost if the best setting goes without this idea."""
     left_out_error_s: float
     """Standard error of `left_out_s`."""
     left_out_shift: float
-    """Length shift without it."""
+    """Length shift of the best setting without this idea."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,39 +223,39 @@ class Plan:
     """The system that was searched."""
     current: Finding
     best: Finding
-    """`current` if nothing is clearly faster within the bound."""
+    """The setting to take: `current` if none that keeps the bound on lengths is clearly faster."""
     ranked: tuple[Finding, ...]
-    """The finalists that keep the bound, fastest first."""
+    """The finalists that keep the bound on the length shift, fastest first."""
     too_short: tuple[Finding, ...]
-    """Finalists that do not keep the bound."""
+    """The finalists that do not keep the bound on the length shift."""
     reasons: tuple[Reason, ...]
     """The worth of each idea of the best setting."""
     rejected: tuple[tuple[Idea, float], ...]
-    """Switches that were left out, with the share of a step's time that each saved by itself."""
+    """Ideas that the best setting lacks, with the share of a step's time that each saved alone."""
     oracle: Finding | None
-    """A bound that knows all lengths; None: there is none for this system."""
+    """The system that knows all lengths beforehand, for comparison; None: not simulated."""
     max_shift: float | None
-    """Trained responses may be shorter by this share, and where only the order may change longer as
-    well; None: any (debias undoes it)."""
+    """Share by which trained responses may be shorter, and where only the order may change longer
+    as well; None: any share, since `tail_batching.debias` undoes the effect by weights."""
     untailed: Finding | None = None
     """The best setting without tail batching; None: not known."""
     refused: Finding | None = None
-    """A setting whose step is clearly shorter, but whose trained tokens per second gain no more
-    than `Base.trust`. None: nothing was refused for that."""
+    """A setting whose step is clearly shorter, but which was refused because its trained tokens per
+    second gain no more than `Base.trust`. None: there was none."""
     num_seeds: int
     num_steps: int
-    """Steps of each final simulation."""
+    """Number of steps of each final simulation."""
     num_simulated: int
-    """Steps of all simulations together."""
+    """Number of steps of all simulations together."""
 
     @property
     def has_tail_batching(self) -> bool:
-        """The best setting has tail batching."""
+        """Whether the best setting has tail batching."""
         return self.base.tail_of(self.best.candidate).enabled
 
     @property
     def pays(self) -> bool:
-        """Tail batching is worth having."""
+        """Whether tail batching saves more than the share `PAYS_GAIN` of a step's time."""
         best, without = self.best, self.untailed
         if without is None or not self.has_tail_batching:
             return self.has_tail_batching
@@ -265,16 +267,16 @@ class Plan:
 
     @property
     def current_keeps(self) -> bool:
-        """The current settings keep the bound themselves. What was measured of them counts, or else
-        what was simulated."""
+        """Whether the current settings keep the bound on the length shift, by the measured shift or
+        else by the simulated one."""
         bound = Bound(most=self.max_shift, both_ways=self.base.order_only)
         measured = self.base.measured_shift
         return bound.keeps(self.current.shift if measured is None else measured)
 
     @property
     def given_up(self) -> str | None:
-        """A sentence on a promise of the defaults that the best setting gives up. None: it gives up
-        nothing."""
+        """A sentence on what is lost if the best setting turns `tail_batching.complement` off.
+        None: it does not."""
         if self.best.candidate.changes.get("tail_batching.complement") is not False:
             return None
         return (

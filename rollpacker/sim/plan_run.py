@@ -1,8 +1,8 @@
-"""Planning for a recorded run: its finals are what `simulate --from` says of the same settings.
+"""Planning for a recorded run: its final simulations are those of `simulate --from`.
 
-The search simulates a few steps with the prompts in a random order, which is enough to rank. What
-is shown simulates as many steps as the run had, in its order: lengths drift, and early steps also
-pay for the first calls of the rewards.
+The search simulates a few steps with the prompts in a random order, which is enough to rank
+settings. The final simulations have as many steps as the run had, in its order: lengths drift, and
+early steps also pay for the first calls of the rewards.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rollpacker.sim.result import SystemResult
 from rollpacker.sim.whatif import RunModel, asked_steps
 
 MAX_FINAL_STEPS = 250
-"""Steps of each final simulation at most. Of a longer run every second, third, ... row is taken."""
+"""Most steps of a final simulation. Of a longer run only every second, third, ... row is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvaluate:
-    """Simulates a recorded run."""
+    """An `Evaluate` that simulates a recorded run."""
 
     model: RunModel
     config: RunConfig
@@ -52,26 +52,26 @@ class RunEvaluate:
         return asked_steps(self.model, self.config) or self.model.fitted.num_steps
 
     def budget(self, budget: Budget) -> Budget:
-        """The budget with finals of as many steps as the run had."""
+        """The budget with as many steps in each final simulation as the run had."""
         return replace(budget, steps=min(self._num_steps, MAX_FINAL_STEPS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsMeasured:
-    """The run as it was, beside its simulation."""
+    """The measured result of a recorded run, beside the result of its simulation."""
 
     measured: SystemResult
     simulated: SystemResult
-    """At the run's own settings, whatever the plan's current ones are."""
+    """The run simulated at its own settings, whatever the plan's current settings are."""
 
     @property
     def offset(self) -> float:
-        """The simulated step over the measured one, minus 1."""
+        """Mean seconds of a simulated step over those of a measured step, minus 1."""
         return self.simulated.mean["total_s"] / self.measured.mean["total_s"] - 1
 
 
 def as_measured(model: RunModel) -> AsMeasured:
-    """Read a run once more, and simulate it as the finals of its plan are."""
+    """Measure a run from its event log, and simulate it as the final simulations of its plan."""
     own = RunEvaluate(model=model, config=model.config)
     steps = min(model.fitted.num_steps, MAX_FINAL_STEPS)
     simulated = own(Candidate(), FINAL_SEED, steps)
@@ -79,8 +79,8 @@ def as_measured(model: RunModel) -> AsMeasured:
 
 
 def measured_base(config: RunConfig, model: RunModel, real: AsMeasured) -> Base:
-    """Everything that can be tried, and what the run itself measured: of its own settings how far
-    its lengths shifted, of any how far a simulation may be trusted."""
+    """The base of a plan for a recorded run, with two numbers that the run measured: `trust`, and
+    at the run's own settings `measured_shift`."""
     return replace(
         plan_base_of_run(config, model),
         trust=abs(real.offset),

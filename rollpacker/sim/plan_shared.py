@@ -1,12 +1,12 @@
-"""Planning for pools that several jobs share: what counts is not how long a step is, but what the
-pools cost while the job holds them. Who holds none (verdicts are awaited, a commit is made) pays
-nothing: others work there.
+"""Planning for pools of devices that several jobs share: settings are compared not by the seconds
+of a step, but by what the pools cost while the job holds them. While the job holds no pool (it
+awaits verdicts, or commits a step), it pays nothing, since other jobs use the devices.
 
     cost of a step = rollout_s x price of its rollout nodes + (train_s + sync_s) x price of its
                      training nodes
     busy_s         = cost of a step / price of all its nodes
 
-`busy_s` is what a plan compares: seconds of both pools that cost as much.
+`busy_s` is what a plan compares: the seconds of holding both pools that would cost as much.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rollpacker.sim.result import StepResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPrices:
-    """Prices that a job pays while it holds its nodes."""
+    """Prices that a job pays per hour in which it holds its nodes, in the currency of the pools."""
 
     rollout_per_h: float
-    """Price of all its rollout nodes for an hour."""
+    """Price of all rollout nodes of the job for an hour."""
     train_per_h: float
     prompts_per_step: int
 
@@ -38,8 +38,7 @@ class PoolPrices:
         return {"rollout_per_h": self.rollout_per_h, "train_per_h": self.train_per_h}
 
     def busy_s(self, step: StepResult) -> float:
-        """Seconds of one step for which holding all nodes would cost as much. Waits for verdicts
-        are free."""
+        """Seconds for which holding all nodes costs as much as this step. Waits cost nothing."""
         rollout, train = step.rollout_s, step.train_s + step.sync_s
         return (rollout * self.rollout_per_h + train * self.train_per_h) / self.per_h
 
@@ -51,7 +50,8 @@ class PoolPrices:
 def pool_prices(
     pools: tuple[Pool, ...], devices: Mapping[Phase, int], prompts_per_step: int
 ) -> PoolPrices:
-    """Prices of a job's nodes in the first pool of each phase. A job has whole nodes."""
+    """Prices of a job's nodes in the first pool of each phase. `devices` maps each phase to the
+    job's number of devices, which is rounded up to whole nodes."""
     per_h = {}
     for phase, count in devices.items():
         pool = next(pool for pool in pools if pool.phase == phase)

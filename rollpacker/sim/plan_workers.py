@@ -16,14 +16,13 @@ from rollpacker.sim.result import SystemResult
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 _evaluate: Evaluate | None = None
-"""In a worker process: what it simulates with."""
+"""The function that this worker process simulates with. None: this process is no worker."""
 
 
 @contextmanager
 def interrupt_noted() -> Iterator[threading.Event]:
-    """Ctrl-C, and what is taken for it, sets the event, and is raised at the end. Raised at any
-    place it could strike between taking a lock that workers share and the `try` that lets go of
-    it, and they would wait for ever."""
+    """Inside this context SIGINT (Ctrl-C) only sets the yielded event; `KeyboardInterrupt` is
+    raised at the end. An earlier exception could leave a lock taken that other processes need."""
     noted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield noted
@@ -39,9 +38,8 @@ def interrupt_noted() -> Iterator[threading.Event]:
 
 @contextmanager
 def interrupt_held() -> Iterator[None]:
-    """Ctrl-C takes effect afterwards; for where this process starts others. In the midst of it, it
-    would leave one that waits to be told what it is for, and which then complains of its end. They
-    start with Ctrl-C held until `ignore_interrupt`."""
+    """Inside this context, in which this process starts others, Ctrl-C has no effect until the end,
+    so that no process is left half started. The started processes have Ctrl-C blocked."""
     with interrupt_noted():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -51,7 +49,7 @@ def interrupt_held() -> Iterator[None]:
 
 
 def ignore_interrupt() -> None:
-    """In a worker: Ctrl-C is for the process that started it, which ends it then."""
+    """Make this worker process ignore Ctrl-C; the process that started it ends it instead."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
@@ -69,7 +67,8 @@ def work(candidate: Candidate, seed: int, steps: int) -> SystemResult:
 
 @contextmanager
 def workers(evaluate: Evaluate, jobs: int) -> Iterator[Executor | None]:
-    """Processes of one thread each; none for one job."""
+    """A pool of `jobs` processes of one thread each that call `evaluate`. None if `jobs` is 1: the
+    caller then simulates by itself. Raises `ValueError` for less than 1."""
     if jobs < 1:
         raise ValueError(f"--jobs must be at least 1, not {jobs}")
     if jobs == 1:

@@ -15,22 +15,22 @@ SWITCHES = (
     *("tail_batching", "reward_scheduler", "parallelism_planner"),
     *("stream_trainer", "oracle"),
 )
-"""The sections of a scenario that a system is made of."""
+"""The sections of a scenario that a system's preset sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardKind:
-    """Values of a reward stage that the scenario does not set."""
+    """Defaults of a kind of check, for fields of a reward stage that the scenario does not set."""
 
     text: str
     seconds_quantiles: Mapping[float, float] | None = None
-    """Seconds of one check by quantile, without any limit on it."""
+    """Mapping from quantile to seconds of one check without a time limit. None: no seconds."""
     workers: int | None = None
     calls_per_s: float | None = None
     limit_s: float | None = None
     """Seconds after which a check fails. None: there is no limit."""
     slowest_correct_s: float | None = None
-    """Seconds of a check beyond which no answer is correct. None: time says nothing."""
+    """Seconds of a check beyond which no answer is correct. None: there is no such limit."""
 
 
 _TABLES = read_tables("presets.yaml")
@@ -38,28 +38,29 @@ _TABLES = read_tables("presets.yaml")
 SYSTEMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     name: system["switches"] for name, system in _TABLES["systems"].items()
 }
-"""The switches of each system, as a scenario file would write them."""
+"""Mapping from a system's name to its values of the sections `SWITCHES`, as in a scenario file."""
 
 _STREAM = SYSTEMS["rollpacker-published"]["stream_trainer"]
 RELEASE_WINDOW: list[float] = _STREAM["window"]
-"""Shares of finished samples between which devices are released."""
+"""Lowest and highest share of finished samples at which devices are released within a round."""
 STREAMED_SHARE: float = _STREAM["max_share"]
-"""Share of a step's training that is hidden under its rollout at most."""
+"""Largest share of a step's samples whose gradients are computed during the rollout."""
 
 _LENGTHS = _TABLES["lengths"]
 _CAP: int = _LENGTHS["cap"]
 """Longest response of the paper's length measurement, in tokens."""
 LONGER_SHARE: float = _LENGTHS["longer_share"]
-"""Share of the responses that ran into that cap which are taken to run past twice the cap."""
+"""Share of the responses beyond the cap of the paper's measurement, by luck and not for a hard
+prompt, that are assumed to be longer than twice that cap."""
 LUCKY_SHARE: float = _LENGTHS["lucky_share"]
-"""Share of the responses that ran into that cap by luck, and not for a hard prompt."""
+"""Share of the responses beyond the paper's cap that are so long by luck, not for a hard prompt."""
 PROMPTS: dict[str, float] = _LENGTHS["prompts"]
-"""Three fields of `LengthLaw` that say how much a response's length depends on its prompt."""
+"""Values of three fields of `LengthLaw` that describe how a length depends on its prompt."""
 
 
 def length_laws(longer_share: float, lucky_share: float) -> dict[str, Mapping[float, int]]:
-    """Tokens of a response by quantile, hard prompts left out: what the figure shows, and the tail
-    above its highest quantile."""
+    """Mapping from the name of each length law to tokens of a response by quantile, without hard
+    prompts: the paper's figure, and an assumed tail above the figure's highest quantile."""
     laws: dict[str, Mapping[float, int]] = {}
     for name, law in _LENGTHS["laws"].items():
         capped = lucky_share * law["capped_share"]
@@ -73,13 +74,13 @@ LENGTH_LAWS = length_laws(LONGER_SHARE, LUCKY_SHARE)
 REWARD_KINDS: Mapping[str, RewardKind] = {
     name: RewardKind(**facts) for name, facts in _TABLES["rewards"].items()
 }
-"""Kinds of reward by the `kind` of a stage. Pools have this size whatever the number of GPUs."""
+"""Mapping from the `kind` of a reward stage to its defaults, whatever the number of GPUs."""
 
 # -- listing -----------------------------------------------------------------------
 
 
 def describe_presets() -> str:
-    """Every preset with its numbers, for people."""
+    """A text that lists every preset with its numbers."""
     return "\n\n".join(
         f"{title}\n" + "\n".join(f"  {line}" for line in lines)
         for title, lines in (

@@ -13,19 +13,19 @@ from functools import cached_property
 from rollpacker.report.reward_fit import Call, Calls, Check
 
 NEIGHBOURS = 0.1
-"""Share of the recorded calls, those nearest in size, that a call is drawn from."""
+"""Share of the recorded calls, those nearest in number of samples, that a call is drawn from."""
 MIN_NEIGHBOURS = 8
-"""A call is drawn from at least so many recorded ones, where there are so many."""
+"""Fewest recorded calls that a call is drawn from, unless fewer were recorded."""
 
 
 class RecordedChecks:
-    """A run's verdicts on its responses, and the calls that brought them."""
+    """A run's verdicts on its responses, and the calls of rewards that gave the verdicts."""
 
     def __init__(
         self, by_row: Mapping[int, Sequence[Check]], calls: Calls | None, *, warm: bool = False
     ) -> None:
-        """`calls` None: a check is a call of its own, since its kind has workers or a deadline.
-        `warm`: the rewards' workers have had their first calls already."""
+        """`by_row` maps a row of the data to its recorded checks. `calls` None: every check is a
+        call of its own. `warm`: the first calls, which are slower, are over."""
         self.calls = None if calls is None else RecordedCalls(calls, warm=warm)
         self._by_row = {row: sorted(checks, key=_length) for row, checks in by_row.items()}
 
@@ -34,8 +34,8 @@ class RecordedChecks:
         return sorted((c for checks in self._by_row.values() for c in checks), key=_length)
 
     def check(self, row: int, num_tokens: int, luck: float) -> Check | None:
-        """A recorded check of the nearest length: of this row's responses, or else of all. None if
-        nothing was recorded."""
+        """A recorded check of a response of nearly `num_tokens` tokens, to this row of the data or
+        else to any row. None if the run has no check. `luck` chooses among equal lengths."""
         checks = self._by_row.get(row) or self._all
         if not checks:
             return None
@@ -48,12 +48,13 @@ class RecordedChecks:
 
 
 class RecordedCalls:
-    """How long calls of several checks took."""
+    """Seconds of a run's calls of a reward, each of which checked one or more samples."""
 
     def __init__(self, calls: Calls, *, warm: bool = False) -> None:
         self.num_workers = calls.num_workers
         self.warm_ups = () if warm else calls.warm_ups
-        """Seconds of the first calls."""
+        """Seconds of each of the first calls, which include starting up; empty if these are
+        over."""
         self._line_s = calls.line_s
         alone = [call for call in calls.recorded if call.alone]
         beside = [call for call in calls.recorded if not call.alone]
@@ -61,12 +62,12 @@ class RecordedCalls:
             is_alone: some if len(some) >= MIN_NEIGHBOURS else calls.recorded
             for is_alone, some in ((True, alone), (False, beside))
         }
-        """Recorded calls by whether nothing was generated beside them; all calls where those are
-        few."""
+        """Recorded calls by whether nothing was generated meanwhile (True) or something was
+        (False); all recorded calls under both keys that would have too few."""
 
     def call_s(self, num_samples: int, luck: float, *, alone: bool) -> float:
-        """Seconds of a call: those of a recorded one of about as many samples, in proportion.
-        `alone`: nothing is generated any more."""
+        """Seconds of a call that checks `num_samples` samples, scaled from a recorded call of about
+        as many, which `luck` chooses. `alone`: whether nothing is generated meanwhile."""
         recorded = self._recorded[alone]
         num = min(len(recorded), max(MIN_NEIGHBOURS, int(NEIGHBOURS * len(recorded))))
         at = bisect_left(recorded, num_samples, key=_size)

@@ -1,4 +1,5 @@
-"""Lengths and progress of the current step's responses, and what deferred prompts left behind.
+"""Lengths and progress of the current step's responses, and the unfinished responses of deferred
+prompts (prompts that were put off to a later round).
 
 A response's length belongs to its (prompt, place), not to the attempt (`tail_batching.selection=
 none`): launched again, it is the one that was cut off. Under newer weights each token that was
@@ -29,33 +30,33 @@ from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.sim.workload import Workload
 
 MAX_REDRAWS = 16
-"""An end at or before the floor is drawn once more at most so often, as in a real engine."""
+"""Most times that a response's end is refused and drawn again, as in a real engine."""
 
 
 class Draw(msgspec.Struct, frozen=True, gc=False):
-    """A response as it was when its prompt was deferred."""
+    """A response as it was when its prompt was deferred (put off to a later round)."""
 
     length: int
-    """Tokens of the whole response, if it went on under these weights."""
+    """Tokens that the whole response would have if it went on under the same weights."""
     tokens: int
     """Tokens generated so far."""
     version: int
-    """Version of the weights that drew these tokens."""
+    """Version of the weights that generated these tokens."""
     attempt: int
-    """Attempt of the launch whose noise the response's end has."""
+    """Attempt of the launch whose random numbers decided the response's length."""
     floor: int
-    """Largest number of tokens at which the response was cut off; 0: it never was."""
+    """Largest number of tokens at which the response was cut off; 0: it was never cut off."""
     ceiling: int
-    """Tokens to which the response may grow if a token comes out differently."""
+    """Most tokens that the response may get if a token comes out differently and `floor` is 0."""
 
 
 @dataclass(slots=True)
 class Verified:
-    """Carried tokens that were drawn again in the whole run."""
+    """Counts over the whole run of tokens of earlier launches that newer weights verified."""
 
     num_tokens: int = 0
     num_mismatches: int = 0
-    """So many of them came out differently: of a response at most the first."""
+    """Number of these tokens that came out differently; of a response at most the first."""
 
     @property
     def mismatch(self) -> float:
@@ -64,10 +65,9 @@ class Verified:
 
 # A list or a dict per fact of a response, since every event reads some.
 class Responses:
-    """The samples launched in a step, each with a key (a small number) and the length in tokens
-    that the policy would write: of trajectories, up to the end of the message at hand. They are
-    known from their launch to the commit of the step: a step
-    that is filled up trains on responses of several rounds."""
+    """The samples launched since the last commit of a step, each with a key (a small number) and
+    the length in tokens that the policy would write: of trajectories, up to the end of the current
+    message. One step may train on responses of several rounds."""
 
     def __init__(
         self, workload: Workload, tail: TailBatchingConfig | None = None, mismatch: float = 0.0
@@ -76,30 +76,30 @@ class Responses:
         self.samples: list[SampleId] = []
         """Sample of each key. The lists below are indexed by key too."""
         self.lengths: list[int] = []
-        """Tokens of each response in its current redraw."""
+        """Tokens of each response with the end that it has now."""
         self.noises: list[SampleId] = []
-        """Sample whose noise each response has, with the attempt in which its end was drawn."""
+        """Id by which each response's random numbers are drawn, with the attempt of its length."""
         self.done: list[int] = []
         """Tokens that each response begins with, which are not generated anew."""
         self.reached: dict[int, int] = {}
-        """Tokens of responses that were stopped."""
+        """Number of tokens that each stopped response had, by key."""
         self.kept: dict[int, int] = {}
-        """Carried tokens that came out the same, of each response whose tokens were verified."""
+        """Tokens of an earlier launch that came out the same, by key of a verified response."""
         self.redraws: dict[int, int] = {}
-        """Redraws taken so far beyond the first, of each response that had any."""
+        """How often a response's end was refused and drawn again. No entry: never."""
         self.keys: dict[SampleId, int] = {}
         self._bounds: dict[int, tuple[int, int]] = {}
-        """Floor and ceiling of each response that was deferred."""
+        """`floor` and `ceiling` of each response that was deferred (see `Draw`)."""
         self.verified = Verified()
         self.redraws_to_come: dict[int, list[int]] = {}
-        """Lengths of the redraws to come, the next one last; of those that had any."""
+        """Lengths that a response will have after each refusal of its end, the next length last."""
         self._keys_of: dict[PromptId, list[int]] = {}
         """Keys of each prompt's samples."""
         self._workload = workload
         self._tail = tail or TailBatchingConfig(enabled=False, selection="published")
         self._mismatch = mismatch
         self._left: dict[PromptId, dict[int, Draw]] = {}
-        """Draws of every deferred prompt, by place of the sample."""
+        """For every prompt put off to a later round its unfinished responses, by sample index."""
         self._version = 0
         """Version of the weights of the current step."""
 
@@ -107,7 +107,7 @@ class Responses:
         return {Defer: self._keep}
 
     def add(self, command: Launch) -> range:
-        """The keys of samples that are launched now."""
+        """Add the samples of a launch and return their keys."""
         samples = command.samples
         keys = range(len(self.samples), len(self.samples) + len(samples))
         self._version = command.version
@@ -145,16 +145,16 @@ class Responses:
         return [lengths[keys[sample]] for group in groups for sample in group]
 
     def own_tokens(self, groups: Iterable[Sequence[SampleId]]) -> int:
-        """Tokens that as many samples of these groups' prompts would have where nobody selects and
-        no weights change."""
+        """Tokens that as many samples of these groups' prompts would have together if no response
+        was left out and no weights changed."""
         if self._workload.trajectories is not None:
             return self._workload.trajectories.own_tokens([*groups])
         lengths = self._workload.lengths
         return sum([sum(lengths(group[0].prompt, 0)[: len(group)]) for group in groups])
 
     def next_redraw(self, key: int) -> bool:
-        """The response has come to an end that is not taken: another one is drawn. False: it is
-        taken."""
+        """Called when the response ends. Returns True if this end is refused, and gives the
+        response the length of its next end; False if the end stands."""
         redraws = self.redraws_to_come.get(key)
         if not redraws:
             return False
@@ -185,14 +185,14 @@ class Responses:
             lengths.append(known[index])
 
     def _repeat(self, keys: range, failed: Sequence[int]) -> None:
-        """The engine failed on these: the same responses once more."""
+        """Give launches that replace failed ones the same responses once more."""
         for key, before in zip(keys, failed, strict=True):
             self.lengths[key] = self.lengths[before]
             if before in self.kept and self.done[key]:
                 self.kept[key] = self.done[key] = self.kept[before]
 
     def _take_up(self, keys: range, carried: bool) -> None:
-        """Go on from what earlier launches of the same samples came to."""
+        """Let responses go on from what earlier launches of the same samples had generated."""
         exact = carried and self._tail.carry == "exact"
         noises = self.noises
         prompt, left = None, dict[int, Draw]()
@@ -217,7 +217,8 @@ class Responses:
                 self._verify(key, tokens, self._version - draw.version)
 
     def _verify(self, key: int, num_tokens: int, num_updates: int) -> None:
-        """Draw these tokens again under weights that are so many updates newer."""
+        """Decide how many of `num_tokens` earlier tokens come out the same under weights that are
+        `num_updates` newer, and how the response goes on after the first that does not."""
         noise, kept = self.noises[key], num_tokens
         noise = SampleId(noise.prompt, noise.index, self.samples[key].attempt)
         if self._mismatch:
@@ -244,7 +245,7 @@ class Responses:
             self.redraws_to_come[key] = redraws[:0:-1]
 
     def _keep(self, command: Defer) -> None:
-        """The prompts will be launched again."""
+        """Remember the responses of prompts that will be launched again."""
         if self._tail.selection == "published" or self._workload.trajectories is not None:
             return
         for prompt in command.prompts:

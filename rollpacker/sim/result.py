@@ -15,18 +15,19 @@ BUBBLE_CAUSES: dict[str, str] = {
     "migration": "devices that handed their requests over and waited for them to settle",
     "sync": "new weights on their way to the engines, and engines laid out anew",
 }
-"""Every cause of idle device time, with what it means."""
+"""Every cause of idle device time that each simulation has, with its meaning."""
 PIPELINE = "pipeline"
-"""One more where the trainer has stages: those that waited for a message, or for another replica's
-to end."""
+"""A further cause of idle device time, where the trainer has pipeline stages: stages that waited
+for a message, or for the end of another replica's step."""
 OTHER_POOL = "other_pool"
-"""One more where the trainer has devices of its own: those of one phase while the other goes on."""
+"""A further cause of idle device time, where the trainer has devices of its own: devices that only
+train during a rollout, and devices that only generate during training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One optimizer step. The four stages add up to `total_s`: `reward_s` is only what was exposed,
-    the wait after the last response of a round was generated."""
+    """One optimizer step. Its four stages add up to `total_s`; `reward_s` is only the wait for
+    verdicts after the last response of a round was generated."""
 
     kind: str
     rollout_s: float
@@ -37,14 +38,14 @@ class StepResult:
     tensor_parallel: int
     preemptions: int
     max_response_tokens: int
-    """The longest response that was trained on."""
+    """Tokens of the longest response that the step trained on."""
     tokens_generated: int
-    """Tokens that were generated, those of aborted and deferred samples included."""
+    """Tokens that were generated, including those of samples that were stopped."""
     tokens_trained: int
     num_trained: int
-    """Samples."""
+    """Number of samples that the step trained on."""
     num_streamed: int
-    """Samples whose gradients began before the round was over."""
+    """Number of samples whose gradients began before the round was over."""
 
 
 JSON_STEP_KEYS = (
@@ -55,30 +56,32 @@ JSON_STEP_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemResult:
-    """A system's run over a scenario."""
+    """The result of one system's simulated run of a scenario."""
 
     steps: tuple[StepResult, ...]
     tokens_generated: int
     tokens_trained: int
     trained_length_mean: float
     policy_length_mean: float
-    """Mean of the scenario's own length law: what the policy would write if nobody selected."""
+    """Mean of the scenario's length law: tokens of a response if no response was left out."""
     policy_length_p95: float
     tail_trained_share: float
-    """Share of trained responses beyond the policy's own P95; 0.05 without selection."""
+    """Share of the trained responses that are longer than `policy_length_p95`; 0.05 if no response
+    is left out."""
     bubble: Mapping[str, float]
-    """Device-seconds idle, by `BUBBLE_CAUSES`."""
+    """Idle device-seconds by cause: `BUBBLE_CAUSES`, and further causes that came up."""
     device_seconds: float
-    """Devices times the run's seconds, for putting the bubble into proportion."""
+    """Number of devices times the run's seconds, of which `bubble` is a part."""
     num_releases: int
-    """How often the stream plan released devices."""
+    """How often devices of the rollout were released to the trainer within a round."""
     own_length_mean: float = math.nan
-    """Mean length of as many responses to the prompts that were trained on, if nobody selected and
-    no weights changed. nan: not known."""
+    """Mean tokens of as many responses to the trained prompts, if no response was left out and no
+    weights changed. nan: not known."""
     mismatch: float = 0.0
-    """Share of the carried tokens drawn again that came out differently."""
+    """Share of the tokens kept from an earlier launch that came out differently when they were
+    verified."""
     pipeline: PipelineResult | None = None
-    """Result of the trainer's stages. None: it has no stages."""
+    """Result of the trainer's pipeline stages. None: the trainer has no stages."""
 
     @property
     def mean(self) -> dict[str, float]:
@@ -91,8 +94,8 @@ class SystemResult:
 
     @property
     def trained_tokens_per_s(self) -> float:
-        """Response tokens trained on, over all steps and their seconds: what a step that is
-        shorter because it trains on less does not raise."""
+        """Response tokens trained on per second, over all steps. A step that is shorter because it
+        trains on less does not raise this number."""
         seconds = sum(step.total_s for step in self.steps)
         return sum(step.tokens_trained for step in self.steps) / seconds if seconds else math.nan
 
@@ -103,8 +106,8 @@ class SystemResult:
 
     @property
     def paired_shift(self) -> float:
-        """Length shift against the very prompts that were trained on, which does not vary by
-        chance: 0 if only the order changed."""
+        """Mean trained length over `own_length_mean`, the mean for the same prompts, minus 1. 0 if
+        only the order of training changed, without noise of chance."""
         return self.trained_length_mean / self.own_length_mean - 1
 
     def to_plain(self) -> dict[str, Any]:

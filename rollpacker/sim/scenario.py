@@ -40,37 +40,37 @@ from rollpacker.sim.unkind import UnkindConfig
 from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 
 SHARE_TOLERANCE = 0.01
-"""Shares may miss 1 by so much: 0.34 + 0.33 + 0.33 and three times 0.333 are both fine."""
+"""Amount by which the sum of shares may differ from 1, so that three times 0.333 is accepted."""
 MAX_SAMPLES = 10_000_000
-"""Samples of a step at most, and of the steps that an oracle sorts together: more do not fit into
+"""Most samples of a step, and of the steps that an oracle sorts together: more do not fit into
 memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
-    """One round of generation (`rollout.*`)."""
+    """How responses are generated (`rollout.*`)."""
 
     prompts_per_step: int
-    """P0: prompts that each optimizer step trains on."""
+    """P0: number of prompts that each optimizer step trains on."""
     samples_per_prompt: int
-    """R0: responses per prompt."""
+    """R0: number of responses per prompt."""
     max_response_tokens: int
-    """The cap: where longer responses are cut."""
+    """The cap: number of tokens at which a longer response is cut."""
     tensor_parallel: int = 1
-    """GPUs of one engine; with the parallelism planner, the degree that it begins with."""
+    """Number of GPUs of one engine; with the parallelism planner, the number at the start."""
     prompt_tokens: int = 200
     """Mean length of a prompt."""
     max_running: int | None = None
-    """Sequences that an engine decodes at once; None: as many as its cache holds."""
+    """Most sequences that an engine decodes at once; None: as many as its cache holds."""
     speculation: Speculation | None = None
     drafts: Drafts | None = None
-    """Drafts in every round; None: none."""
+    """Guessed tokens that every decode step verifies; None: no tokens are guessed."""
     routing: Routing = "turns"
-    """`turns`: each sample to the next engine; `spread`: to the one with the least work; `group`: a
-    prompt's together."""
+    """Engine that a sample goes to. `turns`: the next engine in turn; `spread`: the engine with the
+    least work; `group`: all samples of a prompt to the same engine."""
     moves: bool = True
-    """Samples under way move to an engine that has taken a lost one's place, and from those whose
-    devices are released."""
+    """Whether unfinished samples can move between engines: to the replacement of a lost engine, and
+    away from engines whose devices are released."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "prompts_per_step", "max_response_tokens", "tensor_parallel")
@@ -96,17 +96,17 @@ class RewardScheduler:
     """When and for how long answers are checked (`reward_scheduler.*`)."""
 
     overlap: bool = True
-    """Each answer is checked as soon as it is generated; else all after the rollout."""
+    """Whether each answer is checked as soon as it is generated. False: all after the rollout."""
     adaptive_timeout: bool = True
-    """The limit of a check follows the slowest correct one so far."""
+    """Whether the time limit of a check follows the slowest check of a correct answer so far."""
     colocated_judge: bool = True
-    """The judge shares the GPUs of the rollout."""
+    """Whether the judge shares the GPUs of the rollout. False: it has devices of its own."""
     order: Literal["fifo", "closest", "longest"] = "fifo"
-    """The response that is checked next: the first to come, one whose prompt lacks the fewest
-    verdicts, or the one whose check is expected to take longest."""
+    """The response that is checked next: the first to come, a response whose prompt lacks the
+    fewest verdicts, or the response whose check is expected to take longest."""
     cancel: bool = False
-    """Checks that run for samples which are not needed any more are ended, as real runs do. Off by
-    default: the constants were calibrated without."""
+    """Whether running checks of samples that are not needed any more are ended, as in real runs.
+    Off by default, since the constants were calibrated without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,8 @@ class ParallelismSwitch:
     """The planner of the rollout's tensor-parallel degree (`parallelism_planner.*`)."""
 
     enabled: bool = True
-    """Off: every round has the degree of `rollout.tensor_parallel`."""
+    """Whether the planner may change the degree. False: every round has the degree of
+    `rollout.tensor_parallel`."""
     resize_s: float = 0.0
     """Seconds until engines with a new tensor-parallel degree have started."""
 
@@ -124,13 +125,13 @@ class ParallelismSwitch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarrySpec:
-    """How tokens of deferred prompts fare under newer weights (`carry.*`)."""
+    """How newer weights change tokens of prompts that were put off to a later round (`carry.*`)."""
 
     mismatch: float = 0.0
-    """Chance per token and update that a token comes out differently. A run measures its own."""
+    """Chance per token and weight update that a kept token comes out differently."""
     mismatch_band: tuple[float, float] | None = None
-    """Between these it lies for certain: a plan holds its bound on the length shift at both ends.
-    None: it is known."""
+    """Lowest and highest value that `mismatch` can have; a plan keeps its bound on the length shift
+    at both. None: `mismatch` is known."""
 
     def __post_init__(self) -> None:
         for name, rate in (
@@ -148,10 +149,11 @@ class CarrySpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleSpec:
-    """Knowledge that only a simulator can have (`oracle.*`)."""
+    """What a system does that knows all lengths beforehand, as only a simulator can
+    (`oracle.*`)."""
 
     reorder_window: int = 0
-    """The prompts of so many steps are sorted by their longest response; 0: as they come."""
+    """Number of steps whose prompts are sorted together by longest response; 0: no sorting."""
 
     def __post_init__(self) -> None:
         if self.reorder_window < 0:
@@ -167,7 +169,7 @@ class Scenario:
     name: str
     """Title of the pictures and tables."""
     model: str | ModelShape
-    """A preset's name, or a shape."""
+    """Name of a preset, or the shape of a model (its layers, width, heads and parameters)."""
     cluster: Cluster
     rollout: RolloutSpec
     lengths: LengthLaw | None = None
@@ -175,12 +177,12 @@ class Scenario:
     rewards: tuple[RewardStage, ...] = ()
     """Ways in which answers are checked, mixed by share; none: every verdict is there at once."""
     turns: TurnsSpec | None = None
-    """Samples take turns with environments; None: a sample is one response."""
+    """How samples take turns with environments; None: a sample is one response."""
     train: TrainSpec = field(default_factory=TrainSpec)
     sync_s: float | None = None
     """Seconds to bring new weights into the engines; None: a power law of the parameters."""
     system: str = "rollpacker"
-    """A preset of the switches below."""
+    """Name of a preset that sets the sections `tail_batching` to `oracle` below."""
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     reward_scheduler: RewardScheduler = field(default_factory=RewardScheduler)
     parallelism_planner: ParallelismSwitch = field(default_factory=ParallelismSwitch)
@@ -188,7 +190,7 @@ class Scenario:
     oracle: OracleSpec = field(default_factory=OracleSpec)
     carry: CarrySpec = field(default_factory=CarrySpec)
     unkind: UnkindConfig | None = None
-    """Faults that happen: engines that fail, verdicts that get lost; None: none."""
+    """Faults that happen, such as engines that fail and verdicts that get lost; None: no faults."""
     steps: int = 40
     """Optimizer steps that are simulated."""
     seed: int = 0
@@ -248,7 +250,7 @@ class Scenario:
 
     @property
     def stages(self) -> tuple[RewardStage, ...]:
-        """`rewards`, or one stage without a check."""
+        """The ways in which answers are checked: `rewards`, or one stage without a check."""
         return self.rewards or (RewardStage(kind="none", share=1.0),)
 
     def law_of(self, stage: RewardStage) -> LengthLaw:
@@ -259,7 +261,7 @@ class Scenario:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a response at most; with turns, of a trajectory."""
+        """Most tokens of a response, or with turns of a trajectory."""
         return self.rollout.max_response_tokens if self.turns is None else self.turns.max_tokens
 
     @property
@@ -364,11 +366,12 @@ class Scenario:
 def load_scenario(
     path: str | Path, overrides: Sequence[str] = (), system: str | None = None
 ) -> Scenario:
-    """The file with the overrides applied, for its own system or for another one.
+    """Read a scenario from a file and apply the overrides. `system` None: the file's own system.
 
     Switches in the file or the overrides belong to the file's own system; another system is its
-    pure preset on the same workload and cluster. What the file gives for its own model is left out
-    for another one (`given_constants`). Raises `ConfigError` with one message.
+    pure preset on the same workload and cluster. Constants that the file gives for its own model
+    are left out if an override takes another model (`given_constants`). Raises `ConfigError` with
+    one message.
     """
     _refuse_run_config(path)
     overrides = [*overrides, *given_constants(path, overrides).resets]
@@ -393,7 +396,7 @@ def _refuse_run_config(path: str | Path) -> None:
 
 
 def with_system(scenario: Scenario, system: str) -> Scenario:
-    """The scenario as it is if that is its system, else with the preset's switches.
+    """The scenario unchanged if `system` is its system, else with that preset's switches.
 
     Raises `ValueError` for an unknown system.
     """
@@ -410,7 +413,8 @@ def with_system(scenario: Scenario, system: str) -> Scenario:
 
 
 def with_pipeline(scenario: Scenario, name: str) -> Scenario:
-    """The scenario with the order and the links of a name of `PIPELINES`.
+    """The scenario with the schedule of pipeline stages (order and links) that `PIPELINES` has
+    under this name.
 
     Raises `ValueError` if the scenario has no pipeline."""
     if scenario.train.pipeline is None:

@@ -1,4 +1,4 @@
-"""Checks that the parts of a scenario share. Each raises `ValueError` with the name of the key."""
+"""Checks that the parts of a scenario share. Each check raises `ValueError` and names the key."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from rollpacker.config.document import nearest
 
 MAX_SECONDS = 1e9
-"""Seconds that any one thing may take at most."""
+"""Largest number of seconds that a key of a scenario may have."""
 TRAINED_PARAMETER_BYTES = 18
-"""bfloat16 weights, and in float32 gradients, master weights and Adam's two moments."""
+"""Bytes of memory per trained parameter: a bfloat16 weight, and in float32 its gradient, master
+weight and Adam's two moments."""
 
 
 def at_least_one(owner: object, *names: str) -> None:

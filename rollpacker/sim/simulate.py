@@ -1,4 +1,4 @@
-"""From a scenario to a result: the parts put together."""
+"""Simulates a scenario: makes the machine and the core's configuration, and runs both."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def simulate(
 ) -> SystemResult:
     """Run `scenario.steps` steps of the scenario's system.
 
-    `observe` is given every event and the core's answer; `progress` the number of steps done.
-    Raises `ConfigError` if a trace cannot be read.
+    `observe` is called with every event and the core's answer, `progress` with the number of steps
+    done. Raises `ConfigError` if a trace cannot be read.
     """
     machine = machine_of(scenario, calibration or Calibration())
     simulation = Simulation(
@@ -53,7 +53,7 @@ def simulate(
 
 
 def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
-    """The cluster and the model, as the datasheets and the fitted constants have them."""
+    """The machine of a scenario, with times from datasheets and the fitted constants."""
     rollout, scheduler = scenario.rollout, scenario.reward_scheduler
     share = 1.0
     if not scheduler.overlap:
@@ -87,7 +87,7 @@ def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
 
 
 def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
-    """The core's configuration. The run has no end of its own: the driver counts the steps."""
+    """The core's configuration for a scenario. It has no limit of steps: the simulation counts."""
     rollout, scheduler = scenario.rollout, scenario.reward_scheduler
     layouts = _layouts(scenario, machine)
     degrees = tuple(sorted(layout.tensor_parallel for layout in layouts))
@@ -128,8 +128,8 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
 
 
 def _tail(scenario: Scenario) -> TailBatchingConfig:
-    """The core's tail batching. To the core deferred trajectories begin anew; the machine knows
-    which of their tokens are taken in by one pass (`Machine.carries_turns`)."""
+    """The core's settings of tail batching. With turns the core must start trajectories put off to
+    a later round anew, since the machine keeps their tokens (`Machine.carries_turns`)."""
     tail = scenario.tail_batching
     return replace(tail, carry="none") if scenario.turns is not None and tail.carries else tail
 
@@ -145,8 +145,8 @@ def _reward_kind(stage: RewardStage, adaptive: bool) -> RewardKindConfig:
 
 
 def _layouts(scenario: Scenario, machine: Machine) -> tuple[DeviceLayout, ...]:
-    """One layout for every degree that the planner may choose, the scenario's own first. An engine
-    stays inside a node, and its weights and a response of full length fit."""
+    """One layout for every degree that the planner may choose, the scenario's own first. Degrees at
+    which an engine leaves a node, or cannot hold a response of full length, are left out."""
     cluster, rollout = scenario.cluster, scenario.rollout
     longest = rollout.prompt_tokens + scenario.max_tokens
     own = rollout.tensor_parallel

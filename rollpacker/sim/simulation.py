@@ -50,7 +50,7 @@ from rollpacker.sim.workload import Workload
 
 
 class Simulation:
-    """One run in virtual time. `run` once."""
+    """One run in virtual time. `run` may be called once."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Simulation:
         observe: Sink | None = None,
         pools: Port | None = None,
     ) -> None:
-        """`unkind` is what goes wrong, drawn by `seed`. `observe` is given every event with the
-        core's answer, as a real run logs it. `pools` obeys `Enter` and `Leave` of a job that shares
-        its pools, by events on the `clock`; None: they are there at once."""
+        """`unkind`: rates of faults, drawn by `seed`; None: no faults. `observe` is called with
+        every event and the core's answer, as a real run logs them. `pools` obeys `Enter` and
+        `Leave` of a job that shares its pools; None: the job has its devices at once."""
         self.job = make_job(config)
         self.clock = clock = VirtualClock()
         self._tally = tally = Tally(machine.gpus, workload, machine.train_gpus or 0)
@@ -109,7 +109,7 @@ class Simulation:
         )
         self._pipeline, self._verified = machine.pipeline, (carried or responses).verified
         self._num_steps = 0
-        """Steps that were asked for."""
+        """Number of steps to simulate."""
         self._progress: Callable[[int], None] = lambda steps: None
         self._finished: str | None = None
 
@@ -117,9 +117,8 @@ class Simulation:
         return {FetchPrompts: self._fetch, Finish: self._finish}
 
     def run(self, steps: int, progress: Callable[[int], None] = lambda steps: None) -> SystemResult:
-        """Simulate so many steps. `progress` is called after each, with the steps done.
-
-        Raises `ValueError` if the run ends before, because nothing was left to train on."""
+        """Simulate `steps` steps. `progress` is called after each step with the number of steps
+        done. Raises `ValueError` if the run ends before, because nothing was left to train on."""
         self._progress = progress
         # Rounds leave no reference cycles behind, and looking for some takes time.
         collecting = gc.isenabled()
@@ -133,13 +132,13 @@ class Simulation:
         return self.result()
 
     def begin(self, steps: int) -> None:
-        """For a run that is driven by `advance`: to be called before it."""
+        """Start a run of `steps` steps that is then driven by `advance`."""
         self._num_steps = steps
         self.clock.after(0.0, RunStarted(time_s=0.0))
         self.rollout.begin()
 
     def advance(self, until_s: float | None = None) -> None:
-        """Go on to this time and with it; None: to the end of the run."""
+        """Handle all events up to `until_s` seconds, or to the end of the run if that is None."""
         take = self._bus.take_alone if self._unkind is None else self._take_unkindly
         self.clock.run(take, until_s)
 

@@ -18,8 +18,8 @@ from rollpacker.sim.result import (
 )
 
 Results = Mapping[str, SystemResult]
-"""Result of each system, in the order in which they are shown. The others are compared with the
-first."""
+"""Mapping from a system's name to its result, in the order of the tables. Every system is compared
+with the first."""
 
 STAGES = {
     "rollout": "rollout_s",
@@ -27,18 +27,18 @@ STAGES = {
     "training": "train_s",
     "weight sync": "sync_s",
 }
-"""The stages of a step in their order, with their fields of `StepResult`."""
+"""Mapping from each stage of a step, in their order, to the stage's field of `StepResult`."""
 ORACLE = "oracle"
 MIN_FASTER = 0.02
-"""Steps, or tokens per second, closer together than this are called the same."""
+"""Share by which steps, or tokens per second, must differ to be called different."""
 MANY_TIMES = 2.0
-"""From this ratio on it is said, instead of a percentage."""
+"""Ratio of two durations from which on the text has the ratio instead of a percentage."""
 MIN_FEWER = 0.08
-"""A step that trains on fewer tokens than the other one by this share is said to: a few dozen steps
-of a pool begin with short responses."""
+"""Share of tokens by which a system must train on less for the text to mention it. Smaller
+differences come about in a few dozen steps, which begin with short responses."""
 _NOTABLE_SHIFT = 0.03
-"""Trained lengths closer to the policy's own than this are called the same: a few dozen steps leave
-as much to chance."""
+"""Share by which trained lengths must differ from the policy's own to be called shorter or longer.
+Smaller differences come about by chance in a few dozen steps."""
 
 
 def render(
@@ -48,9 +48,9 @@ def render(
     idle: bool = True,
     last_stage: str = "weight sync",
 ) -> str:
-    """A row per system in each table: seconds, rounds, lengths and, unless it would mislead,
-    idle time. `reference` is the system of speed 1 (None: the first). `last_stage`
-    names what follows the optimizer step, which of a real run is more than the weight sync."""
+    """Tables of seconds, rounds, lengths and, if `idle`, idle time, with a row per system.
+    `reference` is the system whose speed is 1 (None: the first). `last_stage` names what follows
+    the optimizer step, which in a real run is more than the weight sync."""
     tables = [
         _seconds_table(results, reference or next(iter(results)), last_stage),
         _rounds_table(results),
@@ -78,7 +78,8 @@ def _seconds_table(results: Results, reference: str, last_stage: str) -> list[li
 
 
 def _flattered(results: Results, reference: str) -> set[str]:
-    """Systems whose speed compares steps that have not met their longest responses."""
+    """Names of systems whose speed is marked in the table, since in its steps or in those of the
+    reference the longest responses are still to come."""
     if _misses_the_longest(results[reference]):
         return set(results) - {reference}
     return {name for name, result in results.items() if _misses_the_longest(result)}
@@ -101,8 +102,8 @@ def _rounds_table(results: Results) -> list[list[str]]:
 
 
 def _lengths_table(results: Results) -> list[list[str]]:
-    """Mean lengths and their shift, against the policy's own and, "paired", against what the very
-    prompts that were trained on would give if nobody selected, which does not vary by chance."""
+    """Mean lengths and their shift, against the policy's own and, "paired", against the responses
+    that the same prompts would have if no response was left out, which chance does not change."""
     rows = [
         [
             *("tokens of a response", "trained", "own", "shift", "paired"),
@@ -142,8 +143,8 @@ def _idle_table(results: Results) -> list[list[str]]:
 
 
 def explain(results: Results) -> str:
-    """A few sentences on the fastest system: where its step goes, how it compares, and what it
-    trains on. The oracle is only compared with, as nobody can build it."""
+    """A few sentences on the fastest system but the oracle, which nobody can build: what its step's
+    time is spent on, how long the step is beside others, and what it trains on."""
     name = min(
         (name for name in results if name != ORACLE or len(results) == 1),
         key=lambda name: results[name].mean["total_s"],
@@ -214,8 +215,8 @@ def _trains_on_less(results: Results, reference: str) -> list[str]:
 
 
 def _faster_than_the_oracle(results: Results) -> list[str]:
-    """Why systems are faster than what is there to bound them. The oracle bounds what reordering
-    gives to rounds that await every response and train on all of them, and nothing else."""
+    """A sentence on why systems are faster than the oracle; none if no system is. The oracle bounds
+    only systems that await every response of a round and train on all responses."""
     oracle = results.get(ORACLE)
     if oracle is None or len(results) == 1:
         return []
@@ -239,7 +240,7 @@ def _faster_than_the_oracle(results: Results) -> list[str]:
 
 
 def _shift(result: SystemResult) -> float:
-    """Shift of trained lengths, against the same prompts where that is known."""
+    """Mean trained length over the policy's own, minus 1; against the same prompts where known."""
     return result.paired_shift if math.isfinite(result.paired_shift) else result.length_shift
 
 
@@ -278,7 +279,8 @@ def _what_is_trained(name: str, result: SystemResult) -> str:
 
 
 def _misses_the_longest(result: SystemResult) -> bool:
-    """The lengths of the trained prompts are kept, and the table has a shift all the same."""
+    """Whether trained responses are shorter than the policy's mean only because the prompts with
+    the longest responses have not been trained on yet."""
     return abs(_shift(result)) < _NOTABLE_SHIFT and result.length_shift < -_NOTABLE_SHIFT
 
 
@@ -302,7 +304,7 @@ def _not_yet_trained(name: str, result: SystemResult) -> str:
 
 
 def _compared(seconds: float, others: float) -> str:
-    """ "12% shorter than", to be followed by what it is compared with."""
+    """A text such as "12% shorter than", to be followed by the name of what `others` belongs to."""
     ratio = _over(seconds, others)
     if abs(ratio - 1) < 0.005:
         return "as long as"
@@ -315,7 +317,7 @@ def _compared(seconds: float, others: float) -> str:
 
 
 def _digits(results: Results) -> int:
-    """Decimals of seconds, the same in a whole table: by the shortest mean step."""
+    """Number of decimals of seconds in a whole table, by the shortest mean step."""
     shortest = min(result.mean["total_s"] for result in results.values())
     return 1 if shortest >= 10 else 2 if shortest >= 1 else 3
 

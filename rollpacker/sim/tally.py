@@ -1,4 +1,4 @@
-"""Counts of a simulated run: the time of every step, and idle devices by cause.
+"""Counts of a simulated run: the seconds of every step, and idle device-seconds by cause.
 
     committed     launch       engines empty   (launch ...)    train on   trained   committed
         |--- sync ---|---- rollout ---|-- reward wait --|--- ... ---|-- train --|--- sync ---|
@@ -27,10 +27,11 @@ from rollpacker.sim.workload import Workload
 
 
 class Tally:
-    """Counts what the ports report, in the order of time."""
+    """Counts steps and idle time by calls of the ports, in the order of time."""
 
     def __init__(self, gpus: int, workload: Workload, train_gpus: int = 0) -> None:
-        """`train_gpus`: devices that only train; then `gpus` only generate."""
+        """`train_gpus`: number of devices that only train; then `gpus` only generate. 0: the `gpus`
+        do both."""
         self.steps: list[StepResult] = []
         self.bubble = dict.fromkeys(BUBBLE_CAUSES, 0.0)
         """Idle device-seconds by cause."""
@@ -45,7 +46,7 @@ class Tally:
     # -- what the ports tell -----------------------------------------------------------
 
     def rollout_begins(self, now_s: float, kind: str, tensor_parallel: int) -> None:
-        """Samples are launched on empty engines."""
+        """Called when samples are launched on empty engines."""
         step = self.step
         step.kind, step.tensor_parallel = kind, tensor_parallel
         if step.empty_since_s is None:
@@ -55,17 +56,18 @@ class Tally:
             step.rollout_from_s = now_s
 
     def rollout_ends(self, now_s: float) -> None:
-        """The last engine is empty."""
+        """Called when the last engine has become empty."""
         step = self.step
         step.rollout_s += now_s - step.rollout_from_s
         step.empty_since_s = now_s
 
     def environments_waited(self, device_s: float) -> None:
-        """Engines were idle for so many device-seconds while environments answered."""
+        """Count `device_s` device-seconds in which engines were idle while environments
+        answered."""
         self.bubble[ENVIRONMENT] = self.bubble.get(ENVIRONMENT, 0.0) + device_s
 
     def rollout_goes_on(self, now_s: float) -> None:
-        """The rollout continues: its seeming end was a wait for environments."""
+        """Continue the rollout. The time since its last end counts as a wait for environments."""
         step = self.step
         assert step.empty_since_s is not None
         waited_s = now_s - step.empty_since_s
@@ -74,12 +76,12 @@ class Tally:
         self.environments_waited(waited_s * self._gpus)
 
     def streamed(self, num_samples: int) -> None:
-        """Gradients of so many samples begin before the round is over."""
+        """Count samples whose gradients begin before the round is over."""
         self.step.num_streamed += num_samples
 
     def training_begins(self, now_s: float, lengths: Sequence[int], own_tokens: int) -> None:
-        """The trainer begins on responses of these lengths, which would have `own_tokens` together
-        if nobody selected and no weights changed."""
+        """Called when training begins on responses of these lengths. `own_tokens`: tokens that as
+        many responses to these prompts have if no response is left out and no weights change."""
         self._waited(now_s)
         step, p95 = self.step, self._workload.policy_length_p95
         step.train_on_s = now_s
@@ -89,7 +91,7 @@ class Tally:
         self._num_tail_trained += sum(length > p95 for length in lengths)
 
     def pipeline_waited(self, device_s: float) -> None:
-        """Stages of the trainer were idle for so many device-seconds."""
+        """Count `device_s` device-seconds in which pipeline stages of the trainer were idle."""
         self.bubble[PIPELINE] = self.bubble.get(PIPELINE, 0.0) + device_s
 
     def trained(self, now_s: float) -> None:
@@ -158,7 +160,7 @@ class OpenStep:
         self.preemptions = 0
         self.tokens_generated = 0
         self.tokens_redrawn = 0
-        """Tokens of ends that were drawn and refused."""
+        """Tokens that were generated for ends of responses which were then refused."""
         self.tokens_trained = 0
         self.num_trained = 0
         self.max_trained = 0

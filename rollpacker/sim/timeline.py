@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
-"""Names of pictures end in one of these."""
+"""Endings of file names that a picture may have."""
 STAGE_COLOURS = {
     "rollout": "#2a9d8f",
     "reward": PHASE_COLOURS["reward_wait"],
@@ -48,10 +48,11 @@ def draw(
 ) -> range:
     """Draw the systems one below the other; returns the places of the steps shown, from 0.
 
-    The format follows the name's ending, one of `FORMATS`. Above, the same steps of every system in
-    sequence, a whole cycle of short rounds and their long one if there is one. Below, the mean of
-    all steps, with the speed against `reference` (None: the first). Beneath, the last sweep of each
-    trainer that has stages, a lane for each. Raises `OSError` as writing does."""
+    The format follows the ending of the name `out`, one of `FORMATS`. The upper panel has the same
+    steps of every system, with a whole cycle of short rounds and their long round if there is one.
+    The next has the mean of all steps, with the speed against `reference` (None: the first). Each
+    further panel has the last optimizer step of a trainer with pipeline stages, a lane for each
+    stage. Raises `OSError` if the file cannot be written."""
     shown = choose_steps(results)
     pipelines = pipelines_of(results)
     lanes = [one.stages for one in pipelines.values()]
@@ -74,10 +75,10 @@ def draw(
 
 
 def choose_steps(results: Mapping[str, SystemResult]) -> range:
-    """Places of consecutive steps that show the rhythm: they end with a long round and begin after
-    an earlier one, so that the mix of rounds is the run's; without long rounds, the first few.
+    """Places of consecutive steps to draw: from after a long round to the end of a later long
+    round, so that the mix of rounds is the run's; without long rounds the first few steps.
 
-    They follow the system with the longest such cycle and exist in every system."""
+    The steps are those of the system with the longest such cycle, and exist in every system."""
     num_common = min(len(result.steps) for result in results.values())
     cycles = [_cycle(result.steps[:num_common]) for result in results.values()]
     return max(cycles, key=lambda cycle: (cycle.start > 0, len(cycle)))
@@ -95,7 +96,7 @@ def _cycle(steps: Sequence[StepResult]) -> range:
 
 
 def _figure(num_systems: int, lanes: Sequence[int]) -> tuple[Figure, list[Axes]]:
-    """The figure and its panels. `lanes`: number of lanes of each panel for a sweep."""
+    """The figure and its panels: steps, means, and a panel for each number of lanes in `lanes`."""
     # The object interface: no display, no global state of pyplot.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -159,7 +160,7 @@ def _stack(
     height: float,
     label_from: float = float("inf"),
 ) -> None:
-    """The stages of one step side by side; those of `label_from` seconds and more say how long."""
+    """Draw the stages of one step side by side, with their seconds from `label_from` seconds on."""
     for stage, duration in seconds.items():
         axes.barh(row, duration, left=left, height=height, color=STAGE_COLOURS[stage], linewidth=0)
         if duration >= label_from:

@@ -13,16 +13,17 @@ class TrainSpec:
     """The optimizer step (`train.*`)."""
 
     tensor_parallel: int = 1
-    """The three degrees together are the GPUs of a replica, which are released together; they have
-    no price of their own."""
+    """GPUs that share each layer. The product of the three degrees is the number of GPUs of a
+    replica, which are released together; the degrees do not change the time of a step."""
     pipeline_parallel: int = 1
-    """See `tensor_parallel`."""
+    """Stages that the layers are divided into. Counts only for the number of GPUs of a replica."""
     context_parallel: int = 1
-    """See `tensor_parallel`."""
+    """GPUs that share each sequence. Counts only for the number of GPUs of a replica."""
     fixed_s: float | None = None
     """Seconds of a step that do not depend on its tokens; None: a power law of the parameters."""
     pipeline: PipelineSpec | None = None
-    """None: the work of a step is shared out over the GPUs without a remainder."""
+    """Pipeline stages that are simulated one by one. None: the work of a step is shared out evenly
+    over the GPUs, and no stage waits."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "tensor_parallel", "pipeline_parallel", "context_parallel")
@@ -30,7 +31,7 @@ class TrainSpec:
 
     @property
     def replica_gpus(self) -> int:
-        """GPUs of one data-parallel replica."""
+        """Number of GPUs of one data-parallel replica."""
         return self.tensor_parallel * self.stages * self.context_parallel
 
     @property

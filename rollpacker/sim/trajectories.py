@@ -1,7 +1,7 @@
-"""The trajectories of a scenario with turns, as they are whatever is decided about them.
+"""The trajectories of a scenario with turns, which do not depend on any decision of a system.
 
-As with lengths, all is keyed by (seed, prompt, attempt, index) and by the turn. Messages are drawn
-as responses are: the message of turn t has the length of a further response to the same prompt.
+All draws are keyed by (seed, prompt, attempt, index) and by the turn. Messages are drawn as
+responses: the message of turn t has the length of a further response to the same prompt.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.sim.turns_spec import TurnsSpec
 
 MAX_KEPT = 50_000
-"""Trajectories that are cached, so that none is drawn again at every turn."""
+"""Most trajectories that are cached, so that they are not drawn again at every turn."""
 NUM_SEEN = 512
-"""Prompts whose first trajectories give the policy's own lengths."""
+"""Number of prompts whose first trajectories serve to compute the policy's own lengths."""
 
 
 class Turn(NamedTuple):
     tokens: int
     """Tokens of the message."""
     is_cut_off: bool
-    """The message ran into a limit, which ends the trajectory."""
+    """Whether the message ran into a limit, which ends the trajectory."""
     given: int
-    """Tokens of the answer."""
+    """Tokens of the environment's answer."""
     seconds: float
-    """Seconds until the answer is there."""
+    """Seconds that the environment takes to answer."""
     is_over: bool
-    """The episode is over with this answer."""
+    """Whether the episode is over with this answer."""
 
 
 AtRank = Callable[[Mapping[float, float], SampleId, int, int], NDArray[np.floating[Any]]]
-"""Type of `Workload.at_rank`."""
+"""Type of `Workload.at_rank`, which draws numbers for a sample from a law by quantiles."""
 Message = Callable[[SampleId, int], int]
-"""Type of `Workload.message`."""
+"""Type of `Workload.message`, which returns the tokens of a sample's message in a turn."""
 
 
 class Trajectories:
-    """The turns of every sample."""
+    """Draws the turns of every sample."""
 
     def __init__(
         self,
@@ -53,16 +53,16 @@ class Trajectories:
     ) -> None:
         draw = functools.partial(_draw, at_rank, message, spec, max_response_tokens)
         self.turns = functools.lru_cache(MAX_KEPT)(draw)
-        """Turns of a sample up to its last message, by the id that its noise has."""
+        """Function from the id that a sample's random numbers belong to, to the sample's turns."""
 
     def total(self, sample: SampleId) -> int:
-        """Tokens of the trajectory, without those that are given after the last message."""
+        """Tokens of the trajectory, without those of the answer to the last message."""
         turns = self.turns(sample)
         return sum(turn.tokens + turn.given for turn in turns) - turns[-1].given
 
     def own_tokens(self, groups: Sequence[Sequence[SampleId]]) -> int:
-        """Tokens of as many first trajectories of these groups' prompts (see
-        `Responses.own_tokens`)."""
+        """Tokens of as many trajectories of these groups' prompts as the groups have samples, drawn
+        as for the prompts' first launch."""
         return sum(
             self.total(SampleId(group[0].prompt, index, 0))
             for group in groups
@@ -70,8 +70,8 @@ class Trajectories:
         )
 
     def policy_lengths(self, sources: Sequence[str]) -> tuple[float, float]:
-        """Mean and 95th percentile of the first trajectories of `NUM_SEEN` prompts, whose sources
-        take turns as these do."""
+        """Mean and 95th percentile of the tokens of `NUM_SEEN` prompts' first trajectories. The
+        prompts' sources are `sources`, repeated in this order."""
         prompts = (PromptId(sources[row % len(sources)], 0, row) for row in range(NUM_SEEN))
         totals = np.array([self.total(SampleId(prompt, 0, 0)) for prompt in prompts])
         return float(totals.mean()), float(np.percentile(totals, 95))

@@ -13,32 +13,32 @@ from rollpacker.sim.scenario_checks import MAX_SECONDS, at_least_one, check_quan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnsSpec:
-    """Samples are trajectories: messages of the model, and answers of an environment (`turns.*`).
-    The scenario's lengths are then those of a message. Each key with quantiles is drawn by sample,
-    the logarithm linear between them; beyond both ends it stays."""
+    """How samples take turns with environments (`turns.*`): a sample is then a trajectory of the
+    model's messages and the environment's answers, and the scenario's lengths are those of a
+    message. Between quantiles the logarithm is linear; beyond the ends it is constant."""
 
     messages_quantiles: Mapping[float, int]
-    """Messages of a trajectory that nothing cuts short; the answer to the last one ends it."""
+    """Mapping from quantile to the number of messages of a trajectory that no limit cuts short."""
     given_tokens_quantiles: Mapping[float, int]
-    """Tokens that an answer gives to the model."""
+    """Mapping from quantile to the tokens of an environment's answer."""
     seconds_quantiles: Mapping[float, float]
-    """Seconds of the environment for an answer."""
+    """Mapping from quantile to the seconds that an environment takes for an answer."""
     max_tokens: int
-    """Tokens of a trajectory at most, sampled and given ones, without the prompt."""
+    """Most tokens of a trajectory, messages and answers together, without the prompt."""
     max_turns: int | None = None
-    """Messages of a trajectory; None: no limit."""
+    """Most messages of a trajectory; None: no limit."""
     workers: int | None = None
-    """Environments that answer at the same time, of each kind of prompts; None: no bound."""
+    """Most environments that answer at the same time, for each kind of prompts; None: no limit."""
     deadline: AdaptiveDeadlineConfig = field(
         default_factory=lambda: AdaptiveDeadlineConfig(min_s=60.0, factor=2.0, max_s=600.0)
     )
-    """Deadline of an answer; the slowest so far says how long others may take. Its default is more
-    patient than that of checks: what is lost is a trajectory, not one verdict."""
+    """Deadline of an answer, which follows the slowest answer so far. The default allows more time
+    than that of checks, since a missed deadline loses a whole trajectory."""
     deterministic: bool = False
-    """An environment that is lost is played again. False: its sample has failed."""
+    """Whether a lost environment is played again from its start. False: its sample has failed."""
     keep_rows: bool = True
-    """A trajectory stays in its engine's cache while the environment answers, and takes no room
-    there. False: it is computed anew for each turn."""
+    """Whether a trajectory stays in its engine's cache while the environment answers, where it
+    takes no room from others. False: the cache is computed anew for each turn."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "max_tokens")

@@ -33,26 +33,27 @@ from rollpacker.core.portable import log
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnkindConfig:
-    """Rates and delays of each kind of fault. All shares lie in [0, 1]; 0 is never."""
+    """Rates and delays of each kind of fault. All shares lie in [0, 1]; 0 means never. Raises
+    `ValueError` for a value out of range."""
 
     failure_rate: float = 0.0
-    """Share of the responses that the engine fails on, at the moment when they would be done."""
+    """Share of the responses that fail at the moment when they would be complete."""
     late_finish_rate: float = 0.0
     """Share of the aborts that reach the engine when the response has just finished."""
     no_verdict_rate: float = 0.0
-    """Share of the samples that cannot be judged, however often one asks."""
+    """Share of the samples that cannot be judged, however often the check is tried."""
     infrastructure_rate: float = 0.0
-    """Share of the checks whose machinery fails; worth asking again."""
+    """Share of the checks that fail for no fault of the sample; a second try may succeed."""
     verdict_delay_s: float = 0.0
-    """Seconds by which a check takes longer at most; every delay up to that is as likely."""
+    """Most seconds by which a check takes longer; every delay up to that is equally likely."""
     act_failure_rate: float = 0.0
-    """Share of the turns in which the environment raises."""
+    """Share of the turns in which the environment raises an exception."""
     act_hang_rate: float = 0.0
-    """Share of the turns that the environment never answers; a deadline ends them."""
+    """Share of the turns that the environment never answers; a deadline ends these turns."""
     act_infrastructure_rate: float = 0.0
-    """Share of the acts at which the environment's process is lost; worth asking again."""
+    """Share of the turns in which the environment's process is lost; a second try may succeed."""
     engine_life_s: float = 0.0
-    """Mean time until an engine is lost, at the same rate throughout; 0: it never is."""
+    """Mean seconds until an engine is lost, at the same rate throughout; 0: no engine is lost."""
     engine_start_s: float = 60.0
     """Seconds until a lost engine's replacement is ready."""
 
@@ -66,7 +67,8 @@ class UnkindConfig:
 
 
 class Unkind:
-    """A port around others that launch and judge samples, and act for them."""
+    """A port around the ports that launch samples, judge them and give environments' answers. It
+    changes some of their events into faults."""
 
     def __init__(self, config: UnkindConfig, *ports: Port, seed: int = 0) -> None:
         self.config = config
@@ -75,12 +77,13 @@ class Unkind:
         self._version = 0
         """Version of the weights of the latest launch."""
         self._retries: dict[SampleId, int] = {}
-        """Checks that were asked for again, and how often."""
+        """How often the check of a sample was tried again, for checks that are awaited."""
         self._replays: dict[SampleId, int] = {}
-        """Acts that were asked for again, and how often."""
+        """How often the turn of a sample's environment was tried again, for turns that are
+        awaited."""
 
     def routes(self) -> Routes:
-        """The routes of the ports inside; launches and checks are overheard on their way."""
+        """The routes of the ports inside. Launches, checks and turns are noted on their way."""
         routes = {kind: obey for port in self._ports for kind, obey in port.routes().items()}
         overheard: Mapping[type[Command], Callable[[Any], None]] = {
             Launch: self._on_launch,
@@ -135,7 +138,8 @@ class Unkind:
         return bool(rate) and self._share(f"hang {turn}", sample) < rate
 
     def life_s(self, engine: int, incarnation: int) -> float:
-        """How long this incarnation of this engine lives, in seconds."""
+        """Seconds from the start of an engine to its loss; inf: never lost. `incarnation` counts
+        how often the engine was started again."""
         mean = self.config.engine_life_s
         share = self._share("life", f"{engine}.{incarnation}")
         return -mean * log(1.0 - share) if mean else math.inf
@@ -186,7 +190,7 @@ class Unkind:
             self._replays[command.sample] = command.retry
 
     def _share(self, what: str, of: object) -> float:
-        """A number in [0, 1), the same whenever it is asked for."""
+        """A pseudorandom number in [0, 1) that depends only on the seed and the arguments."""
         key = f"{self._seed} {what} {of}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") / 2**64
 

@@ -1,4 +1,4 @@
-"""A real run's lengths and timings, replayed under other settings: what if?
+"""Simulates a recorded run, with its lengths and timings, under other settings.
 
 The event log of a run says how long every response was and what the machine took for it
 (`report.fit`). That is all a simulation needs: no datasheet, no assumed lengths. The run's own
@@ -50,41 +50,41 @@ COLOCATED = ("train.colocate", "train.processes", "train.replicas")
 """Further keys that a simulation can follow if engines and the trainer share devices."""
 SHORTEST_STEP_S = 1e-6
 NUM_AGAIN = 64
-"""Lengths drawn for every row beside the recorded ones."""
+"""Number of lengths that are drawn for every row of the data beside the recorded lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """A run, and what it would have been."""
+    """A recorded run, and its simulations with the same and with other settings."""
 
     measured: SystemResult
-    """The run itself."""
+    """Result of the run itself."""
     predicted_same: SystemResult
-    """Simulated at the run's own settings: how far this is from `measured` says how good the fit
-    is."""
+    """Result of a simulation at the run's own settings, to see how close the fit is to
+    `measured`."""
     predicted: SystemResult
-    """Simulated with the overrides."""
+    """Result of a simulation with the overrides."""
     fit_text: str
     """The fitted constants, as a table."""
     model: RunModel
-    """The run as something that can be simulated."""
+    """The fitted run, from which the simulations were made."""
     config: RunConfig
-    """The settings with the overrides."""
+    """The run's config with the overrides."""
     scenario: Mapping[str, Any]
-    """The config that was simulated, as plain values."""
+    """`config` as plain values."""
 
 
 @dataclass(frozen=True)
 class RunModel:
-    """A recorded run as something that can be simulated. Picklable."""
+    """A recorded run with its config and fitted constants, which can be simulated. Picklable."""
 
     folder: Path
     config: RunConfig
     fitted: FittedRun
 
     def with_overrides(self, overrides: Sequence[str]) -> RunConfig:
-        """The run's config with these changes. Raises `ConfigError` for a key that a simulation
-        does not follow."""
+        """The run's config with these overrides. Raises `ConfigError` for a key that changes
+        nothing in a simulation, and for a higher cap than the run's."""
         config = load_config(self.folder / CONFIG_FILE, overrides, RunConfig)
         modelled = MODELLED + (COLOCATED if config.train.colocate else ())
         for key, _, _ in differences(to_plain(self.config), to_plain(config)):
@@ -109,7 +109,7 @@ class RunModel:
         steps: int | None = None,
         seed: int = 0,
     ) -> SystemResult:
-        """So many steps (None: as many as the run had) with these changes of its config."""
+        """Simulate `steps` steps (None: as many as the run had) with these overrides."""
         return self.simulate_config(self.with_overrides(overrides), steps=steps, seed=seed)
 
     def simulate_config(
@@ -122,10 +122,10 @@ class RunModel:
         in_order: bool = False,
         every: int = 1,
     ) -> SystemResult:
-        """Simulate so many steps of a whole config. With seed 0, or `in_order`, prompts come in the
-        recorded order, else in a random one: a few steps then stand for the whole run, in which
-        lengths drift. `every`: only every so many-th row, for fewer steps of the same drift.
-        `mismatch` None: as often as in the run."""
+        """Simulate `steps` steps (None: as many as the run had) with this config. With seed 0, or
+        `in_order`, prompts come in the recorded order, else in a random order, in which a few steps
+        stand for the whole run, though lengths drift. `every` n: only each n-th row is used.
+        `mismatch`: chance that a kept token comes out differently; None: the run's own."""
         rollout = config.rollout
         in_order = in_order or not seed
         rows = list(self._pools)[::every]
@@ -163,7 +163,7 @@ class RunModel:
         return Simulation(job, machine, workload).run(steps or self.fitted.num_steps)
 
     def measured(self) -> SystemResult:
-        """The run itself, in the terms of a simulation."""
+        """The result of the run itself, from its event log, in the form of a simulated result."""
         accounting, engines = Accounting(), self.config.rollout.engines
         steps: list[StepResult] = []
         trained: list[int] = []
@@ -197,8 +197,8 @@ class RunModel:
 
     @cached_property
     def mismatch(self) -> float:
-        """Chance per token and update that a carried token came out differently in this run; 0 if
-        nothing was carried."""
+        """Chance per token and update that a token kept from an earlier launch came out differently
+        in this run; 0 if no tokens were kept."""
         return add_up(
             map(step_carrying, iterate_steps(EventLog(events_path(self.folder))))
         ).mismatch_per_update
@@ -214,12 +214,12 @@ class RunModel:
 
     @property
     def _kinds(self) -> Mapping[str, RewardKindConfig]:
-        """Workers and deadlines of the run's checks."""
+        """Workers and deadlines of the run's checks, by kind of check."""
         job = self.fitted.job
         return JobConfig.from_plain(job).rewards.kinds if "rewards" in job else {}
 
     def latency(self) -> MeasuredModel:
-        """The run's machine."""
+        """The times of the run's machine, as fitted to its event log."""
         fitted, step = self.fitted, self.fitted.step
         return MeasuredModel(
             step=StepCost(
@@ -240,10 +240,10 @@ class RunModel:
 
     @cached_property
     def _pools(self) -> Mapping[int, tuple[int, ...]]:
-        """Lengths of every row: as recorded, then what the row would give again.
+        """Lengths for every row: first the recorded ones, then `NUM_AGAIN` drawn ones.
 
-        A prompt whose recorded responses are long was partly unlucky, so what comes after is not
-        drawn from these but from the classes of prompts that the row may belong to.
+        A prompt whose recorded responses are long was partly unlucky, so the further lengths are
+        drawn not from the recorded ones but from the classes of prompts that the row may belong to.
         """
         work = self.fitted.workload
         recorded = [
@@ -263,7 +263,7 @@ class RunModel:
 def _again(
     model: LengthModel, prompts: Sequence[PromptLengths], rng: np.random.Generator
 ) -> list[list[int]]:
-    """`NUM_AGAIN` further lengths of each prompt, given what it has shown."""
+    """Draws `NUM_AGAIN` further lengths for each prompt, given its recorded lengths."""
     tiny = 1e-300
     densities = model.class_densities
     # A stopped response ends beyond the bin in which it was stopped, or in the half of it ahead.
@@ -305,8 +305,9 @@ def _step_result(step: StepSummary) -> StepResult:
 
 
 def load_run(run: str | Path) -> RunModel:
-    """Fit a run's folder. Raises `ValueError` (also as `LogError` and `ConfigError`) with what is
-    missing and what can still be used."""
+    """Read a run's folder and fit the constants of its machine. Raises `ValueError` (or one of its
+    subclasses `LogError` and `ConfigError`) that says what is missing and what can still be
+    used."""
     if Path(run).name == CONFIG_FILE:
         raise ValueError(f"{run} is a run's config: give its folder, {Path(run).parent}")
     path = events_path(run)
@@ -329,13 +330,13 @@ def load_run(run: str | Path) -> RunModel:
 
 
 def asked_steps(model: RunModel, config: RunConfig) -> int | None:
-    """`train.steps` if that was changed; None: as many as the run had, which may have been stopped
-    before its end."""
+    """`train.steps` of the config if that differs from the run's. None: simulate as many steps as
+    the run had, which may have been stopped before its end."""
     return None if config.train.steps == model.config.train.steps else config.train.steps
 
 
 def what_if(run: str | Path, overrides: Sequence[str] = ()) -> WhatIf:
-    """The run, its simulation, and the simulation with the changes."""
+    """Measure a recorded run and simulate it, with its own settings and with the overrides."""
     model = load_run(run)
     config = model.with_overrides(overrides)
     predicted = model.simulate_config(config, steps=asked_steps(model, config))

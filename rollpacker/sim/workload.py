@@ -1,9 +1,9 @@
-"""Prompts, the lengths of their responses, and what checking them takes.
+"""Prompts, the lengths of their responses, and the seconds and results of checks.
 
-Every value is keyed by (seed, prompt, attempt, index): it is the same whatever else was launched,
-in whatever order and by whichever system, so that two systems differ by their decisions alone.
-Where noise belongs to the sample and not to the attempt (`tail_batching.selection=none`), attempt 0
-is asked for, whatever the attempt, and only what newer weights change is drawn with the attempt.
+Every value is drawn from (seed, prompt, attempt, index): it is the same whatever else was launched,
+in whatever order and by whichever system, so that two systems differ by their decisions alone. With
+`tail_batching.selection=none` a sample that is launched again keeps its random numbers: callers
+then ask for attempt 0, and only changes by newer weights are drawn with the attempt.
 
 Lengths follow a Gaussian copula. A prompt has a normal score u, each response of an attempt its own
 e, and the response's score is
@@ -11,7 +11,7 @@ e, and the response's score is
     z = sqrt(rho) * u + sqrt(1 - rho) * e
 
 whose rank, Phi(z), picks the length from the law's quantiles. A relaunch keeps u and draws new e.
-Values are drawn for blocks of prompts at once and kept for as long as rounds come back to them.
+Values are drawn for blocks of prompts at once, and the latest blocks are kept.
 """
 
 from __future__ import annotations
@@ -34,27 +34,29 @@ from rollpacker.sim.trajectories import Trajectories
 from rollpacker.sim.workload_spec import RewardStage
 
 BLOCK_ROWS = 512
-"""Prompts drawn at once."""
+"""Number of prompts in a block, for which all values are drawn together."""
 MAX_BLOCKS = 64
-"""Drawn blocks kept, of lengths and of verdicts each."""
+"""Most blocks of drawn lengths that are kept in memory, and most blocks of verdicts."""
 CORRECT_SHARE = 0.5
-"""Share of the answers that are correct, among those in time."""
+"""Share of the answers that are correct, among answers whose check ends in time."""
 
 _PROMPT_STREAM, _RESPONSE_STREAM, _HARD_STREAM, _VERDICT_STREAM = range(4)
 _MISMATCH_STREAM, _REDRAW_STREAM, _TURN_STREAM = 4, 5, 6
 TURN_CHUNKS = 16
-"""So many chunks of responses lie between the messages of one turn and of the next."""
+"""Chunks of responses to one prompt that are set aside for each turn of trajectories: the message
+of turn t is drawn as a response of chunk t * TURN_CHUNKS or a later one."""
 
 
 class Workload:
-    """An endless dataset with a mix of reward stages, or the prompts of a real run."""
+    """The prompts of a scenario or of a real run, in endless order, with the lengths and the
+    verdicts of their responses."""
 
     trajectories: Trajectories | None = None
     """Trajectories of a scenario with turns, whose lengths are then those of messages. None:
     samples are single responses."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Raises `ConfigError` if a trace cannot be read."""
+        """The workload of a scenario. Raises `ConfigError` if a trace cannot be read."""
         cap = scenario.rollout.max_response_tokens
         parts = [_Part(stage, lengths_of(scenario.law_of(stage), cap)) for stage in scenario.stages]
         window = scenario.oracle.reorder_window * scenario.rollout.prompts_per_step
@@ -66,13 +68,12 @@ class Workload:
             self.policy_length_mean, self.policy_length_p95 = lengths
 
     _latest: ClassVar[tuple[object, Workload] | None] = None
-    """The one that `of` made last in this process, and all that its draws hang on."""
+    """The workload that `of` made last in this process, after all that its draws depend on."""
 
     @classmethod
     def of(cls, scenario: Scenario) -> Workload:
-        """The workload of a scenario, in less time than `Workload(scenario)`: settings are compared
-        on the same prompts, and what the latest one has drawn is not drawn again where it would be
-        the same."""
+        """The workload of a scenario, in less time than `Workload(scenario)`: draws of the workload
+        that this method made last are used again where they would be the same."""
         laws = [scenario.law_of(stage) for stage in scenario.stages]
         cap, turns = scenario.rollout.max_response_tokens, scenario.turns
         facts = (scenario.seed, cap, scenario.stages, laws, turns)
@@ -102,15 +103,15 @@ class Workload:
         source: str | None = None,
         seed: int = 0,
     ) -> Workload:
-        """A real run's prompts: row -> lengths of its finished responses, rows in the order in
-        which they were fetched.
+        """The workload of a real run. `pools` maps each row of the data to the lengths of its
+        finished responses, the rows in the order in which they were fetched.
 
-        A prompt's first launch meets the recorded lengths in their order; more responses than
-        recorded, a relaunch, and every pass but the first draw from the prompt's recorded ones.
-        After the last row the first comes again, as the next epoch. `source` is that of the
-        prompts (None: the kind of their reward stage).
+        A prompt's first launch gets the recorded lengths in their order. Further responses,
+        relaunches and later epochs draw from the prompt's recorded lengths. After the last row the
+        first comes again, as the next epoch. `source` is that of the prompts (None: the kind of
+        `stage`).
 
-        Raises `ValueError` if a prompt has nothing to draw from, or there is none.
+        Raises `ValueError` if there is no prompt, or a prompt without a recorded length.
         """
         workload = cls.__new__(cls)
         stage = stage or RewardStage(kind="none", share=1.0)
@@ -131,7 +132,7 @@ class Workload:
     ) -> None:
         self._parts = parts
         self._window = window
-        """Prompts that are sorted at a time; 0: none."""
+        """Number of prompts that are fetched and sorted together by length; 0: no sorting."""
         self._num_samples = num_samples
         self.seed = seed
         self._rows = rows
@@ -140,23 +141,26 @@ class Workload:
         self._sources = tuple(parts[index].stage.kind for index in self._pattern)
         own = self._pattern == np.arange(len(parts))[:, None]
         self._num_before = np.cumsum(own, axis=1) - own
-        """(parts, period): how many prompts of the part come before, inside a period."""
+        """Array of shape (parts, length of `_pattern`): how many prompts of the part come before
+        each place of the pattern."""
         self._next = 0
         self._ready: deque[PromptId] = deque()
         self._lengths = functools.lru_cache(MAX_BLOCKS)(self._draw_lengths)
         self._verdicts = functools.lru_cache(MAX_BLOCKS)(self._draw_verdicts)
         self.policy_length_mean, self.policy_length_p95 = _policy(parts)
-        """Mean and 95th percentile of what the policy writes by itself, capped, in tokens."""
+        """Mean and 95th percentile of the lengths that the policy writes if no response is left out
+        of training, cut at the cap, in tokens."""
         self.skip_truncated = frozenset(
             part.stage.kind for part in parts if not part.stage.check_truncated
         )
-        """Sources whose responses are wrong without a check if they were cut off."""
+        """Sources of prompts whose responses are wrong without a check if they were cut off."""
 
     # -- the cursor --------------------------------------------------------------------
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """The next `count` prompts, whether the epoch ended with them, and whether the data did:
-        never, the dataset is endless. A prompt's `source` is the kind of its reward stage."""
+        """The next `count` prompts, and two flags that are always False because the dataset is
+        endless: whether an epoch ended with these prompts, and whether the data did. Raises
+        `ValueError` for a `count` below 1."""
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
         if not self._window:
@@ -176,8 +180,8 @@ class Workload:
         return [PromptId(sources[0], epoch, rows[place]) for epoch, place in turns]
 
     def _sorted(self, prompts: list[PromptId]) -> list[PromptId]:
-        """Each source's prompts by their longest response, in the places of that source: a step
-        keeps its mix, or it would wait for the one pool that all its checks need."""
+        """Sort the prompts by their longest response, but only among prompts of the same source, so
+        that each place keeps its source and a step its mix of sources."""
         by_source: dict[str, deque[PromptId]] = {}
         for prompt in sorted(prompts, key=self._longest):
             by_source.setdefault(prompt.source, deque()).append(prompt)
@@ -201,8 +205,9 @@ class Workload:
         return values
 
     def verdict(self, sample: SampleId) -> tuple[float, bool]:
-        """Seconds that checking the response keeps a worker, without any deadline (0.0 where there
-        is no check), and whether it is right. One that no check ends on in time is not."""
+        """Seconds that the check of the response keeps a worker, without any deadline (0.0 where
+        there is no check), and whether the response is correct. A response whose check takes longer
+        than `RewardStage.correct_within_s` is not."""
         prompt, index, attempt = sample.prompt, sample.index, sample.attempt
         place = prompt.row if self._rows is None else self._place(prompt)
         seconds, correct = self._verdicts(place // BLOCK_ROWS, attempt, index // CHUNK)
@@ -219,8 +224,8 @@ class Workload:
     # -- turns -------------------------------------------------------------------------
 
     def message(self, sample: SampleId, turn: int) -> int:
-        """Tokens of the model's message in this turn, counted from 0: in turn 0 the length of the
-        response, later that of a further one."""
+        """Tokens of the model's message in this turn (from 0) of a trajectory. A message is drawn
+        as a response to the prompt: in turn 0 the sample's own, later a further one."""
         prompt, index, attempt = sample.prompt, sample.index, sample.attempt
         place = prompt.row if self._rows is None else self._place(prompt)
         chunk = turn * TURN_CHUNKS + index // CHUNK
@@ -230,15 +235,16 @@ class Workload:
     def at_rank(
         self, law: Mapping[float, float], sample: SampleId, what: int, count: int
     ) -> FloatArray:
-        """So many draws for the sample from a law by quantiles; `what` tells its laws apart."""
+        """Returns `count` values drawn for the sample from a law, a mapping from quantile to value.
+        `what` is a number of the law, so that draws from different laws are independent."""
         return _seconds_at(law, _uniforms(count, *self._key(_TURN_STREAM, sample), what))
 
     # -- under other weights -----------------------------------------------------------
 
     def first_mismatch(self, sample: SampleId, num_tokens: int, rate: float) -> int:
         """Position of the first of `num_tokens` earlier tokens that comes out differently, or
-        `num_tokens` if none does. Each does with a chance of `rate`. The attempt is that of the
-        launch that draws them again."""
+        `num_tokens` if none does. Every token differs with a chance of `rate`. `sample` has the
+        attempt of the launch that generates these tokens again."""
         if rate <= 0 or not num_tokens:
             return num_tokens
         luck = _uniforms(1, *self._key(_MISMATCH_STREAM, sample))[0]
@@ -247,11 +253,12 @@ class Workload:
         return min(num_tokens, int(log(1.0 - luck) / log1p(-rate)))
 
     def redrawn(self, sample: SampleId, turn: int, above: int) -> int:
-        """Length of a response of which the first `above` tokens stand and the rest is drawn anew,
-        in this attempt and turn.
+        """Length of a response of which the first `above` tokens are kept and the rest is drawn
+        anew, with the random numbers of this attempt and turn.
 
-        Drawn from the prompt's own law, given that it is longer than that. An approximation: a real
-        prefix says more of the end than its length does.
+        The length is drawn from the prompt's own law, given that the response is longer than
+        `above`. This is an approximation: the text of a real prefix says more of the end than the
+        prefix's length does.
         """
         prompt = sample.prompt
         place = prompt.row if self._rows is None else self._place(prompt)
@@ -274,14 +281,15 @@ class Workload:
         return self.seed, stream, place, sample.attempt, sample.index
 
     def _place(self, prompt: PromptId) -> int:
-        """Place of a recorded prompt in the order of all passes."""
+        """Number of prompts that come before a recorded prompt, over all epochs."""
         assert self._rows is not None
         return prompt.epoch * len(self._rows) + self._place_of_row[prompt.row]
 
     # -- drawing -----------------------------------------------------------------------
 
     def _draw_lengths(self, block: int, attempt: int, chunk: int) -> list[int]:
-        """(BLOCK_ROWS * CHUNK,), the responses of a prompt side by side."""
+        """Lengths of one chunk of responses to every prompt of a block: a list of BLOCK_ROWS *
+        CHUNK tokens, the responses of a prompt side by side."""
         u = _normals(BLOCK_ROWS, self.seed, _PROMPT_STREAM, block)
         e = _normals(BLOCK_ROWS * CHUNK, self.seed, _RESPONSE_STREAM, block, attempt, chunk)
         e = e.reshape(BLOCK_ROWS, CHUNK)
@@ -297,7 +305,7 @@ class Workload:
     def _cap_hard(
         self, lengths: IntArray, chosen: IntArray, part: _Part, block: int, attempt: int, chunk: int
     ) -> None:
-        """Responses of hard prompts that run to the cap."""
+        """Set lengths of responses to hard prompts to the cap, in place, by the law's chance."""
         law = part.lengths
         if not law.hard_prompts:
             return
@@ -310,7 +318,8 @@ class Workload:
     def _draw_verdicts(
         self, block: int, attempt: int, chunk: int
     ) -> tuple[list[float], list[bool]]:
-        """Seconds and correctness, laid out as lengths are."""
+        """Seconds of the check and correctness of every response of a chunk, laid out as the
+        lengths of `_draw_lengths`."""
         size = (2, BLOCK_ROWS, CHUNK)
         key = (self.seed, _VERDICT_STREAM, block, attempt, chunk)
         ranks, luck = _uniforms(math.prod(size), *key).reshape(size)
@@ -333,7 +342,7 @@ class Workload:
         return np.flatnonzero(self._pattern[places] == part)
 
     def _ranks(self, block: int, part: int, chosen: IntArray) -> IntArray:
-        """How many prompts of the part come before each of these."""
+        """How many prompts of the part come before each chosen row of the block."""
         places = chosen + block * BLOCK_ROWS
         periods, offsets = np.divmod(places, self._pattern.size)
         num_own = np.count_nonzero(self._pattern == part)
@@ -343,7 +352,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A reward stage and its prompts' lengths."""
+    """A reward stage (one way to check answers) and the lengths of its prompts' responses."""
 
     stage: RewardStage
     lengths: Lengths
@@ -358,7 +367,7 @@ def _seconds_at(law: Mapping[float, float], ranks: FloatArray) -> FloatArray:
 
 
 def _policy(parts: Sequence[_Part]) -> tuple[float, float]:
-    """Mean and 95th percentile of the law itself, hard prompts included, mixed by share."""
+    """Mean and 95th percentile of response lengths over all parts, with hard prompts."""
     total = sum(part.stage.share for part in parts)
     lengths, weights = [], []
     for part in parts:
@@ -375,8 +384,8 @@ def _policy(parts: Sequence[_Part]) -> tuple[float, float]:
 
 
 def _pattern(shares: Sequence[float]) -> IntArray:
-    """Parts in an order that repeats, such that every prefix has each part within one prompt of its
-    share."""
+    """Numbers of the parts, in an order that is repeated without end. Every begin of the order has
+    each part as often as its share demands, within one prompt."""
     total = sum(shares)
     parts = [Fraction(share / total).limit_denominator(500) for share in shares]
     period = math.lcm(*(part.denominator for part in parts))
@@ -400,14 +409,14 @@ def _pattern(shares: Sequence[float]) -> IntArray:
 
 
 def _uniforms(count: int, seed: int, *key: int) -> FloatArray:
-    """In [0, 1), from a generator whose bits numpy promises for good."""
+    """Returns `count` random numbers in [0, 1), of a generator whose bits numpy will not change."""
     entropy = (int(seed < 0), abs(seed), *key)
     bits = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(count)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _normals(count: int, seed: int, *key: int) -> FloatArray:
-    """Standard normal scores, two from each pair of uniforms (Box and Muller)."""
+    """Returns `count` standard normal scores, two from each pair of uniforms (Box and Muller)."""
     assert count % 2 == 0
     radius, turns = _uniforms(count, seed, *key).reshape(2, -1)
     radius = np.sqrt(-2 * logs(1 - radius))
@@ -417,6 +426,7 @@ def _normals(count: int, seed: int, *key: int) -> FloatArray:
 
 @functools.lru_cache(MAX_BLOCKS)
 def _prompts(seed: int, block: int) -> tuple[list[float], list[float]]:
-    """Normal score of every prompt of the block, and the number that says whether it is hard."""
+    """For every prompt of the block its normal score, and a number in [0, 1): the prompt is hard if
+    the number is below `Lengths.hard_prompts`."""
     scores = _normals(BLOCK_ROWS, seed, _PROMPT_STREAM, block)
     return scores.tolist(), _uniforms(BLOCK_ROWS, seed, _HARD_STREAM, block).tolist()

@@ -16,7 +16,8 @@ OWN_PROMPTS = {
     "hard_prompts": 0.0,
     "hard_prompt_cap_probability": 0.15,
 }
-"""How much lengths that are no preset depend on their prompt."""
+"""Defaults of three fields of `LengthLaw`, which say how much a response's length depends on its
+prompt, for laws that are no preset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,21 +26,23 @@ class LengthLaw:
     `trace`."""
 
     preset: str | None = None
-    """A law's name."""
+    """Name of a length law that comes with the package."""
     quantiles: Mapping[float, int] | None = None
-    """Tokens by quantile; the logarithm is linear between them. Below the lowest it falls to one
-    token, above the highest it stays. An override sets the whole mapping."""
+    """Mapping from quantile to tokens. The logarithm is linear between quantiles, falls to one
+    token below the lowest and is constant above the highest. An override sets the whole mapping."""
     trace: str | None = None
     """A JSONL file with {"length": n} per response, or {"prompt": id, "lengths": [n, ...]} per
-    prompt. Of the second kind the prompts come in the file's order, and what follows here has no
-    effect. The path is relative to the folder that the command is run in."""
+    prompt. Of the second kind the prompts come in the file's order, and the other keys of `lengths`
+    have no effect. The path is relative to the folder that the command is run in."""
     within_prompt_correlation: float | None = None
-    """Correlation of the normal scores of two responses to one prompt: 0 is all luck, 1 is all the
-    prompt. None, here and below: as fitted for a preset; without one 0.05, and no hard prompts."""
+    """Correlation of the normal scores of two responses to one prompt: at 0 a length is all luck,
+    at 1 the prompt decides it. None: as fitted for a preset; without a preset 0.05."""
     hard_prompts: float | None = None
-    """This share of the prompts is hard: ..."""
+    """Share of the prompts that are hard: some of their responses run to the cap whatever the law
+    says. None: as fitted for a preset; without a preset 0."""
     hard_prompt_cap_probability: float | None = None
-    """... each of their responses runs to the cap with this probability."""
+    """Probability that a response to a hard prompt runs to the cap. None: as fitted for a preset;
+    without a preset 0.15."""
 
     def __post_init__(self) -> None:
         given = [n for n in ("preset", "quantiles", "trace") if getattr(self, n) is not None]
@@ -58,11 +61,11 @@ class LengthLaw:
 
     @property
     def quantile_law(self) -> Mapping[float, int] | None:
-        """The quantiles, whether written or by preset; None for a trace."""
+        """Mapping from quantile to tokens, as given or by preset; None for a trace."""
         return self.quantiles if self.preset is None else LENGTH_LAWS[self.preset]
 
     def of_prompts(self, name: str) -> float:
-        """One of `OWN_PROMPTS`, whether written or not."""
+        """The value of one of the fields named in `OWN_PROMPTS`: as given, or else its default."""
         written: float | None = getattr(self, name)
         if written is not None:
             return written
@@ -71,28 +74,28 @@ class LengthLaw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardStage:
-    """The prompts that are checked in one way (`rewards.N.*`). What is not set comes from the kind
-    (`presets.REWARD_KINDS`)."""
+    """The prompts that are checked in one way (`rewards.N.*`). A field that is not set comes from
+    the kind (`presets.REWARD_KINDS`)."""
 
     kind: Literal["math", "code", "judge", "none"]
-    """Names the times and the pool of the checks; none: every verdict is there at once."""
+    """Kind of the checks, which gives defaults of the fields below; none: verdicts take no time."""
     share: float
     """Share of the prompts that are checked in this way."""
     seconds_quantiles: Mapping[float, float] | None = None
-    """Seconds of one check by quantile (math, code); the logarithm is linear between them, and
-    beyond both ends it stays."""
+    """Mapping from quantile to seconds of one check (math, code). Between quantiles the logarithm
+    of the seconds is linear; beyond the lowest and the highest it is constant."""
     workers: int | None = None
-    """Checks at once (math, code)."""
+    """Number of checks that run at once (math, code)."""
     calls_per_s: float | None = None
-    """Calls that are answered per second (judge)."""
+    """Number of calls that the judge answers per second (judge)."""
     slowest_correct_s: float | None = None
-    """No answer that takes longer to check is correct (math, code). None: the kind's limit; with
-    the kind's own times, what is known of them."""
+    """Seconds of a check beyond which no answer is correct (math, code). None: the preset's value,
+    or with `seconds_quantiles` the kind's time limit."""
     check_truncated: bool = True
-    """Also responses that were cut off at the limit are checked. False: they are wrong at once, as
-    a program without an end is."""
+    """Whether responses that were cut off at the cap are checked too. False: they are wrong at
+    once, as a program without an end is."""
     lengths: LengthLaw | None = None
-    """Response lengths of these prompts; None: the scenario's."""
+    """Response lengths of these prompts; None: the scenario's `lengths`."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -122,14 +125,15 @@ class RewardStage:
 
     @property
     def num_workers(self) -> int:
-        """Checks at once: a judge is one worker that takes 1 / calls_per_s; 0 for none."""
+        """Number of checks that run at once. A judge counts as one worker whose check takes 1 /
+        calls_per_s seconds. 0: nothing is checked."""
         if self.kind == "judge":
             return 1
         return self.workers or REWARD_KINDS[self.kind].workers or 0
 
     @property
     def seconds_law(self) -> Mapping[float, float] | None:
-        """Seconds that one check keeps a worker, by quantile; None if there is no check."""
+        """Mapping from quantile to seconds that one check keeps a worker; None without a check."""
         if self.kind == "judge":
             rate = self.calls_per_s or REWARD_KINDS["judge"].calls_per_s
             assert rate is not None
@@ -138,12 +142,12 @@ class RewardStage:
 
     @property
     def limit_s(self) -> float | None:
-        """A check that takes longer has failed, whatever the deadline in force."""
+        """Seconds after which a check has failed, whatever deadline is in force; None: no limit."""
         return REWARD_KINDS[self.kind].limit_s
 
     @property
     def correct_within_s(self) -> float:
-        """No answer that takes longer is correct; infinite if time says nothing."""
+        """Seconds of a check beyond which no answer is correct; infinite without such a limit."""
         kind = REWARD_KINDS[self.kind]
         known = kind.slowest_correct_s if self.seconds_quantiles is None else None
         return self.slowest_correct_s or known or kind.limit_s or math.inf

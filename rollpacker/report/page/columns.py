@@ -1,4 +1,4 @@
-"""Metrics by step, column by column, and few enough points of them for a picture."""
+"""Metrics as columns over steps, reduced to few enough points for a picture."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 
 MAX_POINTS = 1000
-"""More steps than twice this are told in so many buckets, each with its mean, least and most."""
+"""Number of points of a column for a run of more than twice as many steps: steps are then put into
+so many buckets, and a bucket has the mean, minimum and maximum of its steps."""
 
 _NAN = float("nan")
 
 
 class MetricColumns:
-    """Feed it rows in the order of their steps. Texts are left out, but for `round/kind`."""
+    """Gathers rows of metrics, in the order of their steps, as columns of numbers. Texts are left
+    out."""
 
     def __init__(self) -> None:
         self.steps = array("l")
@@ -26,7 +28,7 @@ class MetricColumns:
         self._places: dict[int, int] = {}
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
-        """A row of a step that is not there yet."""
+        """Add the row of a further step."""
         place = self._places[step] = len(self.steps)
         self.steps.append(step)
         for name, column in self._columns.items():
@@ -36,7 +38,7 @@ class MetricColumns:
                 self._columns[name] = array("d", [_NAN]) * place + array("d", [_number(value)])
 
     def complete(self, step: int, row: Mapping[str, Any]) -> None:
-        """Add to a step what its row lacks; a step that is not there is left out."""
+        """Add to a step's row the metrics that it lacks. Does nothing for an unknown step."""
         place = self._places.get(step)
         if place is None:
             return
@@ -50,8 +52,9 @@ class MetricColumns:
                 column[place] = _number(value)
 
     def plain(self) -> dict[str, Any]:
-        """`step` and the columns as arrays. `of`: steps in a bucket; with more than one, `step` is
-        the last of each bucket, and each column has `mean`, `min` and `max`."""
+        """The columns as arrays, for the page. `of` is the number of steps in a bucket, `step` the
+        last step of each bucket. With buckets of several steps a column has `mean`, `min` and
+        `max`, else only `mean`."""
         steps = np.asarray(self.steps, dtype=np.int32)
         of = 1 if len(steps) <= 2 * MAX_POINTS else -(-len(steps) // MAX_POINTS)
         columns = {name: bucketed(column, of) for name, column in sorted(self._columns.items())}
@@ -61,9 +64,8 @@ class MetricColumns:
 
 class MetricRows:
     """Reads `metrics.jsonl` while it grows, since values that callbacks logged are in no other
-    file. Each `read` gives the rows of steps that were written since the last one. A file that
-    became shorter (a resume) is read anew. A line that is no row is left out: a page cannot mend
-    it."""
+    file. `read` returns the rows of steps that were written since the last call. A file that became
+    shorter by a resume is read anew. Lines that are no row are left out."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -92,7 +94,8 @@ class MetricRows:
 
 
 def bucketed(column: Sequence[float], of: int) -> dict[str, Any]:
-    """Mean, least and most of every `of` values in a row, left out where there are none."""
+    """Mean, minimum and maximum of every `of` consecutive values, without NaN (nan if there are no
+    others). With `of` 1 the values themselves as the mean."""
     values = np.asarray(column, dtype=np.float64)
     if of == 1:
         return {"mean": values.astype(np.float32)}

@@ -1,5 +1,5 @@
-"""One document that holds everything: markup, style, script and data. It asks no network for
-anything, and could not: its own policy forbids it."""
+"""Makes the page of a run: one HTML document with markup, style, script and data. The document
+loads nothing from the network, which its content security policy forbids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Kind = Literal["report", "live"]
 
 
 def write_page(path: Path, run: Mapping[str, Any], samples: Mapping[str, Any]) -> None:
-    """The page of one run, as `RunBook.plain` tells it, with what `read_samples` returned."""
+    """Write the page of one run. `run` is the result of `RunBook.plain`, `samples` that of
+    `read_samples`."""
     text = document(
         f"{run['name']} · RollPacker",
         "report",
@@ -38,7 +39,8 @@ def write_page(path: Path, run: Mapping[str, Any], samples: Mapping[str, Any]) -
 
 
 def document(title: str, kind: Kind, *, core: str = "", samples: str = "") -> str:
-    """The page around packed data. A live one has none, and asks its own server for it."""
+    """The HTML of a page with packed data in it. A page of the kind "live" has no data and asks its
+    own server for them."""
     style, script = _file("page.css"), "\n".join(map(_file, _SCRIPTS))
     connect = "'self'" if kind == "live" else "'none'"
     policy = (

@@ -1,4 +1,4 @@
-"""A run that is read while it is written: what is new of its log is read when somebody asks."""
+"""Reads a run while its log is written: new entries are read when a page asks for the run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from rollpacker.report.page.sample_choice import read_samples
 from rollpacker.report.page.time_line import TimeLine
 
 READ_S = 0.5
-"""The most seconds that one call reads the log. The page of a long log fills step by step."""
+"""Most seconds that one call reads the log. The page of a long log fills over several calls."""
 MAX_WORK = 0.1
-"""Share of a processor that making pages of a run may take: those of long runs take a second, and
-come less often than asked for. What the run is doing is told with every answer."""
+"""Largest share of a processor's time for making pages of a run. The page of a long run takes a
+second and is made less often than asked for; the run's current state is sent with every answer."""
 MAX_BARS = 12_000
-"""Samples in the timeline of a live page: it is sent anew with each step."""
+"""Most samples in the timeline of a live page, fewer than in a file, since a live page is sent anew
+with each step."""
 
 
 class Follower:
-    """Follows one run. Calls may come from several threads."""
+    """Keeps the page of one run up to date. Calls may come from several threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,7 +33,7 @@ class Follower:
         self._begin()
 
     def _begin(self) -> None:
-        """Raises `ValueError` where there is no log."""
+        """Begin to read the run's log from its start. Raises `ValueError` if there is no log."""
         self._generation += 1
         self._book = RunBook(self.folder)
         self._book.time_line = TimeLine(max_bars=MAX_BARS)
@@ -41,8 +42,8 @@ class Follower:
         self._not_before_s = 0.0
 
     def look(self, version: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Return what the run is doing, and its page if the reader, who has `version`, lacks
-        something. None in place of the page if not.
+        """Returns the run's current state, and the data of its page, or None if the page of version
+        `version` that the reader has is current or not due yet.
 
         Raises `OSError` or `ValueError` if the run is gone."""
         with self._lock:

@@ -11,27 +11,28 @@ from rollpacker.report.summary_table import MANY_LOST
 from rollpacker.report.time_book import POOL_CAUSES
 
 MUCH_IDLE = 0.3
-"""Share of the rollout's seconds in which slots are idle, from which on it is a finding."""
+"""Share of the rollout's seconds with idle slots from which on the page has a finding on it."""
 MUCH_WAIT = 0.1
-"""Share of the run's seconds that are spent waiting, from which on it is a finding."""
+"""Share of the run's seconds in waits for rewards from which on the page has a finding on it."""
 MANY_CLIPPED = 0.2
-"""Share of the trained responses that end at the length limit, from which on it is a finding."""
+"""Share of the trained responses that end at the length limit from which on there is a finding."""
 MANY_SILENT = 0.7
-"""Share of the trained groups without signal, from which on it is a finding."""
+"""Share of the trained groups with all rewards equal from which on the page has a finding on it."""
 RECENT_STEPS = 20
-"""Number of last steps whose means tell the state of a run."""
+"""Number of last steps over which metrics are averaged for the findings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence: how bad it is, and what to look at."""
+    """A sentence on the state of a run, and how bad that is."""
 
     level: Literal["good", "note", "warning", "bad"]
     text: str
 
 
 def findings(summary: Mapping[str, Any], recent: Mapping[str, float]) -> list[Finding]:
-    """`recent`: means of metrics over the last steps. The worst first."""
+    """The findings on a run with this summary, the worst first. `recent`: means of metrics over the
+    last steps."""
     found = [*_correctness(summary), *_learning(summary, recent), *_speed(summary, recent)]
     order = ("bad", "warning", "note", "good")
     return sorted(found, key=lambda one: order.index(one.level))

@@ -1,4 +1,4 @@
-"""Data for the page: JSON whose arrays and tables of texts lie beside it as bytes.
+"""Packs data for the page: JSON, with arrays and tables of texts beside the JSON as bytes.
 
     b"RPPK" | length of the JSON (uint32) | JSON | arrays; each part padded to 8 bytes
 
@@ -28,7 +28,7 @@ _TYPES = {
 
 
 class Texts(list[str]):
-    """A table of texts, packed as their UTF-8 bytes. Half surrogates are told as `\\udXXX`."""
+    """A list of texts that `pack` packs as UTF-8 bytes. Half surrogates become `\\udXXX`."""
 
 
 class _Packer:
@@ -37,7 +37,7 @@ class _Packer:
         self.size = 0
 
     def plain(self, value: Any) -> Any:
-        """`value` as JSON can hold it, its arrays put aside."""
+        """`value` as JSON can hold it: arrays go to `blobs`, and their places into the JSON."""
         if isinstance(value, np.ndarray):
             return {"@": self._array(value)}
         if isinstance(value, Texts):
@@ -66,8 +66,8 @@ class _Packer:
 
 
 def pack(value: Mapping[str, Any]) -> bytes:
-    """Mappings, lists, texts, numbers, numpy arrays (see `_TYPES`) and `Texts`. What is no finite
-    number becomes null."""
+    """The bytes of a value, which may hold mappings, lists, texts, numbers, numpy arrays (of a type
+    in `_TYPES`) and `Texts`. Infinite numbers and nan outside of arrays become null."""
     packer = _Packer()
     head = json.dumps(packer.plain(value), separators=(",", ":")).encode()
     start = b"RPPK" + len(head).to_bytes(4, "little") + head

@@ -1,7 +1,5 @@
-"""The content of a run's page: one pass over its event log, and what its folder has besides.
-
-Feed it entries, live or from a file; `plain` is what there is to tell by then.
-"""
+"""The content of a run's page, from one pass over its event log and from its folder's other
+files."""
 
 from __future__ import annotations
 
@@ -24,23 +22,24 @@ from rollpacker.report.time_book import CAUSES
 
 
 class RunBook:
-    """The fold over one run's log that makes its page."""
+    """Reads a run's log by `feed`, live or from a file; `plain` returns the page's data so far."""
 
     def __init__(self, run: str | Path) -> None:
-        """Raises `ValueError` where there is no event log."""
+        """`run`: the run's folder or its event log. Raises `ValueError` if there is no log."""
         self.events = events_path(run)
         self.folder = self.events.parent
         self.columns = MetricColumns()
         self.time_line = TimeLine()
         self.started_at = ""
-        """The time at which the first session started, as the session wrote it."""
+        """Date and time of the first session's start, as the session wrote them. Empty: not
+        known."""
         self.truncated = False
         """Whether the log's last line is cut off."""
         self.summary = RunSummary()
         self._rows = MetricRows(self.folder / METRICS_FILE)
 
     def feed(self, entry: Entry) -> StepHistory | None:
-        """Take an entry. Returns the step that was committed with it, or None."""
+        """Read an entry. Returns the step that the entry commits, or None."""
         if isinstance(entry, Session) and not self.started_at:
             self.started_at = str(entry.started_at)
         done = self.summary.feed(entry)
@@ -60,7 +59,8 @@ class RunBook:
         return len(self.summary.accounting.history.evaluations)
 
     def plain(self, summary: dict[str, Any] | None = None) -> dict[str, Any]:
-        """For `pack`. `summary`: what `RunSummary.plain` says, if it is known already."""
+        """The data of the page, for `pack`. `summary`: the result of `RunSummary.plain`; None: it
+        is computed."""
         for row in self._rows.read():
             self.columns.complete(row["step"], row)
         summary = self.summary.plain() if summary is None else summary
@@ -89,14 +89,14 @@ class RunBook:
         }
 
     def quiet_s(self) -> float | None:
-        """Seconds since the log grew. None: it is gone."""
+        """Seconds since the log was last written to. None: the log is gone."""
         try:
             return max(0.0, time.time() - self.events.stat().st_mtime)
         except OSError:
             return None
 
     def _recent(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Means over the last steps (of a long run: the last buckets of steps)."""
+        """Mean of each metric over the last steps (of a long run: the last buckets of steps)."""
         most = max(1, RECENT_STEPS // metrics["of"])
         found = {}
         for name, column in metrics["columns"].items():

@@ -1,7 +1,7 @@
-"""The samples that the page shows: all of them in numbers, some of them with their text.
+"""Chooses the samples that the page shows: the numbers of all samples, and the texts of some.
 
-With their text: those of the first and the last steps and evaluations, the best, the worst, the
-longest, the slowest to check, and others by a hash of their id, as many as fit.
+Texts are shown of samples of the first and last steps and evaluations, of the best, the worst, the
+longest and the slowest to check, and of others chosen by a hash of their id, as many as fit.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from rollpacker.report.page.packing import Texts
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 200_000
-"""Samples that are listed; of more, those that a hash of their ids chooses."""
+"""Most samples that are listed. Of more samples, a hash of their ids chooses."""
 MAX_TEXT_BYTES = 18_000_000
-"""The most bytes of all texts together, before compression."""
+"""Most bytes of all texts together, before compression."""
 MAX_CHARS = 40_000
-"""The most characters of one text. A longer one is cut off, and says so."""
+"""Most characters of one text. A longer text is cut off, with a note."""
 NUM_SPECIAL = 48
-"""Samples of each kind that are kept with their text before others."""
+"""Number of samples of each kind (best, longest, ...) whose texts are kept before others."""
 
 _NUMBERS = ("step", "num_tokens", "reward", "advantage", "loss_weight", "check_s")
 _TEXTS = ("row_where", "row", "prompt", "rendered_prompt", "completion", "dialogue", "failure")
 MAX_DIALOGUE = 400_000
-"""Characters of a dialogue, which a run bounds itself; a longer one is left out, since half of it
-is no JSON."""
+"""Most characters of a dialogue. A longer dialogue is left out, since part of it would be no valid
+JSON."""
 _OF_PROMPT = ("row_where", "row", "prompt", "rendered_prompt")
 
 
 @dataclass(slots=True)
 class _Table:
-    """Texts that occur more than once are kept once."""
+    """A table of texts, in which equal texts are kept once."""
 
     texts: Texts = field(default_factory=Texts)
     _places: dict[str, int] = field(default_factory=dict)
@@ -65,7 +65,8 @@ class _File:
 def read_samples(
     folder: Path, *, max_rows: int = MAX_ROWS, max_bytes: int = MAX_TEXT_BYTES
 ) -> dict[str, Any]:
-    """For `pack`. A file that cannot be read is left out and named in a warning."""
+    """The samples of a run's folder for the page, as data for `pack`. A file that cannot be read is
+    left out, with a warning."""
     files = [one for one in map(_numbers, _paths(folder)) if one is not None]
     num = sum(one.table.num_rows for one in files)
     if not num:
@@ -138,7 +139,7 @@ def _columns(files: Sequence[_File]) -> dict[str, Any]:
 
 
 def _priority(columns: dict[str, Any], hashes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """All rows, those first whose text is wanted most."""
+    """The numbers of all rows, in the order in which their texts are kept while there is room."""
     num = len(hashes)
     everywhere = np.arange(num)
     is_evaluation, steps = columns["evaluation"], columns["step"]
@@ -168,7 +169,8 @@ def _priority(columns: dict[str, Any], hashes: np.ndarray[Any, Any]) -> np.ndarr
 def _texts(
     files: Sequence[_File], order: np.ndarray[Any, Any], max_bytes: int
 ) -> tuple[dict[int, dict[str, str | None]], list[int]]:
-    """Rows with their texts, in the order of wishes, while there is room."""
+    """Texts by row number, and the rows whose texts are kept: in the given order, while they fit
+    into `max_bytes`."""
     import pyarrow
 
     starts = np.cumsum([0, *(one.table.num_rows for one in files)])
@@ -196,7 +198,7 @@ def _texts(
 
 
 def _mean_bytes(files: Sequence[_File]) -> int:
-    """About what a response's texts weigh, so that no more texts are read than can fit."""
+    """About how many bytes the texts of a response have, so that no more are read than can fit."""
     import pyarrow.parquet
 
     size = num = 0
@@ -235,7 +237,7 @@ def _cut(text: str | None) -> str | None:
 
 
 def _listed(columns: dict[str, Any], rows: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """The numbers of the rows, in their order."""
+    """The numbers and short words of these rows, as arrays in the order of `rows`."""
     found: dict[str, Any] = {
         "step": columns["step"][rows],
         "evaluation": columns["evaluation"][rows].astype(np.uint8),
@@ -262,7 +264,7 @@ def _listed(columns: dict[str, Any], rows: np.ndarray[Any, Any]) -> dict[str, An
 
 
 def _words(values: list[str | None] | None, rows: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """A column of few different words."""
+    """A column of few different words: the words, and for each row the place of its word."""
     table = _Table()
     places = [0 if values is None else table.place(values[n] or "") for n in rows]
     return {"words": list(table.texts), "of": np.array(np.minimum(places, 255), np.uint8)}
@@ -271,7 +273,8 @@ def _words(values: list[str | None] | None, rows: np.ndarray[Any, Any]) -> dict[
 def _packed_texts(
     texts: dict[int, dict[str, str | None]], rows: np.ndarray[Any, Any], chosen: Sequence[int]
 ) -> dict[str, Any]:
-    """`text`: where a row's texts are, -1 if it has none here; then a place for each text."""
+    """The chosen rows' texts for the page: a table of texts, the place of each text in it, and for
+    each of `rows` the number of its entry, -1 without texts."""
     table = _Table()
     number = {row: place for place, row in enumerate(sorted(chosen))}
     of_rows = [texts[row] for row in sorted(chosen)]

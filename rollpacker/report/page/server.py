@@ -1,5 +1,5 @@
-"""Pages of runs on 127.0.0.1, read-only: it answers GET, under its own names alone, from files
-that it finds by listing a folder. What a browser sends is never made into a path."""
+"""A read-only server of runs' pages on 127.0.0.1. It answers only GET requests for its own host
+names, from files that it finds by listing a folder: no path is made from a request."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 PORT = 8765
 NUM_PORTS = 20
-"""How many ports are tried, from `PORT` on, unless one is asked for."""
+"""Number of ports that are tried, from `PORT` on, if no port is asked for."""
 NUM_FOLLOWED = 8
-"""Runs that are kept in memory: those that were looked at last."""
+"""Most runs that are kept in memory: those whose pages were asked for last."""
 LIMITS = Limits(connections=256, head_s=30.0, body_s=30.0)
 
 _HEADERS = {
@@ -52,7 +52,7 @@ _HEADERS = {
 
 
 class Runs:
-    """The runs of a folder (or the one run that it is), found anew with each look."""
+    """The runs in a folder, or the one run whose folder it is. Every call lists the folder anew."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,8 +60,8 @@ class Runs:
         self._followed: dict[str, Follower] = {}
 
     def folders(self) -> dict[str, Path]:
-        """Folders of runs by name. A folder without an event log is left out, as is one that
-        disappears meanwhile."""
+        """Mapping from a run's name to its folder. Folders without an event log are left out, as
+        are folders that disappear meanwhile."""
         if (self.folder / EVENTS_FILE).is_file():
             return {self.folder.resolve().name: self.folder}
         try:
@@ -71,7 +71,7 @@ class Runs:
         return {path.name: path for path in inside if (path / EVENTS_FILE).is_file()}
 
     def listed(self) -> list[dict[str, Any]]:
-        """Name, age and what `summary.json` says of each; the newest first."""
+        """Name, link, seconds since the last entry and some results of every run, newest first."""
         found = []
         for name, path in self.folders().items():
             try:
@@ -156,7 +156,8 @@ class Dashboard:
     def _looked_at(
         self, request: Request, look: Callable[[Follower], tuple[Any, dict[str, Any] | None]]
     ) -> Response:
-        """The state and the page that `look` finds, or the page alone if there is no state."""
+        """The response with the state and page that `look` returns for the requested run, or with
+        one of the two; 404 if the run is gone."""
         # Not of the decoded path: names of folders need not be UTF-8.
         name = unquote(request.scope["raw_path"].decode().split("/")[3], errors="surrogateescape")
         try:
@@ -183,12 +184,13 @@ def _gone() -> Response:
 
 
 async def open_server(folder: Path, port: int | None) -> tuple[Server, int]:
-    """A server on the port asked for (0: any that is free), or on the first free one from `PORT`
-    on, and that port. Raises `ValueError` where there is none."""
+    """Opens a server on `port` (0: any free port; None: the first free port from `PORT` on), and
+    returns it with its port. Raises `ValueError` if no port is free."""
     own_names: set[str] = set()
 
     def refused(head: Request) -> Response | None:
-        """Refuses another site whose name leads here, and every method but GET."""
+        """The refusal of a request for another host name or of another method than GET; None: the
+        request is allowed."""
         if head.headers.get("host") not in own_names:
             return _sent(b"not under this name\n", "text/plain", 403)
         return None if head.method == "GET" else _sent(b"only GET\n", "text/plain", 405)
@@ -221,7 +223,8 @@ async def _serve(folder: Path, port: int | None) -> None:
 
 
 def serve(runs: str, port: int | None) -> int:
-    """Serve until Ctrl-C. Raises `ValueError` where there is no such folder, or no port."""
+    """Serve the pages of the runs in a folder until Ctrl-C; returns 0. Raises `ValueError` if the
+    folder does not exist or no port is free."""
     folder = Path(runs)
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give a folder of runs, such as runs, or one run")

@@ -1,4 +1,4 @@
-"""A run's settings: what was set to something else than its default."""
+"""A run's settings that differ from their defaults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG_FILE = "config.yaml"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """One key, its value and its default as texts; None: there is no default."""
+    """A setting's key, its value and its default as texts; None: there is no default."""
 
     key: str
     value: str
@@ -25,9 +25,9 @@ class Setting:
 
 
 def read_settings(folder: Path) -> tuple[list[Setting], str]:
-    """Read the settings that differ from the defaults, and the text of the config. Both are empty
-    if there is no file that can be read. A key that this version does not have counts as one
-    without a default."""
+    """The settings in a run's folder that differ from the defaults, and the text of the config.
+    Both are empty if the config cannot be read. A key that this version does not know has no
+    default."""
     from rollpacker.config.schema import RunConfig
 
     try:
@@ -66,9 +66,8 @@ def _changed(tree: dict[str, Any], schema: type, prefix: str) -> Iterator[Settin
 
 
 def _algorithms_row(tree: dict[str, Any], schema: type) -> Any:
-    """The named algorithm with nothing else said: a run's file has its switches in place of the
-    null that their class has. None: a name of another version, or a function of the user's, which
-    a report does not call."""
+    """The algorithm that `tree` names, as a `schema` with that algorithm's own defaults. None for a
+    name that this version does not know, and for a function of the user's."""
     if tree.get("function") is not None:
         return None
     try:
@@ -84,7 +83,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def word(value: Any) -> str:
-    """A value as one writes it in the file."""
+    """A value as a text, in the notation of the config file."""
     if value is None:
         return "null"
     if isinstance(value, bool):

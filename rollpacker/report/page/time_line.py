@@ -16,10 +16,10 @@ from rollpacker.report.page.packing import Texts
 from rollpacker.report.step_history import Outcome, StepHistory
 
 MAX_BARS = 40_000
-"""Samples that are shown as bars: a quarter in the first steps, half in the last, the rest in those
-that took longest."""
+"""Most samples that are shown as bars: a quarter in the first steps, half in the last, and the rest
+in the steps that took longest."""
 MAX_STEPS = 20_000
-"""Steps with their rounds and phases; of a longer run the last ones."""
+"""Most steps that are shown with rounds and phases: the last steps of a longer run."""
 
 KINDS = tuple(str(kind) for kind in RoundKind)
 OUTCOMES = tuple(str(outcome) for outcome in Outcome)
@@ -27,7 +27,7 @@ OUTCOMES = tuple(str(outcome) for outcome in Outcome)
 
 @dataclass(slots=True)
 class _Bars:
-    """The samples of a step; times count from the step's begin."""
+    """The samples of a step, as bars of the timeline. Times are seconds from the step's begin."""
 
     step: int
     seconds: float
@@ -47,12 +47,13 @@ class _Step:
     start_s: float
     end_s: float
     rounds: list[tuple[int, float, float, int]]
-    """Kind, begin, end, samples; times count from the step's begin."""
+    """Rounds as (number of the kind in `KINDS`, begin, end, number of samples), with times in
+    seconds from the step's begin."""
     phases: list[tuple[str, float, float]]
 
 
 class TimeLine:
-    """Feed it every committed step."""
+    """Gathers every committed step by `feed`; `plain` returns the timeline's data."""
 
     def __init__(self, max_bars: int = MAX_BARS, max_steps: int = MAX_STEPS) -> None:
         self._max_bars = max_bars
@@ -84,7 +85,8 @@ class TimeLine:
             num["longest"] -= len(heapq.heappop(self._longest).ids)
 
     def plain(self) -> dict[str, Any]:
-        """Steps, rounds, phases and samples as arrays, each step with where its own begin."""
+        """Steps, rounds, phases and samples as arrays, and for each step the places in these arrays
+        at which its rounds, phases and samples begin (`first`)."""
         steps, kept = list(self._steps), {bars.step: bars for bars in self._kept()}
         rounds = [one for step in steps for one in step.rounds]
         phases = [one for step in steps for one in step.phases]
@@ -129,7 +131,7 @@ class TimeLine:
 
 
 def _ends(counts: list[int]) -> np.ndarray[Any, Any]:
-    """Where each one's items begin, and the end of all."""
+    """Places at which each of several consecutive lists of these lengths begins, and the end."""
     return np.cumsum([0, *counts], dtype=np.uint32)
 
 
@@ -149,7 +151,8 @@ def _step(step: StepHistory) -> _Step:
 
 
 def _bars(step: StepHistory) -> _Bars:
-    """The longest first: they stand at the bottom."""
+    """The bars of a step's samples, by start and the longest first, which is drawn at the
+    bottom."""
     begin, end = step.start_s, step.end_s
     samples = sorted(
         step.samples.values(),

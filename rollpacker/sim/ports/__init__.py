@@ -1,1 +1,1 @@
-"""The ports of a simulation: each obeys some kinds of commands, in virtual time."""
+"""The ports of a simulation, which obey the core's commands in virtual time."""

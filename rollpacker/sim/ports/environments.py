@@ -1,6 +1,6 @@
-"""The environments of trajectories: each answers after the seconds that were drawn for the turn.
+"""The environments of trajectories: every environment answers after the seconds drawn for the turn.
 
-How many answer at once is the core's business (`core/checks/acting.py`); an `Act` begins at once.
+The core limits how many answer at once (`core/checks/acting.py`); an `Act` begins at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Answer:
 
 
 class Environments:
-    """Obeys `Act`, `CancelAct` and `Conclude`."""
+    """The port that obeys `Act`, `CancelAct` and `Conclude`: it answers for the environments."""
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class Environments:
     ) -> None:
         """`concluded` is called when a trajectory is over."""
         self.hangs: Callable[[SampleId, int], bool] = lambda sample, turn: False
-        """Whether the environment of a sample never answers a turn."""
+        """Function of a sample and a turn that returns whether the turn is never answered."""
         self._clock = clock
         self._responses = responses
         self._trajectories = trajectories
         self._concluded = concluded
         self._asked: dict[SampleId, _Answer] = {}
-        """Answers that have not come yet, by sample."""
+        """Answers that have not been given yet, by sample."""
 
     def routes(self) -> Routes:
         return {Act: self._act, CancelAct: self._cancel, Conclude: self._conclude}

@@ -1,9 +1,9 @@
-"""Rewards of a run that was recorded: its own verdicts, and its own seconds.
+"""Gives the verdicts that a real run has recorded, after the seconds that its checks took.
 
-A kind of check with workers or a deadline is bounded by the core, and each check takes what a
-recorded one took. Other checks wait for one another as in a real run (`run/ports/scoring.py`):
-what is asked for while nothing more can be handed over joins one batch, and each batch is a call of
-the reward, which has so many workers.
+The core limits how many checks run at once if their kind has workers or a deadline; such a check
+takes the seconds of a recorded check. Other checks are put together as in a real run
+(`run/ports/scoring.py`): checks that come while no further call can begin join one batch, and every
+batch is one call of the reward, whose workers run a few calls at once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from rollpacker.sim.responses import Responses
 from rollpacker.sim.workload import Workload
 
 HANDED_OVER_S = 1e-6
-"""After a response ended: others may end in the same step of the engine, and share its call."""
+"""Seconds from the end of a response to the call that checks it: responses that end in the same
+step of the engine share a call."""
 
 
 class RecordedRewards(Rewards):
-    """Obeys `Score` and `CancelScore`."""
+    """The port that obeys `Score` and `CancelScore` with the checks of a recorded run."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class RecordedRewards(Rewards):
         checks: RecordedChecks,
         is_generating: Callable[[], bool],
     ) -> None:
-        """`is_generating`: whether responses still come."""
+        """`is_generating` returns whether an engine still generates."""
         super().__init__(clock, machine, workload, responses, max_response_tokens)
         self._checks = checks
         self._luck = random.Random(workload.seed)
@@ -69,7 +70,8 @@ class RecordedRewards(Rewards):
 def _scored(
     sample: SampleId, check: Check | None, timeout_s: float | None
 ) -> tuple[SampleScored, float]:
-    """The verdict, and the seconds until it is there."""
+    """The verdict of a recorded check (None: no verdict), and the seconds until it is given. A
+    check that takes longer than `timeout_s` has timed out; None: no limit."""
     if check is None:
         return SampleScored(time_s=0.0, sample=sample, value=None, cause="sample"), 0.0
     seconds, value, timed_out = check.seconds, check.value, check.timed_out
@@ -91,7 +93,7 @@ def _scored(
 
 
 class _Batches:
-    """Calls of many checks, a few at a time; a `clock.Moving`."""
+    """Groups checks into calls of the reward, of which a few run at a time; a `clock.Moving`."""
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class _Batches:
         is_generating: Callable[[], bool],
         passes_over: Callable[[Event], bool],
     ) -> None:
-        """`passes_over`: true for a verdict that nobody waits for any more."""
+        """`passes_over` returns True for a verdict that was cancelled."""
         self._is_generating = is_generating
         self._passes_over = passes_over
         self._clock = clock
@@ -109,23 +111,23 @@ class _Batches:
         self._luck = luck
         self._asked: list[SampleScored] = []
         self._free = [0.0] * calls.num_workers
-        """When each worker is free, a heap."""
+        """Heap of the times in seconds at which the workers become free."""
         self._running: list[tuple[float, int, Sequence[SampleScored]]] = []
-        """(end, number, verdicts), a heap."""
+        """Heap of the running calls: (time of the end, number of the call, verdicts)."""
         self._done: deque[SampleScored] = deque()
         self._begins = math.inf
-        """When what was asked for is handed over."""
+        """Time at which the checks in `_asked` begin as one call; inf: not known yet."""
         self._num_begun = 0
 
     @property
     def next_finish(self) -> float:
-        """When something happens next."""
+        """Time in seconds at which a call begins or a verdict is given next; inf: never."""
         if self._done:
             return self._clock.time_s
         return min(self._begins, self._running[0][0] if self._running else math.inf)
 
     def ask(self, verdict: SampleScored) -> None:
-        """This is to be said, in time."""
+        """Queue a check, whose `verdict` is given when the check's call has ended."""
         self._asked.append(verdict)
         if self._begins == math.inf and len(self._running) < MOST_AT_ONCE:
             self._begins = self._clock.time_s + HANDED_OVER_S

@@ -1,7 +1,6 @@
-"""Checks of answers: each keeps a worker for the seconds that the workload says.
+"""Checks of answers: every check keeps a worker for the seconds that the workload has drawn.
 
-How many run at once is the core's business (`core/checks/reward_schedule.py`); a `Score` begins at
-once.
+The core limits how many run at once (`core/checks/reward_schedule.py`); a `Score` begins at once.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _NO_PARTS: Mapping[str, float | None] = {}
 
 
 class Rewards:
-    """Obeys `Score` and `CancelScore`."""
+    """The port that obeys `Score` and `CancelScore`: it gives the verdicts."""
 
     def __init__(
         self,
@@ -33,8 +32,8 @@ class Rewards:
         max_response_tokens: int | None,
     ) -> None:
         self.delay_s: Callable[[SampleId], float] | None = None
-        """Seconds by which the check of a sample takes longer than the workload says. None: no
-        check does."""
+        """Function from a sample to the seconds by which its check takes longer than the workload
+        has drawn. None: no check takes longer."""
         self._clock = clock
         self._workload = workload
         self._responses = responses
@@ -42,7 +41,7 @@ class Rewards:
         self._skips = workload.skip_truncated
         self._cap = math.inf if max_response_tokens is None else max_response_tokens
         self._cancelled: set[SampleId] = set()
-        """Checks that ended early; the clock still has their ends."""
+        """Samples whose check was cancelled, while the check's end is still on the clock."""
 
     def routes(self) -> Routes:
         return {Score: self._score, CancelScore: self._cancel}
@@ -77,7 +76,7 @@ class Rewards:
         self._clock.after(seconds, scored)
 
     def _cancel(self, command: CancelScore) -> None:
-        """End these checks now. Their events on the clock are passed over when their time comes."""
+        """End these checks now. Their verdicts, still on the clock, are ignored when they come."""
         self._cancelled.update(command.samples)
         self._clock.passes_over = self._was_cancelled
         for sample in command.samples:

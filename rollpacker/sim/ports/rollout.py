@@ -1,4 +1,4 @@
-"""The engines: a fleet of token clocks for each degree of tensor parallelism."""
+"""The simulated engines: a list of engines for each degree of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from rollpacker.sim.tally import Tally
 
 
 class Lane:
-    """One engine of a fleet."""
+    """One engine with its number in the core."""
 
     __slots__ = ("engine", "finish", "last_busy_s", "number")
 
@@ -51,11 +51,11 @@ class Lane:
         """The engine's number in the core."""
         self.last_busy_s = 0.0
         self.finish = partial(finish, self)
-        """Take out the response that finishes at `engine.next_finish`."""
+        """Function that takes out the response that finishes at `engine.next_finish`."""
 
 
 class Rollout:
-    """Obeys `Launch`, `Abort`, `Release` and what is said of engines."""
+    """The port that obeys `Launch`, `Abort`, `Release` and the other commands to engines."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class Rollout:
         num_engines: int,
         turns: Turns | None = None,
     ) -> None:
-        """`num_engines`: number of engines of the core at the start. `turns`: where samples take
-        turns with environments."""
+        """`num_engines`: number of the core's engines at the start. `turns`: progress of samples
+        that take turns with environments; None: samples are single responses."""
         self._clock = clock
         self._machine = machine
         self._responses = responses
@@ -78,27 +78,28 @@ class Rollout:
         self._cap = math.inf if max_response_tokens is None else max_response_tokens
         self._num_engines = num_engines
         self._incarnations = [0] * machine.gpus
-        """Incarnation of each engine of the current degree, by the engine's number."""
+        """By an engine's number, how often the engine was started again after the first start."""
         self.life_s: Callable[[int, int], float] = lambda engine, incarnation: math.inf
-        """Seconds that an incarnation of an engine lives."""
+        """Function from an engine's number, and from how often it was started again, to the seconds
+        until it is lost."""
         self.start_s = 0.0
-        """Seconds until a replacement is ready."""
+        """Seconds from the order to replace a lost engine until the replacement is ready."""
         self._fleets: dict[tuple[int, bool], list[Lane]] = {}
-        """Engines by their degree and by whether they decode speculatively."""
+        """Engines by (degree of tensor parallelism, whether they decode speculatively)."""
         self._fleet: list[Lane] = []
         """Engines of the current round. All fields below are the current round's too."""
         self._launch: Launch | None = None
         self._lane_of: dict[int, Lane] = {}
         """Engine of each sample, by the sample's key. A sample that no engine has is missing."""
         self._carried: dict[int, int] = {}
-        """Tokens that each sample's launch gave it, by key. A sample whose launch gave it none is
-        missing."""
+        """Tokens that a sample had when its launch or its current message began, by key. A sample
+        without such tokens may be missing."""
         self._turns = turns
         self._num_generating = 0
         self._empty_from_s = 0.0
         """Time when the engines released the last response, in seconds."""
         self._released: tuple[float, list[Lane]] | None = None
-        """Time when devices were released, and their engines. None: none were."""
+        """Time when devices were released, and their engines. None: no devices were released."""
 
     def routes(self) -> Routes:
         return {
@@ -115,11 +116,11 @@ class Rollout:
 
     @property
     def released(self) -> list[Lane]:
-        """Engines that take nothing until the next round."""
+        """Engines whose devices were released, which get no samples until the next round."""
         return [] if self._released is None else self._released[1]
 
     def is_busy(self) -> bool:
-        """Whether an engine still generates, or has not let go of what it was told to stop."""
+        """Whether an engine still generates, or has not yet ended samples that it must stop."""
         return self._num_generating > 0 or self._clock.time_s < self._empty_from_s
 
     # -- launch ------------------------------------------------------------------------
@@ -170,8 +171,8 @@ class Rollout:
     def _submit(
         self, lane: Lane, keys: Sequence[int], carried: int, now: float, *, is_new: bool = True
     ) -> None:
-        """Samples begin in this engine, with so many tokens to be computed of all of them. One that
-        is not new has its prompt there."""
+        """Submit samples to this engine, which must first compute `carried` tokens, the sum over
+        all samples. `is_new` False: the engine already has the samples' prompts in its cache."""
         assert self._launch is not None
         lengths, done = self._responses.lengths, self._responses.done
         latency, degree = self._machine.latency, self._launch.tensor_parallel
@@ -211,7 +212,7 @@ class Rollout:
             self._submit(lane, [key], has if given is None else given, now, is_new=is_new)
 
     def concluded(self) -> None:
-        """A trajectory is over: the engines waited for its environment's last answer."""
+        """Called when a trajectory is over: counts the wait for its environment's last answer."""
         if not self._num_generating:
             self._tally.rollout_goes_on(self._clock.time_s)
 
@@ -241,7 +242,8 @@ class Rollout:
     # -- what comes out ----------------------------------------------------------------
 
     def _finish(self, lane: Lane) -> Event | None:
-        """The next response of this engine is complete, now. None: its end is drawn once more."""
+        """Take the response out that finishes now and return its event. None: the response's end is
+        refused and drawn once more."""
         key, length, preemptions = lane.engine.pop()
         responses, step, number = self._responses, self._tally.step, lane.number
         lane.last_busy_s = self._clock.time_s
@@ -318,7 +320,8 @@ class Rollout:
             )
 
     def _rollout_ends(self, now: float) -> None:
-        """The last engine is empty: from here on every device waits for verdicts."""
+        """Note that the last engine is empty, so that every device waits for verdicts from now
+        on."""
         machine, launch = self._machine, self._launch
         assert launch is not None
         self._empty_from_s = now
@@ -334,12 +337,12 @@ class Rollout:
     # -- engines that are lost -----------------------------------------------------------
 
     def begin(self) -> None:
-        """The run begins: its engines live from now on."""
+        """Begin the run: schedule when each engine is lost, if ever."""
         for number in range(self._num_engines):
             self._live(number, 0.0)
 
     def _live(self, number: int, after_s: float) -> None:
-        """An engine is ready after so many seconds, and is lost when its life ends."""
+        """Schedule the loss of an engine that is ready in `after_s` seconds."""
         incarnation = self._incarnations[number]
         life_s = self.life_s(number, incarnation)
         if life_s < math.inf:
@@ -351,7 +354,7 @@ class Rollout:
             )
 
     def _replace(self, command: Replace) -> None:
-        """Replace an engine that is lost with all that it had."""
+        """Start a lost engine anew, without its samples, or update the weights of a live one."""
         number, start_s = command.engine, self.start_s
         if self._incarnations[number] == command.incarnation:
             start_s = self._machine.latency.sync_s  # it is there, and lacks the newest weights
@@ -367,7 +370,7 @@ class Rollout:
         self._is_ready(number, command.version, start_s)
 
     def _resize(self, command: Resize) -> None:
-        """All engines are empty; those of this degree come with the launch."""
+        """Start all engines, which are empty, anew. The next launch has their new size in GPUs."""
         machine = self._machine
         self._tally.bubble["sync"] += machine.resize_s * machine.gpus
         for number, incarnation in enumerate(command.incarnations):
@@ -383,7 +386,7 @@ class Rollout:
         )
 
     def _place(self, command: Place) -> None:
-        """Samples start anew; an end that was drawn in place of another stands."""
+        """Start samples anew on other engines. An end that was drawn in place of another stands."""
         keys = [self._responses.keys[sample] for sample in command.samples]
         self._give(keys, command.engines, self._clock.time_s)
 

@@ -16,8 +16,8 @@ from rollpacker.sim.tally import Tally
 
 
 class GradientWork:
-    """Gradients of streamed groups, as device-seconds of work on the devices that the trainer has
-    while a round goes on."""
+    """Gradients that the trainer computes while a round goes on, as device-seconds of work on the
+    devices that it has then."""
 
     def __init__(self) -> None:
         self.backlog_s = 0.0
@@ -36,7 +36,7 @@ class GradientWork:
         self._since_s = now_s
 
     def have(self, now_s: float, devices: int, *, after_s: float = 0.0) -> None:
-        """Give the trainer so many devices, from `after_s` seconds on."""
+        """Let the trainer have `devices` devices in all, from `after_s` seconds after now on."""
         self.advance(now_s)
         self._devices = devices
         self._since_s = max(self._since_s, now_s + after_s)
@@ -48,7 +48,7 @@ class GradientWork:
 
 
 class Training:
-    """Obeys `StartGradients`, `TrainOn`, `SyncWeights` and `Commit`."""
+    """The port that obeys `StartGradients`, `TrainOn`, `SyncWeights` and `Commit`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Training:
         work: GradientWork,
         step_done: Callable[[Event], None],
     ) -> None:
-        """`step_done` is called with the event that will end each step that trained."""
+        """`step_done` is called with the event that ends a step, for every step that trained."""
         self._clock = clock
         self._machine = machine
         self._responses = responses
@@ -110,8 +110,8 @@ class Training:
         )
 
     def _swept_s(self, pipeline: Pipeline, lengths: list[int]) -> float:
-        """Seconds of the responses that were not streamed, through the stages. What was streamed
-        kept them full."""
+        """Seconds in which responses of these lengths pass the trainer's stages; counts the stages'
+        idle time. Responses whose gradients began in the rollout made no stage wait."""
         if not lengths:
             return 0.0
         prompt_tokens = self._machine.prompt_tokens

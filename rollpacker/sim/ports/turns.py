@@ -1,4 +1,4 @@
-"""Progress of each trajectory of a round, for the engines."""
+"""Progress of each trajectory of a round: its number of messages, and the engine it was on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Home(NamedTuple):
 
 
 class Turns:
-    """Messages that ended, by key of the sample, and the engine that generated the last one."""
+    """For each sample of a round, by key: how many messages have ended, which engine generated the
+    last message, and where the current message begins."""
 
     def __init__(
         self,
@@ -28,8 +29,8 @@ class Turns:
         keep_rows: bool,
         carried: CarriedTurns | None = None,
     ) -> None:
-        """`keep_rows`: an engine keeps what it has of a sample while its environment answers.
-        `carried`: what deferred ones have left; None: they begin anew."""
+        """`keep_rows`: whether an engine keeps a sample in its cache while the environment answers.
+        `carried`: tokens of trajectories put off to a later round; None: those begin anew."""
         self._trajectories = trajectories
         self._responses = responses
         self._keep_rows = keep_rows
@@ -37,7 +38,7 @@ class Turns:
         self._ended: dict[int, int] = {}
         self._homes: dict[int, Home] = {}
         self._starts: dict[int, int] = {}
-        """Tokens before the current message, by key of the sample."""
+        """Number of tokens before the current message, by key of the sample."""
 
     @classmethod
     def of(
@@ -47,21 +48,21 @@ class Turns:
         responses: Responses,
         carried: CarriedTurns | None,
     ) -> Turns | None:
-        """The turns of a run. None: samples are single responses."""
+        """Makes the turns of a run. Returns None if samples are single responses."""
         trajectories = workload.trajectories
         if trajectories is None:
             return None
         return cls(trajectories, responses, keep_rows=machine.keep_rows, carried=carried)
 
     def clear(self) -> None:
-        """Another round begins."""
+        """Forget all trajectories, since another round begins."""
         self._ended.clear()
         self._homes.clear()
         self._starts.clear()
 
     def launch(self, keys: Iterable[int], version: int) -> dict[int, int]:
-        """Begin the first message of these samples. Returns the tokens that it has left, by key,
-        where it has any."""
+        """Begin the first message of these samples. Returns a mapping from key to the tokens of the
+        message that need not be generated; samples without such tokens are missing."""
         if self._carried is not None:
             self._carried.launch(keys, version)
         found = {}
@@ -71,19 +72,19 @@ class Turns:
         return found
 
     def start(self, key: int) -> int:
-        """Tokens before the current message."""
+        """Number of tokens before the sample's current message."""
         return self._starts[key]
 
     def end(self, key: int, home: Home) -> bool:
-        """End a message in this engine. Returns whether it was cut off."""
+        """Count a message that this engine has ended. Returns whether the message was cut off."""
         turn = self._ended[key] = self._ended.get(key, 0) + 1
         self._homes[key] = home
         noise = self._responses.noises[key]
         return self._trajectories.turns(noise)[turn - 1].is_cut_off
 
     def begin(self, key: int) -> int:
-        """Begin the sample's next message, behind the tokens that the environment gave. Tokens that
-        it has then, those that were left of the message included."""
+        """Begin the sample's next message, behind the tokens that the environment gave. Returns the
+        tokens of the trajectory that need not be generated, those of the new message included."""
         responses = self._responses
         turns, turn = self._trajectories.turns(responses.noises[key]), self._ended[key]
         has = responses.lengths[key] + turns[turn - 1].given
@@ -91,8 +92,9 @@ class Turns:
         return has + self._take_up(key, has)
 
     def to_compute(self, key: int, home: Home) -> int | None:
-        """Tokens that this engine has to take in before it generates: those that were given or
-        left. None: all of the sample's, and the prompt."""
+        """Tokens that this engine must compute before it generates the message: those of the
+        environment's answer, and those of the message that are kept. None: all of the trajectory's
+        tokens and the prompt, since the engine does not have the sample in its cache."""
         if not self._keep_rows or self._homes[key] != home:
             return None
         turns = self._trajectories.turns(self._responses.noises[key])
@@ -100,8 +102,8 @@ class Turns:
         return turns[self._ended[key] - 1].given + left
 
     def _take_up(self, key: int, start: int) -> int:
-        """Begin a message behind so many tokens. Returns how many of its own tokens need not be
-        decoded."""
+        """Begin a message behind `start` tokens. Returns how many tokens of the message are
+        kept."""
         responses = self._responses
         self._starts[key] = start
         same = 0 if self._carried is None else self._carried.same[key]
