@@ -180,7 +180,8 @@ class Engine(Protocol):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests, first come, first served. Every request gets exactly one output.
 
-        A request that can never run (prompt and response do not fit) gets `SampleFailed`."""
+        A request that can never run (prompt and response do not fit) gets `SampleFailed`.
+        """
         ...
 
     def abort(self, samples: Sequence[SampleId]) -> None:
@@ -202,14 +203,16 @@ class Engine(Protocol):
 
         Raises `EngineError` while samples run, if the weights are another model's, and if the
         source has another version or is being written to. After an error nothing may be submitted
-        until an update succeeds: the engine may have parts of both versions."""
+        until an update succeeds: the engine may have parts of both versions.
+        """
         ...
 
     async def offload(self) -> None:
         """Free the device's memory; its content waits in host memory or is made again. Until
         `reload` the engine can only be closed. On a CPU nothing happens.
 
-        Raises `EngineError` while samples run."""
+        Raises `EngineError` while samples run.
+        """
         ...
 
     async def reload(self) -> None:

@@ -2,7 +2,8 @@
 
 One turn accepts what was submitted and aborted, or advances the live samples by one step; then it
 reports, and waits for the listener before the next turn. So an abort or a request given inside that
-call takes effect at the same decode step in every run."""
+call takes effect at the same decode step in every run.
+"""
 
 from __future__ import annotations
 
@@ -94,15 +95,14 @@ class LoopEngine(ABC):
         self._version = version
 
     async def offload(self) -> None:
-        """Free the device's memory; see `Engine.offload`. If this fails, the engine is of no
-        use."""
+        """Free the device's memory; see `Engine.offload`. A failure makes the engine useless."""
         self._inbox.leave()
         self._forget_kept()
         await asyncio.to_thread(self._let_go)
 
     async def reload(self) -> None:
-        """Take the device's memory again; see `Engine.reload`. If this fails, the engine cannot be
-        used any more."""
+        """Take the device's memory again; see `Engine.reload`. A failure makes the engine
+        useless."""
         await asyncio.to_thread(self._take_back)
         self._inbox.come_back()
 
@@ -181,8 +181,7 @@ class LoopEngine(ABC):
 
     @abstractmethod
     def _rest(self) -> None:
-        """Put things in order for an idle engine. Called when no samples run any more, and when the
-        worker dies."""
+        """Put the engine at rest. Called when no samples run any more, and when the worker dies."""
 
     # -- the worker --------------------------------------------------------------------------------
 

@@ -73,7 +73,8 @@ class ProcessEngine:
 
     An abort takes effect at the process's next decode step after it arrives: two runs of the same
     seed may differ in which samples were aborted at which length, and so in the order in which
-    samples end. The tokens of a sample do not differ."""
+    samples end. The tokens of a sample do not differ.
+    """
 
     def __init__(
         self,

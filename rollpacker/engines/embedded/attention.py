@@ -4,7 +4,8 @@ The function is registered with transformers under the name "rollpacker". Called
 causal attention over right-padded rows, which needs no mask: a padding position comes after every
 real one of its row. Called with a rollout step (a keyword argument that transformers hands through
 to every layer) it also reads and writes the engine's key-value slots. So trainer and engine share
-one module and one set of weights."""
+one module and one set of weights.
+"""
 
 from __future__ import annotations
 

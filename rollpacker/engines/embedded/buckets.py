@@ -2,7 +2,8 @@
 
 A decode step runs the linear layers once over all rows, but attention costs rows times width.
 Splitting the rows into a few contiguous ranges, each as wide as its own longest row, spares short
-rows the width of long ones at the price of one more call per layer."""
+rows the width of long ones at the price of one more call per layer.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:
     """Split rows of these lengths, in this order, into contiguous buckets and return them.
 
     A bucket is cut in two while that lowers the total cost in row-positions, which is `call_cost` +
-    rows x width for each bucket."""
+    rows x width for each bucket.
+    """
     buckets = [Bucket(0, len(lengths), int(lengths.max()))]
     while len(buckets) < MAX_BUCKETS:
         splits = [_best_split(lengths, bucket) for bucket in buckets]
@@ -69,8 +71,7 @@ def bucket_cost(buckets: list[Bucket], call_cost: float) -> float:
 
 
 def _best_split(lengths: np.ndarray, bucket: Bucket) -> tuple[int, int]:
-    """The best cut of a bucket in two: the number of row-positions that it saves, and the row to
-    cut before."""
+    """The best cut of a bucket in two: (number of row-positions saved, row to cut before)."""
     start, stop, width, _ = bucket
     part = lengths[start:stop]
     num_rows = stop - start

@@ -1,7 +1,8 @@
 """The model's side of the embedded engine: prefill, decode steps, and the rows' caches.
 
 There are no threads and no queue here. A step computes exactly the live rows, and each width bucket
-is exactly as wide as its longest row."""
+is exactly as wide as its longest row.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ class Decoder:
         with equal prompts are prefilled once.
 
         `next_prompt` is the prompt of the first request that still waits. If it was prefilled here,
-        its logits and its cache are kept for that request."""
+        its logits and its cache are kept for that request.
+        """
         groups = [list(run) for _, run in groupby(entries, key=lambda e: e.request.prompt_tokens)]
         if self._kept is not None and groups[0][0].request.prompt_tokens == self._kept.prompt:
             self._join(groups.pop(0), self._kept)

@@ -10,7 +10,8 @@ A draft is what follows the longest match of the row's newest tokens: in the row
 response, in its running or finished siblings (the samples of the same prompt), or, at the same
 place, in what an earlier launch of the sample generated. How many tokens are drafted is decided by
 counts and constants, never by a clock: an abort takes effect at a decode step, so a run must not
-depend on its timing."""
+depend on its timing.
+"""
 
 from __future__ import annotations
 

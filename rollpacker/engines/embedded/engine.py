@@ -4,7 +4,8 @@ In each turn of its thread (engines/loop.py) it takes what was submitted and abo
 requests into free rows, decodes one token for every row, and reports what ended.
 
 It is made for a CPU. On CUDA it runs the same code, kernel by kernel, and logs that vLLM is the
-engine for GPUs."""
+engine for GPUs.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ is then exactly where as many decode steps would have brought it. Tokens that an
 of a response are such a guess (`Extender.take_up`).
 
 The new prompt tokens of a row that was kept between turns (kept_rows.py) are fed in such passes,
-too (`Extender.go_on`)."""
+too (`Extender.go_on`).
+"""
 
 from __future__ import annotations
 
@@ -76,10 +77,8 @@ class Extender:
 
     def extend(self, rows: np.ndarray, guesses: Sequence[Guess]) -> np.ndarray:
         """Extend each of these rows by at least one token, and by more as far as its guess is
-        right.
-
-        A row's newest token is then the first that differs from the guess, the token after the
-        whole guess, or the token that ended the row. Returns the number of each row's new
+        right. A row's newest token is then the first that differs from the guess, the token after
+        the whole guess, or the token that ended the row. Returns the number of each row's new
         tokens."""
         before, positions = (self._rows.host_column(name)[rows] for name in ("count", "position"))
         max_tokens = min(self._max_tokens, self._max_logits)
@@ -215,10 +214,8 @@ class Extender:
 
     def take_up(self, first: int) -> int:
         """Go on from carried tokens, which an earlier launch generated, in the rows from `first` on
-        that have some. These rows have just drawn their first tokens.
-
-        Returns the number of tokens that all rows from `first` on have, without the carried ones
-        that were kept."""
+        that have some. These rows have just drawn their first tokens. Returns the number of tokens
+        that all rows from `first` on have, without the carried ones that were kept."""
         carrying = [
             row for row in range(first, self._rows.num_rows) if self._rows.pending[row].has_carried
         ]
@@ -294,7 +291,8 @@ class Extender:
         that had ended before its siblings were cut off must not grow longer than they. Where it
         would, the tokens after the first that differs from the carried one are drawn again, with
         the noise of another redraw; if that first token is the end itself, it is drawn again
-        too."""
+        too.
+        """
         column = self._rows.host_column
         count = column("count")[rows]
         is_wrong = (count <= column("floor")[rows]) | (count > column("ceiling")[rows])

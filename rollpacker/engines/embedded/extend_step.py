@@ -2,7 +2,8 @@
 
 The rows' tokens lie one behind the other, without padding, so that the linear layers see real
 tokens alone. Attention goes by *spans*: neighbouring rows that are padded to one shape, where one
-call for all of them is cheaper than a call for each."""
+call for all of them is cheaper than a call for each.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +33,8 @@ class Span(NamedTuple):
 
 def plan_spans(lengths: np.ndarray, ends: np.ndarray, call_cost: float) -> list[Span]:
     """Plan the spans for rows in this order, and return them. Row i gets `lengths[i]` tokens, which
-    end at position `ends[i]`.
-
-    A row joins the span before it where that costs no more than a span of its own. A span costs
-    `call_cost` + rows x tokens x width."""
+    end at position `ends[i]`. A row joins the span before it where that costs no more than a span
+    of its own. A span costs `call_cost` + rows x tokens x width."""
     spans: list[Span] = []
     for row, (length, end) in enumerate(zip(lengths.tolist(), ends.tolist(), strict=True)):
         if spans:
@@ -68,7 +67,8 @@ class ExtendStep:
     """The attention of a pass over several new tokens of each row.
 
     The tokens see their row's cache and each other causally, and their keys and values go into the
-    slots."""
+    slots.
+    """
 
     def __init__(self, slots: KVSlots, new: NewTokens, call_cost: float = float("inf")) -> None:
         """`call_cost`: cost of one more span, in rows x tokens x width. Infinity: all rows form one
@@ -103,8 +103,7 @@ class ExtendStep:
         return joined.unsqueeze(0)
 
     def _flat_places(self, num_kv_heads: int) -> Tensor:
-        """Indices of every head of every token in a layer's storage, as vectors of one head
-        each."""
+        """Indices of every head of every token in a layer's storage, as vectors of a head each."""
         flat = self._flat.get(num_kv_heads)
         if flat is None:
             lines = self._row_of_token[:, None] * num_kv_heads + np.arange(num_kv_heads)

@@ -2,7 +2,8 @@
 
 A slot is as wide as its row may become, and is free for another row while an environment answers.
 The copies count against the memory budget of the slots, and are dropped where rows that could run
-need their room."""
+need their room.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +46,8 @@ class KeptRows:
         self.num_tokens += len(tokens)
 
     def take(self, sample: SampleId, prompt: tuple[int, ...]) -> KeptRow | None:
-        """Remove what is kept of a sample, and return the part of it that its new prompt begins
-        with, without the prompt's last token. None: nothing is kept, or the prompt begins
-        otherwise."""
+        """Remove what is kept of a sample, and return the part of it with which its new prompt
+        begins, without the prompt's last token. None: there is no such part."""
         kept = self._rows.get(sample)
         if kept is None:
             return None

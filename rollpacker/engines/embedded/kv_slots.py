@@ -2,7 +2,8 @@
 
 There are two tensors per layer, [slots, key-value heads, width, head_dim]. A row's slot holds its
 tokens from position 0 on. What lies beyond a row's length is finite garbage that attention masks
-out."""
+out.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ class KVSlots:
         """Make room for `num_slots` rows of `width` positions. Returns whether the storage moved.
 
         The content of these slots and positions is kept. Slots and positions beyond them are kept
-        only if they fit the budget, of which `beside` positions are used for something else."""
+        only if they fit the budget, of which `beside` positions are used for something else.
+        """
         if num_slots <= self.num_slots and width <= self.width:
             return False
         most = self.budget_tokens - beside
@@ -123,7 +125,8 @@ class KVSlots:
         value, and 0 x NaN is NaN.
 
         On a CPU the memory comes from the system as zero pages, which cost nothing until they are
-        touched: a slot as wide as its sample may become takes memory only as the sample grows."""
+        touched: a slot as wide as its sample may become takes memory only as the sample grows.
+        """
         if self.device.type != "cpu":
             return torch.zeros(size, dtype=self.dtype, device=self.device)
         num_bytes = math.prod(size) * self.dtype.itemsize
@@ -140,9 +143,8 @@ class KVSlots:
 
     def bias_line(self, sliding_window: int | None) -> Tensor:
         """A vector [2 x width - 1] of minus infinities around zeros, of which every row's bias is a
-        part.
-
-        The bias of a row whose newest token is at position p begins at index width - 1 - p."""
+        part. The bias of a row whose newest token is at position p begins at index width - 1 -
+        p."""
         line = self._bias_lines.get(sliding_window)
         if line is None:
             size = (2 * self.width - 1,)
@@ -191,7 +193,6 @@ class KVSlots:
 
 class PrefillStep:
     """A forward pass over right-padded prompts, which fills the slots of their samples.
-
     `prompt_of_row` [new rows] is the index of each row's prompt in the batch, for the rows from
     `first_row` on."""
 
@@ -249,9 +250,7 @@ class DecodeStep:
 
     def _make_biases(self, sliding_window: int | None) -> list[Tensor | None]:
         """For each bucket the bias [rows, 1, 1, width]: 0 where a row may look, minus infinity
-        elsewhere.
-
-        None for a bucket whose rows may all look everywhere."""
+        elsewhere. None for a bucket whose rows may all look everywhere."""
         biases: list[Tensor | None] = []
         for start, stop, width, is_even in self._buckets:
             if is_even and (sliding_window is None or width <= sliding_window):

@@ -4,7 +4,8 @@ On a small model, or at a few rows, most of a decode step is the dispatch of mod
 arithmetic. `plain_forward` recognises Llama, Mistral, Qwen2 and Qwen3 as transformers builds them,
 down to the class of every module, with or without peft's low-rank adapters on their matrices. Any
 other model runs through its own modules, as do models with another kind of adapter, a hook or a
-quantised layer."""
+quantised layer.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,6 @@ class _Layer:
 
 def plain_forward(model: PreTrainedModel) -> PlainForward | None:
     """The plain forward pass of `model`, or None if the model has any part that is not known here.
-
     It reads the weights in place at every call. It must be made again when a parameter gets other
     storage, that is when `addresses` differ."""
     family = next(
@@ -165,15 +165,12 @@ class PlainForward:
             self._rotations = torch.stack((cos, sin), dim=1)
 
     def decode(self, tokens: Tensor, positions: Tensor, step: RolloutStep) -> Tensor:
-        """Logits [rows, vocabulary] after one token per row: `tokens` [rows] at `positions`
-        [rows]."""
+        """Logits [rows, vocabulary] after one token per row: `tokens` at `positions` [rows]."""
         return self._logits(self._hidden(tokens, positions, tokens.shape[0], step))
 
     def prefill(self, tokens: Tensor, ends: Tensor, step: RolloutStep) -> Tensor:
-        """Return the logits [prompts, vocabulary] after each prompt's last token.
-
-        `tokens` is [prompts, tokens], padded on the right; the last tokens are at `ends`
-        [prompts]."""
+        """Return the logits [prompts, vocabulary] after each prompt's last token. `tokens` is
+        [prompts, tokens], padded on the right; the last tokens are at `ends` [prompts]."""
         num_prompts, num_tokens = tokens.shape
         positions = torch.arange(num_tokens, device=tokens.device).repeat(num_prompts)
         hidden = self._hidden(tokens.view(-1), positions, num_prompts, step)
@@ -218,8 +215,7 @@ class PlainForward:
         num_rows: int,
         step: RolloutStep,
     ) -> Tensor:
-        """Outputs of all heads of one layer's attention, side by side: [tokens, heads x
-        head_dim]."""
+        """Outputs of all heads of a layer's attention side by side: [tokens, heads x head_dim]."""
         head_dim, num_heads = self._head_dim, layer.num_heads
         value = _project(normed, layer.value)
         # Query and key heads are normed and rotated together.
@@ -257,9 +253,8 @@ def _normalize(hidden: Tensor, norm: _Norm) -> Tensor:
 
 def _scale_to_unit(hidden: Tensor, norm: _Norm) -> Tensor:
     """Divide each vector along the last dimension by its root mean square, in the roundings of
-    transformers' RMSNorm.
-
-    The sum of squares comes from a vector norm: on a CPU that takes half the time of a mean."""
+    transformers' RMSNorm. The sum of squares comes from a vector norm: on a CPU that takes half the
+    time of a mean."""
     is_wide = hidden.dtype == torch.float32
     wide = hidden if is_wide else hidden.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)

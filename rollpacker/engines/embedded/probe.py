@@ -1,7 +1,8 @@
 """Trial passes of a model that is new to the engine.
 
 They find the shapes of the keys and values of each layer, and check that decoding with cached keys
-and values, and the plain forward pass, give the model's own logits."""
+and values, and the plain forward pass, give the model's own logits.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def probe(
     size.
 
     Raises `UnsupportedModelError` for a model whose decode steps give other logits than its full
-    forward pass, or logits that are not numbers."""
+    forward pass, or logits that are not numbers.
+    """
     name = type(model).__name__
     layer_probe = LayerProbe()
     ids = torch.arange(1, 7, device=device)[None]

@@ -3,7 +3,8 @@
 Every property of a row is an entry in a numpy array (a column), so that a step's bookkeeping is a
 handful of vector operations whatever the number of rows. The columns that the model and the sampler
 read are seen as tensors too: on a CPU these share the arrays' memory, elsewhere each reading copies
-the column to the device."""
+the column to the device.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +112,8 @@ class RowTable:
     place, where the next step writes its key and value. num_kept is the number of carried tokens
     that came out the same (-1: not compared), num_reused the number of prompt tokens whose keys and
     values were kept from an earlier turn. floor and ceiling are those of the complement rule
-    (`Carried.floor`), and redraw counts its redraws."""
+    (`Carried.floor`), and redraw counts its redraws.
+    """
 
     def __init__(self, device: torch.device, vocabulary_size: int) -> None:
         self.device = device
@@ -282,9 +284,8 @@ class RowTable:
 
     def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
         """Shorten row rows[i] to its first counts[i] tokens. The noise from there on is that of the
-        row's present key.
-
-        The cache keeps garbage beyond. A row without tokens feeds the prompt's last token again."""
+        row's present key. The cache keeps garbage beyond. A row without tokens feeds the prompt's
+        last token again."""
         for row, count in zip(rows.tolist(), counts, strict=True):
             store, prompt = self._columns["store"][row], self.pending[row].request.prompt_tokens
             assert count <= self._columns["count"][row]
@@ -325,8 +326,7 @@ class RowTable:
         return tokens
 
     def first_broken(self, row: int, start: int) -> int | None:
-        """Number of the first token, from `start` on, whose log-probability is NaN; None: no
-        token."""
+        """Number of the first token, from `start` on, whose log-probability is NaN; None: none."""
         count, store = int(self._columns["count"][row]), self._columns["store"][row]
         broken = np.flatnonzero(np.isnan(self._log_probs[store, start:count]))
         return start + int(broken[0]) if len(broken) else None

@@ -11,7 +11,8 @@ no influence.
 A wide vocabulary is drawn from in two rounds, which takes a few hundred exponentials in place of a
 hundred thousand: token j belongs to group j modulo the number of groups; first a group is drawn by
 its probability, then a token of the group. Neighbours in the vocabulary, which are often alike, so
-are in different groups."""
+are in different groups.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def exponentials(keys: Tensor, first: Tensor, count: int, size: int) -> Tensor:
 
     Returns standard exponentials, float64 [samples, count, size]. A token's number and key are
     hashed in two rounds of the SplitMix64 finalizer, the key entering before each; a third round
-    hashes the result with each place."""
+    hashes the result with each place.
+    """
     counter = first[:, None] + torch.arange(1, count + 1, device=keys.device)
     key = keys[:, None]
     token = _mix(_mix(counter * _GAMMA + key) ^ key)
@@ -103,7 +105,8 @@ def draw(
     logits [rows, vocabulary]; noise float64 [rows, `noise_size`]; temperature, top_p float64
     [rows]; top_k int64 [rows], the vocabulary's size where it is off. At temperature 0 the
     likeliest token is taken, and its log-probability is that under the plain softmax. The
-    log-probability is NaN if the row's logits hold a NaN."""
+    log-probability is NaN if the row's logits hold a NaN.
+    """
     at_once = max(AT_ONCE * torch.get_num_threads() // logits.shape[1], 1)
     if logits.device.type == "cpu" and len(logits) > at_once:
         found = []

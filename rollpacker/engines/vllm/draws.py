@@ -7,7 +7,8 @@ request goes on with the tokens that it had, and the log-probability noted here 
 distribution drawn from.
 
 vLLM's own `processed_logprobs` would be the same with an undisturbed sampler, but not with one that
-is handed noise or a chosen token."""
+is handed noise or a chosen token.
+"""
 
 from __future__ import annotations
 

@@ -78,10 +78,8 @@ class Live:
 
     def begin(self) -> list[int]:
         """Make the response's `draw`, and return the response tokens that vLLM's prompt is to end
-        with.
-
-        If carried tokens are to be verified, the last of them is left for vLLM's first step to
-        generate, which so always has something to do."""
+        with. If carried tokens are to be verified, the last of them is left for vLLM's first step
+        to generate, which so always has something to do."""
         entry = self.entry
         if not self.is_unseen:
             key = entry.key(entry.redraws[-1][1] if entry.redraws else 0)
@@ -101,7 +99,8 @@ class Live:
 
         `ends(tokens, count)`: whether the first `count` tokens have just ended the response.
         Returns the number of tokens to continue from in a new request, without vLLM's new ones;
-        None if vLLM can continue by itself."""
+        None if vLLM can continue by itself.
+        """
         anew, carried = self.draw.anew, self.carried.tokens
         assert anew is not None and len(anew.tokens) == len(carried) - 1
         num_same = 0

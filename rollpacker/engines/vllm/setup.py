@@ -83,7 +83,8 @@ def open_vllm(
 
     Raises `MissingPackageError` if vLLM is not installed, `UnsupportedModelError` if vLLM cannot
     run the model here, lacks memory for it or runs it only with a model runner that is unknown
-    here, and `ValueError` for versions that are not supported or if there is an engine already."""
+    here, and `ValueError` for versions that are not supported or if there is an engine already.
+    """
     sentence = missing("vllm", extra="vllm", what="rollout.engine.name=vllm")
     if sentence is not None:
         raise MissingPackageError(

@@ -5,7 +5,8 @@ after each step, the carried tokens that the step has read are drawn from the hi
 them, with the noise that plain generation has there (`Anew`). A long prompt is read in several
 steps, and from its beginning if the request was preempted.
 
-The wrapped method is not a public interface: `setup.TESTED` says which versions have it."""
+The wrapped method is not a public interface: `setup.TESTED` says which versions have it.
+"""
 
 from __future__ import annotations
 

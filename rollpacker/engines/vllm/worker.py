@@ -2,8 +2,9 @@
 and load weights.
 
 Every worker draws every token itself, from logits and noise that all workers have, so that no
-result need be sent around. Only vLLM imports this module, by name; `engines/vllm/parallel.py` calls
-its methods."""
+result need be sent around. Only vLLM imports this module, by name; its methods are called by
+`engines/vllm/parallel.py`.
+"""
 
 from __future__ import annotations
 
