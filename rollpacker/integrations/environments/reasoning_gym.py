@@ -36,7 +36,7 @@ HINT = "That is not right. The answer has {length} characters and begins with {f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The adapter's own arguments."""
+    """The adapter's own arguments, which the module's docstring describes."""
 
     hint: str = HINT
     second_weight: float = 0.5
@@ -67,7 +67,7 @@ def rows(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class ReasoningGymEnvironment:
-    """One question, and two answers to it at most."""
+    """One episode: a question, and at most two answers to it."""
 
     deterministic = True
 
@@ -97,7 +97,8 @@ class ReasoningGymEnvironment:
 def _split(
     name: str, arguments: dict[str, Any]
 ) -> tuple[Settings, ReasoningGymConfig, tuple[int, int], dict[str, Any]]:
-    """The adapter's settings, the scorer's, number and seed of the rows, the task's options."""
+    """The arguments split into the adapter's settings, the scorer's config, number and seed of the
+    rows, and the options of the task."""
     require("reasoning_gym", extra="gym", what="an environment of reasoning-gym")
     own = OwnArguments(f"reasoning-gym:{name}", arguments)
     settings = Settings(
