@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from rollpacker.weights.buffer import WeightSource
 
 Redraws = tuple[tuple[int, int], ...]
-"""Pairs (first token, redraw): from that response token on, the noise is that of this redraw, until
-the next pair. Tokens before the first pair have the noise of redraw 0."""
+"""Pairs (first token, redraw), by which later tokens have other noise. When an end is refused,
+tokens are drawn again with the noise of the next redraw. Tokens before the first pair have redraw
+0."""
 
 NOT_NUMBERS = "the model's logits are not numbers"
 """How the reason of a `SampleFailed` begins if the sample's logits held a NaN."""
@@ -36,7 +37,7 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Parameters of the draw of one response."""
+    """How the tokens of one response are drawn: limit, temperature, truncation, stops and noise."""
 
     max_response_tokens: int
     temperature: float = 1.0

@@ -97,7 +97,7 @@ class Inbox:
             self._weights_change = True
 
     def end_weights(self) -> None:
-        """Accept samples again."""
+        """Accept samples again, as before `begin_weights`."""
         self._weights_change = False
 
     def leave(self) -> None:

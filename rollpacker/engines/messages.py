@@ -1,4 +1,4 @@
-"""The messages between a run and an engine's process. Light: no torch.
+"""The messages between a run and an engine's process. Does not import torch.
 
     down   SETUP EngineSetup     what to make
            CALL 0 Work           requests, aborts and samples to forget; it is not answered

@@ -1,4 +1,4 @@
-"""How environments want to be called, and what they return, told apart by signature and value.
+"""The forms of environments: how they are called, known by their signatures, and what they return.
 
     ours        reset(row) -> messages | None        step(message) -> (messages, reward, done)
     Gymnasium   reset(*, seed, options) -> (text, info)
@@ -6,8 +6,8 @@
     TRL         reset(**columns) -> text | None, and no step: its other public methods are tools;
                 get_reward() -> number, if it has one
 
-`reset` may name columns of the row instead. A `step` whose parameter is called `action` is given
-the message's text. Runs in a worker process.
+The parameters of `reset` may be columns of the row instead. A `step` whose parameter is called
+`action` gets the message's text. Runs in a worker process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The messages between a run and a reward host. Light.
+"""The messages between a run and a reward host. Imports nothing heavy.
 
     down   SETUP RewardSetup     which rewards
            CALL Check            samples to judge; ANSWER Judged is the answer

@@ -1,4 +1,4 @@
-"""The reward protocols and the records that cross them. Light.
+"""The reward protocols and the records passed through them. Imports nothing heavy.
 
 controller -> Reward (routes, weights, sums) -> RewardPart (one reward) -> a worker, a sandbox,
                                                                            an endpoint

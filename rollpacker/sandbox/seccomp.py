@@ -1,13 +1,13 @@
 """The system call filter of sandboxed programs, as classic BPF. Needs no library.
 
-An allow-list: what CPython with its standard library, threads and scientific packages uses. All
-else fails with EPERM: sockets (but for a stream pair, which asyncio wakes itself up with),
+It is an allow-list of the calls that CPython with its standard library, threads and scientific
+packages uses. All else fails with EPERM: sockets (but for a stream pair, which asyncio needs),
 namespaces, mounts, ptrace, io_uring, keys, BPF, perf, userfaultfd, System V and POSIX IPC, memory
 files, further filters. A call through another architecture's table (32 bit) ends the program.
 
-What is left out for the sake of limits, not of the kernel: System V IPC, message queues, memory
-files and larger pipe buffers hold memory that no process limit counts; inotify instances are
-counted per user of the host.
+Some calls are refused for the sake of limits, not of the kernel: System V IPC, message queues,
+memory files and larger pipe buffers hold memory that no process limit counts; inotify instances
+are counted per user of the host.
 """
 
 from __future__ import annotations

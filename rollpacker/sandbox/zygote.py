@@ -1,8 +1,9 @@
-"""Forks one interpreter per run. Runs INSIDE bubblewrap; standard library and ctypes only.
+"""The zygote: a process INSIDE bubblewrap that forks one interpreter per run. Imports only the
+standard library and ctypes.
 
-Handed into the sandbox with the modules that it imports, compiled (`MODULES`). It talks to the
-pool over one socket in frames of known length: a `START` with the system call filter, then per run
-one `REQUEST` with a payload that only the run itself takes apart, answered by one `REPLY`.
+This module is given into the sandbox compiled, with the modules that it imports (`MODULES`). The
+zygote talks to the pool over one socket in frames of known length: a `START` with the system call
+filter, then per run one `REQUEST`, whose payload only the run itself reads, and one `REPLY`.
 
     zygote -- clone --> init: pid 1 of the run's own process namespace, sleeps; killing it ends
        |                      everything that the run has started
@@ -10,7 +11,7 @@ one `REQUEST` with a payload that only the run itself takes apart, answered by o
                              executes the program; or, for a cold profile, becomes a new
                              interpreter that does
 
-The run for the next request is made while nobody waits for it.
+The process for the next run is forked in advance, before its request has come.
 """
 
 from __future__ import annotations

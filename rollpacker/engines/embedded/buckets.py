@@ -66,7 +66,7 @@ def least_moves(order: np.ndarray, buckets: list[Bucket]) -> tuple[np.ndarray, n
 
 
 def bucket_cost(buckets: list[Bucket], call_cost: float) -> float:
-    """The cost of a step over these buckets, in row-positions."""
+    """Cost of a step over these buckets, in row-positions: `call_cost` + rows x width for each."""
     return sum((stop - start) * width + call_cost for start, stop, width, _ in buckets)
 
 

@@ -32,7 +32,7 @@ draft in one case of three."""
 LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Numbers of tokens that a draft of one row may have."""
 MAX_KEPT_TOKENS = 1 << 20
-"""Tokens of finished responses that are kept as drafts; the oldest groups are dropped first."""
+"""Most tokens of ended responses kept for drafts. Those of the oldest prompts go first."""
 STEP_COST = (0.06, 2.3, 0.02, 0.035)
 """Costs (a, b, c, d) of a step on a CPU, in units of a plain step's overhead: a plain step over r
 rows costs 1 + a r, and one that computes t tokens for each row costs b + c r + d r t. Set by hand
@@ -190,7 +190,7 @@ class Pacing:
     of the time, and there are none for a while after drafts did not pay."""
 
     row_cost: float
-    """Cost of a row in a plain step, in units of the step's overhead."""
+    """Cost of a row in a plain step, as a multiple of the step's fixed overhead."""
     is_on: bool = False
     """Whether the last step was made with drafts."""
     credit: float = 0.0

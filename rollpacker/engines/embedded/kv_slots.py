@@ -68,11 +68,11 @@ class KVSlots:
 
     @property
     def budget_tokens(self) -> int:
-        """Number of positions that keep to the budget."""
+        """Number of cache positions that fit into the memory budget."""
         return self.budget_bytes // self.bytes_per_token
 
     def fits(self, num_slots: int, width: int) -> bool:
-        """Whether so many rows of so many positions keep to the budget."""
+        """Whether `num_slots` rows of `width` positions fit into the memory budget."""
         return num_slots * width * self.bytes_per_token <= self.budget_bytes
 
     def reserve(self, num_slots: int, width: int, beside: int = 0) -> bool:
@@ -270,7 +270,7 @@ class LayerProbe:
     def __init__(self) -> None:
         self.shapes: list[LayerShape] = []
         self.calls: list[tuple[int, Scores]] = []
-        """Layer and scores of each call."""
+        """The layer and the scores' settings of each attention call, in order."""
         self.dtype: torch.dtype | None = None
 
     def attend(

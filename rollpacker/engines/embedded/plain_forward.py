@@ -136,7 +136,8 @@ def _is_adapted(module: Any) -> bool:
 
 
 class PlainForward:
-    """Prefill and decode steps of one model. Used under `torch.inference_mode`."""
+    """Runs prefill and decode steps of a model as plain tensor calls, under
+    `torch.inference_mode`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder: Any = model.model

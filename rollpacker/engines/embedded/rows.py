@@ -90,8 +90,7 @@ class Pending:
         return sample_key(request.sampling.seed, whose, redraw, request.turn)
 
     def draw_with(self, start: int, redraw: int) -> int:
-        """Note that tokens from `start` on are drawn with noise of this redraw. Returns the
-        redraw's key."""
+        """Note that tokens from number `start` on have noise of this redraw. Returns its key."""
         self.redraws[:] = [one for one in self.redraws if one[0] < start]
         if redraw != (self.redraws[-1][1] if self.redraws else 0):
             self.redraws.append((start, redraw))

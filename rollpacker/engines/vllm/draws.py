@@ -37,7 +37,7 @@ class Anew:
     __slots__ = ("keys", "log_probs", "tokens")
 
     def __init__(self, keys: Sequence[int]) -> None:
-        """`keys`: the key of each token's noise."""
+        """`keys`: the 64-bit key of each carried token's noise, in their order."""
         self.keys = [_signed(key) for key in keys]
         self.tokens: list[int] = []
         """The tokens that have been drawn so far in the places of the carried ones."""
@@ -45,7 +45,7 @@ class Anew:
 
 
 class Draw:
-    """The parameters and the noise of one request, and what has been drawn so far."""
+    """How one request's tokens are drawn (parameters and noise), and what was drawn so far."""
 
     __slots__ = ("anew", "key", "log_probs", "offset", "sampling", "tokens")
 

@@ -1,9 +1,9 @@
 """Environments of GEM (`gem-llm`): `gem:game:GuessTheNumber-v0-easy`.
 
-Arguments: `system_prompt`, `num_rows`, and those of the environment. What the environment says is a
-message of its own each turn: GEM's wrappers, which write the whole game into every observation, are
-not needed, and its tools, which run a model's code without a sandbox, are not offered. Rewards are
-per turn, as GEM gives them. Its `math:`, `code:` and `qa:` environments fetch data sets from a hub.
+Arguments: `system_prompt`, `num_rows`, and those of the environment. Every observation becomes one
+message: GEM's wrappers, which write the whole game into every observation, are not needed, and its
+tools, which run a model's code without a sandbox, are not offered. Rewards are per turn, as GEM
+gives them. Its `math:`, `code:` and `qa:` environments fetch data sets from a hub.
 """
 
 from __future__ import annotations

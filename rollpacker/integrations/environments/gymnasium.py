@@ -1,10 +1,10 @@
 r"""Environments of Gymnasium that can be played in text: `gymnasium:FrozenLake-v1`.
 
-What the model reads: an observation that is a text; else, of an environment that draws itself in
-text (`render_mode="ansi"`), the observation as JSON and the drawing, what is coloured in brackets;
-else the observation as JSON. What it does: in a `Text` space all that it says, in a `Discrete` one
-the last number, or name of `actions`, that it says. Anything else is answered with what can be
-done, without a step of the environment.
+The model reads an observation as it is if it is a text, else as JSON; if the environment draws
+itself in text (`render_mode="ansi"`), the drawing follows, with coloured parts in brackets. The
+model's action is its whole message in a `Text` space, and in a `Discrete` space the last number, or
+name of `actions`, in the message. A message without an action is answered with the list of actions,
+without a step of the environment.
 
 Arguments: `actions` (names of the actions of a `Discrete` space, in order), `instructions` (text
 before the first observation), `system_prompt`, `num_rows`, and those of the environment.

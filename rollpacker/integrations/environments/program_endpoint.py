@@ -1,13 +1,13 @@
-"""The endpoint that programs of their own talk to while they are trained: one server in a process
-of environments, on the loopback address, with a session and a token for each episode.
+"""The endpoint through which users' programs call the model in training: one server in an
+environment process, on the loopback address, with a session and a token for each episode.
 
     program -- POST /v1/chat/completions --> a call of the model: `reset` or `step` returns with it
             <-- the model's message -------- given to the next `step`
-            -- POST /v1/reward ------------> {"reward": 1.0}, unless its last line says so
+            -- POST /v1/reward ------------> {"reward": 1.0}, else read from its last line
             -- GET /v1/row ----------------> the dataset's row
 
-A session is one dialogue that grows. A call that does not go on from the one before, or comes
-before that was answered, ends the episode; the one place that decides so is `Session.call`.
+A session is one dialogue that grows. A call that does not continue the call before it, or comes
+before that call was answered, ends the episode; `Session.call` decides that.
 """
 
 from __future__ import annotations

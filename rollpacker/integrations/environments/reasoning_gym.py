@@ -1,14 +1,14 @@
-"""Tasks of reasoning-gym in two turns: `reasoning-gym:chain_sum`. The model answers; where it is
-wrong it is given a hint, and answers again.
+"""Tasks of reasoning-gym in two turns: `reasoning-gym:chain_sum`. If the model's answer is wrong,
+it gets a hint and answers again.
 
-The reward comes at the end: the task's score of the first answer if it is right, else that of the
-second times `second_weight`. Arguments: `hint` (a text, in which `{answer}`, `{first}` and
-`{length}` stand for the right answer, its first character and its number of characters),
-`second_weight` (0.5), `right_at` (the score from which an answer is right: 1), `answer_regex`,
-`allow_evaluation` (as in the reward `reasoning_gym`), `instructions` (after the question),
-`system_prompt`, `num_rows`, `seed` of the rows, and the options of the task.
+The reward comes at the end: the task's score of the first answer if that is right, else the score
+of the second answer times `second_weight`. Arguments: `hint` (a text, in which `{answer}`,
+`{first}` and `{length}` stand for the right answer, its first character and its number of
+characters), `second_weight` (0.5), `right_at` (the score from which an answer is right: 1),
+`answer_regex`, `allow_evaluation` (as in the reward `reasoning_gym`), `instructions` (after the
+question), `system_prompt`, `num_rows`, `seed` of the rows, and the options of the task.
 
-Rows of data of kind `reasoning_gym` do as well, whatever task is named: each says its own.
+Rows of data of kind `reasoning_gym` can be used, too; each of them names its own task.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 taskset, and perhaps an environment of its own.
 
 An episode is played by verifiers itself, with its tasks' setup, tools, users, stops and rewards;
-the model that it calls is whoever calls `step`. So the reward comes at the end. Tools are called by
-verifiers: `step` with a message that calls some returns what they answered.
+when it calls the model, the caller of `step` gives the answer. So the reward comes at the end.
+Verifiers executes tool calls: `step` with a message that has some returns the tools' results.
 
 Arguments: `num_rows`, `env` (an environment of verifiers to pair the taskset with, by its id) and
 those of the taskset's config. Rows are the taskset's tasks, in the column `verifiers_task`.

@@ -1,11 +1,11 @@
-"""One training's rollouts: the core, driven between the steps of somebody else's trainer.
+"""The rollouts of one training: the core, driven between the steps of TRL's trainer.
 
     next_step()   RunStarted or Committed -> FetchPrompts -> Launch -> ... -> TrainOn: its groups
     trained()     Trained -> SyncWeights -> Commit, held until the next step is asked for
 
-The ports answer at once, in whatever thread the command comes: prompts lie ready, the engine reads
-the trainer's own weights, and the rewards are the trainer's business, so that the core is told of a
-verdict that says nothing. Whoever asks for a step waits here, under a deadline.
+The core's commands are executed at once, in the thread in which they are given: prompts are ready,
+the engine reads the trainer's own weights, and every sample gets a verdict of 0, since TRL computes
+the rewards. The caller of `next_step` waits for the step, under a deadline.
 """
 
 from __future__ import annotations

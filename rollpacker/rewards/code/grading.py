@@ -157,7 +157,7 @@ class CodeConfig:
     """The column with a correct solution, for rows that have one. The solutions are run before
     training, to check the tests. None: they are not run."""
     allow_bad_tests: float = 0.0
-    """Share of the reference solutions that may fail their tests."""
+    """Share of the reference solutions, 0 to 1, that may fail their tests."""
     max_tests: int | None = None
     """Most tests of a row that are run, from the first on. None: all."""
     memory_mb: int | None = None

@@ -3,10 +3,10 @@
 controller -- requests, pickled --> worker: SETUP once, then CALLs
 controller <-- replies, JSON ------ worker: a value, or why there is none
 
-Requests hold what a row's columns hold, which may be anything; they come from this process's own
-parent over an inherited socket. A blocking function is called in the main thread, one call at a
-time. An async one runs in the worker's own event loop, any number of calls at once. Light: it
-imports no more than it needs.
+Requests hold the values of a row's columns, which may be of any type; they come from this
+process's own parent over an inherited socket. A blocking function is called in the main thread, one
+call at a time. An async one runs in the worker's own event loop, any number of calls at once.
+Imports no more than it needs.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ class MathReward:
         await self._sandbox()
 
     async def _sandbox(self) -> Sandbox:
-        """A sandbox that can compare answers. Raises `RewardError`."""
+        """The sandbox, checked to be able to compare answers. Raises `RewardError` if it is not."""
         box = await self._shared.sandbox()
         if lacking := await box.lacks(PROFILE):
             if self._shared.config.url is None:  # the sandbox has this interpreter's packages
