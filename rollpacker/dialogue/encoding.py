@@ -43,7 +43,7 @@ class Encoder:
             if (token.special or token.content in written) and token.content.strip()
         }
         self.markers = _any_of(self._ids)
-        """Matches the markers in a text."""
+        """Matches the markers (tokens that steer the model) in a text."""
         self._spaced = _any_of(
             self._ids,
             before={token.content for token in added.values() if token.lstrip},

@@ -32,7 +32,8 @@ NOT_NUMBERS = "the model's logits are not numbers"
 
 
 class EngineError(RuntimeError):
-    """The engine as a whole cannot go on, or it was called when it cannot do what was asked."""
+    """The engine as a whole has failed, or was called in a state in which the call is not
+    allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
     """Tokens of a response that an earlier launch (an earlier submission of the sample to an
-    engine) generated, for the engine to go on from."""
+    engine) generated, and that the engine is to continue."""
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -72,9 +73,9 @@ class Carried:
     the first that comes out differently: the response is then the one that generation from scratch
     gives. False: all tokens stay, with the log-probabilities that they have."""
     floor: int = 0
-    """Most tokens of a response whose end is refused: if the response stops with at most that many,
-    its tokens after the first that came out differently are drawn again, with noise of another
-    redraw, sixteen times at most. Used with `verify` only. 0: no end is refused."""
+    """Length up to which an end is refused: if the response stops with at most that many tokens,
+    its tokens after the first that came out differently are drawn again, with new noise, sixteen
+    times at most. Used with `verify` only. 0: no end is refused."""
     ceiling: int | None = None
     """Most tokens of a response in which a carried token came out differently. If it gets longer,
     the tokens after that one are drawn again, as with `floor`. None: any length is accepted."""
@@ -86,7 +87,7 @@ class Carried:
 class GenerationRequest:
     sample: SampleId
     prompt_tokens: tuple[int, ...]
-    """The prompt's tokens; samples of one prompt share the tuple, and neighbours one prefill."""
+    """The prompt's tokens. Samples of one prompt share the tuple and, if adjacent, a prefill."""
     sampling: SamplingParams
     forced_length: int | None = None
     """Exact number of response tokens, for benchmarks: the response ends with "stop" after that
@@ -119,8 +120,8 @@ class Response:
     trajectory has the reason of its `Conclude` command."""
     version: int
     redraws: Redraws = ()
-    """Which parts of the response were drawn with noise of a later redraw, because an earlier end
-    was refused. Empty: all tokens have the noise of redraw 0."""
+    """The sets of noise of the response's tokens, where ends were refused and later tokens drawn
+    again. Empty: all tokens have the first set, redraw 0."""
     given: Spans = ()
     """Ranges of tokens that the model was given between its turns and did not draw. Empty for a
     response that comes from an engine, which is a single turn."""
@@ -170,8 +171,8 @@ step after it arrives."""
 
 
 class Engine(Protocol):
-    """What generates responses to requests: commands go in, outputs come out. `submit` and `abort`
-    are thread-safe and return at once."""
+    """The protocol of an engine, which generates responses to requests. `submit` and `abort` are
+    thread-safe and return at once."""
 
     def start(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
         """Begin to work, and call `listener` with all outputs. `on_error` is called once, from any

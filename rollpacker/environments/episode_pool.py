@@ -36,8 +36,8 @@ MAX_HUNG = 16
 """Number of calls that must hang in a process (go on after they were given up) for it to get no
 more episodes. It ends with those that it has."""
 APART_WITHIN_S = 30.0
-"""Seconds after which a suspected episode begins among the others, if the separate process has not
-become free."""
+"""Seconds after which an episode of a suspected prompt begins among the others, if the separate
+process for such episodes has not become free."""
 
 
 class GivenUp(Exception):
@@ -56,10 +56,11 @@ class EpisodePool(WorkerPool):
         super().__init__(*args, **kwargs)
         self._suspects: set[Hashable] = set()
         self._suspected: deque[PoolCall] = deque()
-        """Calls of suspected episodes, which wait for the separate process."""
+        """Calls that begin episodes of suspected prompts, whose earlier episodes may have ended
+        their process. They wait for the separate process."""
         self._apart: PoolWorker | None = None
         self._inmate: object = None
-        """The prompt whose episodes are in the separate process now."""
+        """The prompt whose episodes are in the separate process now. None: it has none yet."""
 
     def start(self) -> None:
         """Start all processes of the pool."""
@@ -67,7 +68,8 @@ class EpisodePool(WorkerPool):
 
     def begin(self, payload: bytes, limit_s: float, whose: Hashable) -> PoolCall:
         """Make a call that begins an episode. Once it is answered, its `worker` is the episode's
-        process. Episodes with the same `whose` (their prompt) are suspected together."""
+        process. `whose`: the episode's prompt, which is suspected if the process dies during a
+        call."""
         call = self._made(payload, limit_s)
         call.whose = whose
         if whose in self._suspects:

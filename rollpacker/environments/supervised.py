@@ -152,8 +152,8 @@ class SupervisedEnvironments:
             self._spares.pop().close()
 
     def _start(self, name: str) -> WorkerProcess:
-        """Start a process at the next place. The place of a lost process may so come later, which
-        helps if its host is lost, too."""
+        """Start a process at the next of the places. A new process after a loss is so started on
+        another host, which helps if the first host is lost, too."""
         place = self._places[0] if self._places else None
         self._places.rotate(-1)
         host = None if isinstance(place, ThisHost) else place

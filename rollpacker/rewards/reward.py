@@ -32,7 +32,7 @@ UNKNOWN = Progress()
 
 
 class TurnRewards(NamedTuple):
-    """The turns of a trajectory."""
+    """The turns of a trajectory, with their numbers of tokens and their rewards."""
 
     num_drawn: tuple[int, ...]
     """Number of tokens that the model generated in each turn."""

@@ -89,8 +89,8 @@ class RowText(Text):
     num_seen: int
     """Number of response tokens that are in `text`."""
     redraw: int
-    """Number of the redraw that the row's noise is of. When it changes, the row has lost tokens
-    (`Extender.draw_again`)."""
+    """Which set of noise the row's tokens are drawn with now: 0, or the number of a redraw. When it
+    changes, the row has lost tokens (`Extender.draw_again`)."""
     earlier: Text | None = None
     source: Text | None = None
     place: int = 0
@@ -132,7 +132,7 @@ class RowText(Text):
 
 @dataclass(slots=True, eq=False)
 class EndedText(Text):
-    """The ended responses of one group, joined into one text."""
+    """The ended responses to one prompt, joined into one text."""
 
     unread: list[np.ndarray]
     num_tokens: int = 0
@@ -307,9 +307,9 @@ class Drafter:
     def _best_length(
         self, rows: RowTable, which: Sequence[int], num_rows: int
     ) -> tuple[int, list[RowText], list[str]]:
-        """For these rows, return how many tokens a row to draft (0 if a plain step is better), the
-        rows' texts, and the tokens that may follow each row. The number assumes that all `num_rows`
-        rows are like these."""
+        """For these rows, return how many tokens to draft per row (0 if a plain step is better),
+        the rows' texts, and the tokens that may follow each row. The number assumes that all
+        `num_rows` rows are like these."""
         texts = self._read(rows, which)
         expected = self.acceptance.expected_tokens()
         groups: dict[PromptId, list[RowText]] = {}

@@ -34,7 +34,7 @@ from rollpacker.engines.embedded.sampling import draw
 from rollpacker.engines.engine import Carried
 
 MAX_REDRAWS = 16
-"""Most redraws of one response by the complement rule (`Extender.draw_again`)."""
+"""Most times that tokens of one response are drawn again by the rule in `draw_again`."""
 MAX_GUESS = 255
 """Most tokens of a guess. Longer guesses are cut: a response that differs early then costs one
 short pass."""
@@ -52,8 +52,8 @@ class Guess:
 
     tokens: Sequence[int]
     log_probs: Sequence[float] | None = None
-    """Log-probabilities of the tokens, which are then taken as they are. None: the tokens are drawn
-    anew."""
+    """Log-probabilities of the tokens, which are then accepted without being drawn. None: the
+    tokens are drawn again, and compared."""
 
 
 class Extender:
@@ -275,7 +275,7 @@ class Extender:
 
     def _guess(self, row: int, count: int) -> Guess:
         """The guess made of the row's carried tokens from number `count` on. It ends before the
-        last token whose noise is of the same redraw, since the token after a guess is drawn with
+        last token with the same redraw (set of noise), since the token after a guess is drawn with
         that noise too."""
         redraw, end = self._rows.pending[row].carried_redraw(count)
         self._rows.draw_with(row, count, redraw)
@@ -290,8 +290,7 @@ class Extender:
         The rule: a response that was cut off at a length must not end before that length, and one
         that had ended before its siblings were cut off must not grow longer than they. Where it
         would, the tokens after the first that differs from the carried one are drawn again, with
-        the noise of another redraw; if that first token is the end itself, it is drawn again
-        too.
+        new noise (a redraw); if that first token is the end itself, so is that token.
         """
         column = self._rows.host_column
         count = column("count")[rows]

@@ -76,29 +76,30 @@ class Pending:
         return bool(self.request.carried and self.request.carried.tokens)
 
     def carried_redraw(self, token: int) -> tuple[int, int | None]:
-        """For a carried token, the number of the redraw whose noise it was drawn with, and the
-        number of the first later token of another redraw. None: there is no such token."""
+        """For a carried token, the number of the redraw (set of noise) that it was drawn with, and
+        the number of the first later token of another redraw. None: there is no such token."""
         carried = self.request.carried
         redraws = carried.redraws if carried is not None and carried.verify else ()
         redraw = max([redraw for start, redraw in redraws if start <= token], default=0)
         return redraw, min([start for start, _ in redraws if start > token], default=None)
 
     def key(self, redraw: int) -> int:
-        """64-bit key of the request's noise in this redraw."""
+        """64-bit key of the request's noise in this redraw. Every redraw has other noise."""
         request = self.request
         whose = request.noise or request.sample
         return sample_key(request.sampling.seed, whose, redraw, request.turn)
 
     def draw_with(self, start: int, redraw: int) -> int:
-        """Note that tokens from number `start` on have noise of this redraw. Returns its key."""
+        """Note that tokens from number `start` on have the noise of this redraw. Returns its
+        key."""
         self.redraws[:] = [one for one in self.redraws if one[0] < start]
         if redraw != (self.redraws[-1][1] if self.redraws else 0):
             self.redraws.append((start, redraw))
         return self.key(redraw)
 
     def redraw_from(self, start: int) -> int:
-        """Note that tokens from `start` on are drawn with noise of a redraw that was not used yet.
-        Returns the redraw's key."""
+        """Note that tokens from number `start` on are drawn with new noise: that of the first
+        unused redraw. Returns the redraw's key."""
         carried = self.request.carried
         before = (*self.redraws, *(carried.redraws if carried is not None else ()))
         return self.draw_with(start, 1 + max([redraw for _, redraw in before], default=0))
@@ -297,13 +298,14 @@ class RowTable:
         self._fill_noise(rows)
 
     def redraw_from(self, row: int, start: int) -> None:
-        """Draw the row's tokens from number `start` on with noise of a redraw that was not used
-        yet. This must come before `cut`, which makes the noise."""
+        """Draw the row's tokens from number `start` on with new noise: that of the first unused
+        redraw. This must come before `cut`, which makes the noise."""
         self._columns["redraw"][row] += 1
         self._columns["key"][row] = self.pending[row].redraw_from(start)
 
     def draw_with(self, row: int, start: int, redraw: int) -> None:
-        """Draw the row's tokens from number `start` on with noise of this redraw."""
+        """Draw the row's tokens from number `start` on with the noise of this redraw (0: the first
+        set of noise)."""
         self._columns["key"][row] = self.pending[row].draw_with(start, redraw)
 
     def _widen_outputs(self) -> None:

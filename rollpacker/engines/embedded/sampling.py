@@ -28,8 +28,9 @@ from rollpacker.core.ids import SampleId
 WIDE_VOCABULARY = 64
 """Largest vocabulary that is drawn from in one round; a larger one is drawn from in two."""
 AT_ONCE = 1 << 18
-"""Logits drawn from together, for each of torch's threads on a CPU: 2 MiB as float64 stay in its
-cache, where 64 rows of a wide vocabulary would be memory that is asked for anew at each token."""
+"""Most logits drawn from together on a CPU, per torch thread: as float64 these are 2 MiB, which
+stay in the thread's cache. All rows of a wide vocabulary at once would need new memory at each
+token."""
 # The constants of SplitMix64 (Steele, Lea and Flood 2014), as signed numbers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)

@@ -162,9 +162,9 @@ class Live:
         return len(self.tokens) > self._ceiling and self.num_redraws < MAX_REDRAWS
 
     def draw_again(self, *, stopped: bool) -> bool:
-        """Apply the complement rule (engines/embedded/extend.py) to a response that has left vLLM.
-        Returns whether it must go on, from fewer tokens and with noise of another redraw.
-        `stopped`: whether it ended by itself."""
+        """Apply the complement rule (`Extender.draw_again`) to a response that has left vLLM.
+        Returns whether it must be continued, from fewer tokens and with new noise. `stopped`:
+        whether it ended by itself."""
         count = len(self.given)
         floor = self.carried.floor if self.carried.verify else 0
         is_wrong = (stopped and count <= floor) or count > self._ceiling

@@ -75,7 +75,7 @@ class Copy:
 
     @property
     def can_sleep(self) -> bool:
-        """Whether vLLM was opened such that it can free its memory."""
+        """Whether vLLM was opened with the ability to free its memory."""
         return bool(self._vllm.model_config.enable_sleep_mode)
 
     def sleep(self) -> None:

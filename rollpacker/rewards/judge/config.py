@@ -69,7 +69,7 @@ class JudgeConfig:
     probe: bool = True
     """Whether to ask the endpoint once before the run, which is refused if there is no reply."""
     as_scale: Scale = field(init=False, repr=False, compare=False)
-    """The scale as a `Scale`."""
+    """The setting `scale` as a `Scale` object."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "as_scale", _read_scale(self.scale))

@@ -145,7 +145,7 @@ def extract(text: str, methods: Sequence[str], caps: Caps) -> tuple[str | None, 
 @dataclass(frozen=True, slots=True)
 class _Box:
     start: int
-    """Index at which the command begins."""
+    """Index in the text at which the box's command begins."""
     inside: int
     end: int | None
     """Index of the brace that closes the box. None: the box is never closed."""

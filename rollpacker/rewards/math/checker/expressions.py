@@ -152,8 +152,7 @@ def same_relation(gold: str, answer: str) -> bool:
 
 
 def _has_solution(difference: Any) -> bool:
-    """Whether the expression may be 0 for real values. It is not known for more than one variable,
-    and then assumed."""
+    """Whether the expression may be 0 for real values. With several variables it is assumed to."""
     import sympy
 
     symbols = difference.free_symbols
