@@ -212,8 +212,8 @@ class ProcessEngine:
         await asyncio.to_thread(self._use.end)
 
     def _ask(self, call: Call) -> Future[str | None]:
-        """Make the process execute a call, after all earlier calls. May be used in any thread. The
-        future gets the result, or an `EngineError`."""
+        """Have the process make a call, after those that it was asked for before. In any thread.
+        The future has the result, or an `EngineError`."""
         return asyncio.run_coroutine_threadsafe(self._answer_to(call), self._use.loop)
 
     def _wake(self) -> None:
